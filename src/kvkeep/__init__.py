@@ -1,0 +1,23 @@
+"""kvkeep decides which key/value pairs of a long-context language model are worth keeping, and frees the rest."""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+_HOME = {  # imported when first used, so that `import kvkeep` costs nothing
+    "Cache": "kvkeep.engine.session",
+    "Method": "kvkeep.compress.method",
+    "select": "kvkeep.compress.decide",
+}
+__all__ = ["Cache", "Method", "methods", "select"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "methods":
+        value = import_module("kvkeep.compress.method").catalogue()
+    elif name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module 'kvkeep' has no attribute '{name}'")
+    globals()[name] = value
+    return value

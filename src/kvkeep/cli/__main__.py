@@ -1,0 +1,5 @@
+"""`python -m kvkeep.cli`."""
+
+from kvkeep.cli.app import main
+
+main()

@@ -1,0 +1,123 @@
+"""The commands: `kvkeep run`, `kvkeep methods`, `kvkeep models`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from kvkeep import __version__
+from kvkeep.cli import inputs, show
+from kvkeep.errors import KvkeepError
+
+EPILOG = "Exit status: 0 done · 2 bad usage or input, said in one line on stderr · 130 interrupted · 1 anything else."
+
+
+class _Commands(typer.core.TyperGroup):
+    """Turns what kvkeep raises on purpose into one line and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvkeepError as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=EPILOG
+)
+
+
+def main() -> None:
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvkeep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _kvkeep(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Keeps the key/value pairs of a long prompt that matter, and frees the rest."""
+
+
+@app.command(epilog=EPILOG)
+def run(
+    document: Annotated[str, typer.Argument(help="A text file, or - for standard input.")],
+    question: Annotated[str, typer.Argument(help="What to ask about it.")],
+    method: Annotated[str, typer.Option(help="See `kvkeep methods`; cross them as in snapkv+adakv.")] = "intentkv",
+    budget: Annotated[str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1.")] = "512",
+    model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop the answer after this many tokens.")] = 64,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
+    chunk: Annotated[int | None, typer.Option(min=1, help="Read the prompt this many tokens at a time.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Run `full` beside it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="For methods that draw at random.")] = 0,
+) -> None:
+    """Answer a question about a document from a compressed cache, and say what that saved."""
+    text = inputs.prompt(document, question)
+    plans = [inputs.plan(method, budget, settings or [])]
+    if compare:
+        plans.append(inputs.plan("full", budget, []))
+    from kvkeep.cli.ask import Asker
+
+    with show.busy("starting", quiet=as_json) as say:
+        asker = Asker.load(model, device, dtype, say)
+        ids = asker.encode(text, max_new_tokens)
+        asker.warm_up(seed)
+    out = None if as_json else sys.stdout
+    outcomes = [asker.ask(ids, plans[0], max_new_tokens, chunk, out, quiet=as_json)]
+    outcomes += [asker.ask(ids, plan, max_new_tokens, chunk, None, quiet=as_json) for plan in plans[1:]]
+    if as_json:
+        show.print_json(show.outcomes_as_dict(model, outcomes))
+    else:
+        show.print_outcomes(outcomes)
+
+
+@app.command(epilog=EPILOG)
+def methods(as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False) -> None:
+    """List the methods: name, paper, what each keeps, its parameters and their defaults."""
+    import kvkeep
+
+    rows = [
+        {"name": name, "paper": each.paper, "keeps": each.keeps, "parameters": dict(each.parameters)}
+        for name, each in kvkeep.methods.items()
+    ]
+    if as_json:
+        show.print_json(rows)
+        return
+    for row in rows:
+        row["parameters"] = ", ".join(f"{key}={value}" for key, value in row["parameters"].items())
+    cells = [[text or "–" for text in row.values()] for row in rows]
+    show.print_table(["method", "paper", "keeps", "parameters"], cells)
+
+
+@app.command(epilog=EPILOG)
+def models(as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False) -> None:
+    """List the models kvkeep fetches by itself; --model also takes any hub id or local folder."""
+    from kvkeep.model.load import known_models
+
+    known = known_models()
+    if as_json:
+        show.print_json([{**asdict(each), "on_disk": each.on_disk} for each in known])
+        return
+    show.print_table(
+        ["model", "parameters", "window", "license", "comes from", "on disk"],
+        [
+            [each.name, each.parameters, f"{each.window:,}", each.license, each.source, "yes" if each.on_disk else "no"]
+            for each in known
+        ],
+    )

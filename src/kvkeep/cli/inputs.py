@@ -1,0 +1,85 @@
+"""What the user gave, checked before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Plan:
+    method: str
+    budget: int | float
+    parameters: dict[str, Any]
+
+
+def plan(method: str, budget: str, settings: list[str]) -> Plan:
+    parameters = dict(_setting(each) for each in settings)
+    number = _value(budget)
+    if isinstance(number, bool | str):
+        raise BadInput(f"--budget {budget!r} is not a number; give tokens per key head (512) or a fraction (0.1).")
+    from kvkeep.compress.method import parse
+
+    parse(method, **parameters).check(number)
+    return Plan(method, number, parameters)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    if not (name.isidentifier() and value):
+        raise BadInput(f"--set {text!r} is not name=value; write for example --set window=32.")
+    return name, _value(value)
+
+
+def _value(text: str) -> int | float | bool | str:
+    """The text as int, float or bool if it reads as one; else as it is."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def prompt(document: str, question: str) -> str:
+    """The document, a blank line, the question."""
+    if not question.strip():
+        raise BadInput("the question is empty; say what you want to know about the document.")
+    where = "standard input" if document == "-" else repr(document)
+    text = _decode(_read(document), where).strip()
+    if not text:
+        raise BadInput(f"the document {where} is empty; give one with text in it.")
+    return f"{text}\n\n{question.strip()}"
+
+
+def _read(document: str) -> bytes:
+    if document == "-":
+        return sys.stdin.buffer.read()
+    path = Path(document)
+    try:
+        if path.is_dir():
+            raise BadInput(f"{document!r} is a folder; give one text file, or pipe several in and use - for them.")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise BadInput(f"there is no file {document!r}; check the path, or use - for standard input.") from None
+    except OSError as error:
+        raise BadInput(f"{document!r} cannot be read ({error.strerror}); check the path and its permissions.") from None
+
+
+def _decode(content: bytes, where: str) -> str:
+    at = content.find(b"\0")
+    if at >= 0:
+        raise BadInput(f"{where} is binary (a NUL at byte {at}); turn it into plain text first, e.g. with pdftotext.")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{where} is not UTF-8 text (byte {error.start} is {content[error.start]:#04x}); "
+            f"convert it first, e.g. with iconv -f latin1 -t utf-8."
+        ) from None

@@ -1,0 +1,102 @@
+"""What the user sees: a spinner while waiting, tables for people, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import typer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One answer and what it cost. Seconds and bytes are measured."""
+
+    method: str
+    budget: int | float
+    answer: str
+    prompt_tokens: int
+    new_tokens: int
+    kept_per_head: float
+    bytes: int
+    full_bytes: int
+    index_bytes: int
+    first_token_s: float
+    tokens_per_s: float | None  # None after a single token: there is no second one to time
+
+
+@dataclass(frozen=True)
+class Say:
+    """Changes the spinner's text; `stop` takes it away."""
+
+    bar: Any
+    task: Any
+
+    def __call__(self, text: str) -> None:
+        self.bar.update(self.task, description=text)
+
+    def stop(self) -> None:
+        self.bar.stop()
+
+
+@contextmanager
+def busy(text: str, *, quiet: bool, length: Callable[[], int] | None = None) -> Iterator[Say]:
+    """A spinner with the time elapsed, on stderr and only if a person is there to see it.
+
+    length: how many tokens have been read so far, shown as it grows.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    class Length(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            return Text(f"{length():,} done" if length else "")
+
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), Length(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        yield Say(bar, bar.add_task(text, total=None))
+
+
+def print_outcomes(outcomes: list[Outcome]) -> None:
+    from kvkeep.engine.report import human
+
+    rows = [
+        ["prompt tokens", *(f"{each.prompt_tokens:,}" for each in outcomes)],
+        ["kept per key head", *(f"{each.kept_per_head:,.0f}" for each in outcomes)],
+        ["cache holds", *(f"{human(each.bytes)} ({each.bytes / each.full_bytes:.0%})" for each in outcomes)],
+        ["a full cache would hold", *(human(each.full_bytes) for each in outcomes)],
+        ["time to first token", *(f"{each.first_token_s:.2f} s" for each in outcomes)],
+        ["tokens per second", *(f"{each.tokens_per_s:.1f}" if each.tokens_per_s else "–" for each in outcomes)],
+    ]
+    if len(outcomes) > 1:
+        rows.insert(0, ["answer", *(each.answer for each in outcomes)])
+    print_table(["", *(each.method for each in outcomes)], rows)
+
+
+def outcomes_as_dict(model: str, outcomes: list[Outcome]) -> dict[str, Any]:
+    """The first outcome's fields, and under "full" those of the run beside it."""
+    first, *beside = [asdict(each) for each in outcomes]
+    return {"model": model, **first, **{each["method"]: each for each in beside}}
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: brackets in an answer are not markup
+    Console().print(table)

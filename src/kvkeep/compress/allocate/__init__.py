@@ -1,0 +1,1 @@
+"""How a budget is shared: first among layers, then among the key heads of one layer."""

@@ -1,0 +1,25 @@
+"""Contiguous blocks of equal size, scored by the sum of their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.compress.select import Units
+from kvkeep.errors import BadParameter
+from kvkeep.types import Observation
+
+
+@dataclass(frozen=True)
+class Blocks:
+    size: int = 16
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise BadParameter(f"block={self.size} must hold at least one token; use 1 or more.")
+
+    def __call__(self, seen: Observation, scores: Tensor, free: Tensor) -> Units:
+        unit = (torch.arange(seen.tokens, device=scores.device) // self.size).expand_as(scores)
+        return Units.summed(unit, scores * free, -(-seen.tokens // self.size))

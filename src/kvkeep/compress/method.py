@@ -1,0 +1,117 @@
+"""A method is a value: one choice per axis. Names and parameters are turned into one here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvkeep.compress.allocate.heads import EqualHeads
+from kvkeep.compress.allocate.layers import EqualLayers
+from kvkeep.compress.window import Guard
+from kvkeep.errors import BadParameter
+from kvkeep.registry import Registry, did_you_mean
+
+
+@dataclass(frozen=True)
+class Method:
+    """A recipe for what to keep: scorer × unit × allocators × guard."""
+
+    name: str
+    scorer: Callable | None  # None: nothing is ever dropped
+    guard: Guard = Guard()
+    group: Callable | None = None  # None: every token is its own unit
+    heads: Callable = EqualHeads()
+    layers: Callable = EqualLayers()
+    voters: int = 0  # how many of the newest queries the scorer looks at
+    paper: str = ""
+    keeps: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def tokens(self, budget: int | float, seen: int) -> int:
+        """The budget in tokens per key head once `seen` tokens are known."""
+        return budget if isinstance(budget, int) else max(1, int(budget * seen + 1e-9))
+
+    def check(self, budget: int | float) -> None:
+        """Refuse a budget that can never hold what this method always keeps."""
+        check_budget(budget)
+        if isinstance(budget, int):
+            self.guard.check(budget, self.name)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A function from parameters to a Method (or, for a crossing, to the change it makes to one)."""
+
+    build: Callable[..., Any]
+    paper: str
+    keeps: str
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {name: p.default for name, p in inspect.signature(self.build).parameters.items()}
+
+
+def check_budget(budget: int | float) -> int | float:
+    """A positive number of tokens, or a fraction of them."""
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise BadParameter(f"budget={budget!r} is not a number; use tokens (512) or a fraction (0.1).")
+    if isinstance(budget, int) and budget < 1:
+        raise BadParameter(f"budget={budget} keeps nothing; use 1 token or more, or a fraction such as 0.1.")
+    if isinstance(budget, float) and not 0 < budget <= 1:
+        raise BadParameter(f"budget={budget} is not a fraction in (0, 1]; for a number of tokens pass an integer.")
+    return budget
+
+
+def parse(spec: str | Method, /, **parameters: Any) -> Method:
+    """The method called "snapkv", or a crossing such as "snapkv+adakv", with these parameters."""
+    if isinstance(spec, Method):
+        if parameters:
+            raise BadParameter(f"parameters {sorted(parameters)} cannot change a Method value; use dataclasses.replace.")
+        return spec
+    from kvkeep.compress.presets import CROSSINGS, METHODS
+
+    base, *crossings = spec.split("+")
+    parts = [METHODS[base], *(CROSSINGS[name] for name in crossings)]
+    given = _share_out(parts, parameters, spec)
+    method = parts[0].build(**given[0])
+    for name, part, values in zip(crossings, parts[1:], given[1:], strict=True):
+        method = _cross(method, name, part.build(**values), base)
+    used = {k: v for part, values in zip(parts, given, strict=True) for k, v in {**part.defaults, **values}.items()}
+    keeps = "; ".join(part.keeps for part in parts)
+    return replace(method, name=spec, paper=parts[0].paper, keeps=keeps, parameters=used)
+
+
+def _share_out(parts: list[Named], parameters: Mapping[str, Any], spec: str) -> list[dict[str, Any]]:
+    """Give each part the parameters it knows; refuse those none of them does."""
+    known = [name for part in parts for name in part.defaults]
+    for name in parameters:
+        if name not in known:
+            have = f"it has {', '.join(known)}" if known else "it has none"
+            raise BadParameter(f"'{spec}' has no parameter '{name}'; {have}.{did_you_mean(name, known)}")
+    return [{k: _like(k, parameters[k], d) for k, d in part.defaults.items() if k in parameters} for part in parts]
+
+
+def _like(name: str, value: Any, default: Any) -> Any:
+    """A parameter of the default's kind; whole floats pass as integers, integers as floats."""
+    if default is None or isinstance(value, type(default)) and isinstance(value, bool) == isinstance(default, bool):
+        return value
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    raise BadParameter(f"{name}={value!r} should be {type(default).__name__}, like its default {default!r}.")
+
+
+def _cross(method: Method, crossing: str, change: dict[str, Any], base: str) -> Method:
+    if method.scorer is None:
+        raise BadParameter(f"'{base}+{crossing}' cannot work: '{base}' keeps everything, so there is no budget to share.")
+    if not getattr(method.scorer, "scores", True) and getattr(change.get("heads"), "needs_scores", False):
+        raise BadParameter(f"'{base}+{crossing}' cannot work: '{base}' orders tokens by age and has no scores to compare heads by.")
+    return replace(method, **change)
+
+
+def catalogue() -> Registry:
+    """Every named method with its default parameters."""
+    from kvkeep.compress.presets import METHODS
+
+    return Registry("method", {name: parse(name) for name in METHODS})

@@ -1,0 +1,35 @@
+"""What a layer's own attention says about its tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.kernels.reference import probabilities
+from kvkeep.types import NOWHERE, Observation
+
+
+def attention(seen: Observation, last: int) -> Tensor:
+    """Attention of the last queries over all tokens, causal, exactly as the model computed it.
+
+    -> [kv_heads, group, min(last, queries), n] float32
+    """
+    queries = seen.queries[:, -last:]
+    return probabilities(queries, seen.keys, visible(seen, queries.shape[1]), seen.scale, seen.softcap, seen.sinks)
+
+
+def visible(seen: Observation, last: int) -> Tensor:
+    """Which tokens each of the last queries may look at. [kv_heads, last, n] bool"""
+    positions = torch.arange(seen.cursor - last, seen.cursor, device=seen.positions.device)
+    return seen.positions[:, None, :] <= positions[:, None]
+
+
+def real(seen: Observation) -> Tensor:
+    """Which entries are tokens and not padding. [kv_heads, n] bool"""
+    return seen.positions != NOWHERE
+
+
+def from_end(seen: Observation) -> Tensor:
+    """Each token's distance to the end of its head's tokens: 0 for the newest, negative for padding. [kv_heads, n]"""
+    lengths = torch.tensor(seen.lengths, device=seen.positions.device)
+    return lengths[:, None] - 1 - torch.arange(seen.tokens, device=seen.positions.device)

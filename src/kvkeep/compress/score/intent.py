@@ -1,0 +1,65 @@
+"""Find where in the window the question begins, and let only the question vote (IntentKV).
+
+Deviations: the mean over the question's rows instead of the sum, so that each query head of a group votes equally;
+where attention never jumps, the whole window is the question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvkeep.compress.observe import attention
+from kvkeep.errors import BadParameter
+from kvkeep.types import Observation
+
+
+@dataclass(frozen=True)
+class Intent:
+    window: int = 64
+    smooth: int = 8
+    intention: bool = True  # False: the whole window votes (the paper's ablation)
+
+    def __post_init__(self) -> None:
+        for name in ("window", "smooth"):
+            if getattr(self, name) < 1:
+                raise BadParameter(f"{name}={getattr(self, name)} must be 1 or more.")
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        rows = attention(seen, self.window)  # [kv_heads, group, w, n]
+        if not self.intention:
+            return rows.mean((1, 2))
+        return torch.stack([self._question(head).mean(0) for head in rows])
+
+    def _question(self, rows: Tensor) -> Tensor:
+        """Mean attention of the question's rows, per query head. [group, w, n] -> [group, n]"""
+        start = intention(rows, self.smooth)
+        asks = torch.arange(rows.shape[1], device=rows.device) >= start[:, None]
+        weights = asks / asks.sum(1, keepdim=True)
+        return (weights[:, None, :] @ rows).squeeze(1)
+
+
+def intention(rows: Tensor, smooth: int) -> Tensor:
+    """The row before the biggest jump away from the window's first row. [heads, w, n] -> [heads]"""
+    sums = pad(rows.cumsum(1), (0, 0, 1, 0))
+    ends = torch.arange(rows.shape[1], device=rows.device).add(smooth).clamp_max(rows.shape[1])
+    smoothed = sums[:, ends] - sums[:, :-1]
+    smoothed = smoothed / smoothed.sum(-1, keepdim=True)
+    jumps = distance(smoothed, smoothed[:, :1]).diff(dim=1)
+    if not jumps.shape[1]:
+        return torch.zeros(len(rows), dtype=torch.long, device=rows.device)
+    highest, where = jumps.max(1)
+    return torch.where(highest > 0, where, 0)
+
+
+def distance(p: Tensor, q: Tensor) -> Tensor:
+    """Square root of the Jensen–Shannon divergence (natural log) over the last axis."""
+    middle = (p + q) / 2
+    return ((_kl(p, middle) + _kl(q, middle)) / 2).clamp_min(0).sqrt()
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    return torch.where(p > 0, p * (p / q).log(), 0.0).sum(-1)

@@ -1,0 +1,18 @@
+"""Newer is better. There is no score here, only an order, so no allocator can compare heads with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvkeep.compress.observe import from_end
+from kvkeep.types import Observation
+
+
+@dataclass(frozen=True)
+class Recency:
+    scores = False
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        return -from_end(seen).float()

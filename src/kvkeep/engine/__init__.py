@@ -1,0 +1,1 @@
+"""Time: one request from its first token to its last."""

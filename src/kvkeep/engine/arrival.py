@@ -1,0 +1,66 @@
+"""Which of the tokens in a forward pass are real, row by row: padding never enters a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import CacheMisuse
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The real tokens of one forward pass, per row: how many, in which columns, and where they stand in the row's text."""
+
+    counts: list[int]
+    columns: list[Tensor] | None  # None: every column of every row is real
+    positions: list[Tensor]
+
+    def real(self, tensor: Tensor, row: int) -> Tensor:
+        """One row of [rows, heads, q, dim] without its padding: [heads, count, dim]"""
+        return tensor[row] if self.columns is None else tensor[row][:, self.columns[row]]
+
+
+class Arrivals:
+    """Counts every row's tokens over the life of a cache."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []  # tokens of each row so far, padding excluded
+        self.columns = 0  # tokens of each row so far, padding included
+        self.shown: Tensor | None = None  # [rows, columns] the last padding mask, if any
+
+    def next(self, rows: int, q: int, padding: Tensor | None, device: torch.device) -> Arrival:
+        if self.seen and len(self.seen) != rows:
+            raise CacheMisuse(f"this cache holds {len(self.seen)} rows, but {rows} came; a cache serves one batch.")
+        self.seen = self.seen or [0] * rows
+        columns = self._real_columns(padding, q)
+        counts = [q] * rows if columns is None else [len(c) for c in columns]
+        positions = [torch.arange(s, s + n, dtype=torch.int32, device=device) for s, n in zip(self.seen, counts, strict=True)]
+        return Arrival(counts, columns, positions)
+
+    def _real_columns(self, padding: Tensor | None, q: int) -> list[Tensor] | None:
+        if padding is None:
+            return None
+        if padding.shape[1] != self.columns + q:
+            raise CacheMisuse(
+                f"attention_mask covers {padding.shape[1]} tokens, but the cache has seen {self.columns} and {q} are new; "
+                f"pass a mask of {self.columns + q} columns, past ones included."
+            )
+        if self.shown is not None and bool((self.shown & ~padding[:, : self.shown.shape[1]]).any()):
+            raise CacheMisuse("attention_mask hides tokens it showed before; a cache cannot unread them: make a new one.")
+        fresh = padding[:, -q:]
+        return None if bool(fresh.all()) else [row.nonzero().squeeze(1) for row in fresh]
+
+    def settle(self, arrival: Arrival, q: int, padding: Tensor | None) -> None:
+        """The forward pass went through: its tokens count."""
+        self.seen = [s + n for s, n in zip(self.seen, arrival.counts, strict=True)]
+        self.columns += q
+        self.shown = padding if padding is not None else self.shown
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        self.seen = [self.seen[row] for row in rows]
+        self.shown = None if self.shown is None else self.shown[list(rows)]

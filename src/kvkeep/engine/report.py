@@ -1,0 +1,63 @@
+"""What a cache holds, in numbers measured on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvkeep.cache.layer import LayerCache
+
+
+@dataclass(frozen=True)
+class Report:
+    method: str
+    budget: int | float
+    tokens_seen: list[int]  # per row, padding excluded
+    kept_per_head: float  # mean over rows, layers and key heads
+    bytes: int  # keys and values, measured on their storages
+    full_bytes: int  # what keys and values of every token seen would take
+    index_bytes: int  # where kept tokens stood
+    layers: int  # compressed layers; sliding-window and linear ones are not counted
+    kv_heads: int
+    tokens: list[list[list[int]]]  # [layer][row][key head]
+
+    @classmethod
+    def of(cls, method: str, budget: int | float, tokens_seen: Sequence[int], layers: Sequence[LayerCache]) -> Report:
+        tokens = [[layer.row_lengths(row) for row in range(layer.rows)] for layer in layers]
+        counts = [n for layer in tokens for row in layer for n in row]
+        each = [layer.token_nbytes * layer.kv_heads for layer in layers]
+        return cls(
+            method=method,
+            budget=budget,
+            tokens_seen=list(tokens_seen),
+            kept_per_head=sum(counts) / max(1, len(counts)),
+            bytes=sum(layer.nbytes for layer in layers),
+            full_bytes=sum(each) * sum(tokens_seen),
+            index_bytes=sum(layer.index_nbytes for layer in layers),
+            layers=len(layers),
+            kv_heads=max((layer.kv_heads for layer in layers), default=0),
+            tokens=tokens,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        seen = "+".join(map(str, self.tokens_seen)) or "0"
+        share = f"{self.bytes / self.full_bytes:.1%}" if self.full_bytes else "–"
+        return "\n".join([
+            f"{self.method}, budget {self.budget}",
+            f"  tokens seen       {seen}",
+            f"  kept per key head {self.kept_per_head:.1f} on average ({self.layers} layers × {self.kv_heads} key heads)",
+            f"  keys and values   {human(self.bytes)} of {human(self.full_bytes)} ({share})",
+        ])  # fmt: skip
+
+
+def human(size: float) -> str:
+    """Bytes for people: 23.5 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError

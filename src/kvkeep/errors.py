@@ -1,0 +1,53 @@
+"""Everything kvkeep raises on purpose. Each message names the value at fault and the way out.
+
+KvkeepError
+├── UnknownName         a method, axis or model name nobody registered
+├── BadParameter        a parameter with an impossible value, or one the method does not have
+│   └── BudgetTooSmall  the budget cannot hold what the method always keeps
+├── BadTensor           wrong shape, dtype or device, or not a number
+├── BadInput            a document or question that cannot be read or does not fit
+├── UnsupportedModel    attention that cannot be observed correctly
+├── CacheMisuse         a cache used in a way its contents do not allow
+├── BadCacheFile        a saved cache that is damaged or belongs to another model
+└── ModelUnavailable    a model that could not be fetched or loaded
+"""
+
+
+class KvkeepError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class UnknownName(KvkeepError, LookupError):
+    pass
+
+
+class BadParameter(KvkeepError, ValueError):
+    pass
+
+
+class BudgetTooSmall(BadParameter):
+    pass
+
+
+class BadTensor(KvkeepError, ValueError):
+    pass
+
+
+class BadInput(KvkeepError, ValueError):
+    pass
+
+
+class UnsupportedModel(KvkeepError, TypeError):
+    pass
+
+
+class CacheMisuse(KvkeepError, RuntimeError):
+    pass
+
+
+class BadCacheFile(KvkeepError, ValueError):
+    pass
+
+
+class ModelUnavailable(KvkeepError, OSError):
+    pass

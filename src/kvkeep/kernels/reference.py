@@ -1,0 +1,113 @@
+"""Attention in plain torch: the probabilities a scorer votes with, and the output over a ragged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+
+def probabilities(
+    queries: Tensor, keys: Tensor, allowed: Tensor, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Softmax in float32 of each query over the keys it is allowed to see; a query that may see none gives zeros.
+
+    queries [heads, w, dim], keys [kv_heads, n, dim], allowed [kv_heads, w, n], sinks [heads]
+    -> [kv_heads, group, w, n]
+    """
+    logits = masked_logits(queries, keys, allowed, scale, softcap)
+    if sinks is not None:
+        extra = sinks.float().view(logits.shape[0], logits.shape[1], 1, 1).expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, extra], dim=-1).softmax(-1)[..., :-1]
+    return logits.softmax(-1).nan_to_num(0.0) if _some_see_nothing(allowed) else logits.softmax(-1)
+
+
+def masked_logits(queries: Tensor, keys: Tensor, allowed: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """Scaled (and capped) logits in float32, -inf where not allowed. Shapes as in `probabilities`."""
+    kv_heads, group = keys.shape[0], queries.shape[0] // keys.shape[0]
+    grouped = queries.float().reshape(kv_heads, -1, queries.shape[-1])
+    logits = (grouped @ keys.float().transpose(1, 2)).mul_(scale).view(kv_heads, group, queries.shape[1], -1)
+    if softcap is not None:
+        logits = (logits / softcap).tanh_().mul_(softcap)
+    return logits.masked_fill_(~allowed[:, None], float("-inf"))
+
+
+def _some_see_nothing(allowed: Tensor) -> bool:
+    """Only a query older than every kept key sees nothing; shape alone usually rules it out."""
+    return not allowed.any(-1).all()
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    segments: Sequence[tuple[int, int]],
+    fresh: Sequence[int],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of new tokens over a ragged cache that already ends with their own keys.
+
+    `segments` gives the (start, length) of every (row, key head) in the flat cache, row by row; `fresh` how many
+    of each row's queries are real: its last ones. Other queries give zeros.
+    queries [rows, heads, q, dim], keys and values [slots, dim] -> [rows, heads, q, dim]
+    """
+    rows, heads, q, dim = queries.shape
+    kv_heads = len(segments) // rows
+    plain = softcap is None and sinks is None
+    if plain and (stride := _even_stride(segments)) and all(count == q for count in fresh):
+        length = segments[0][1]
+        dense = (t[segments[0][0] :][: len(segments) * stride].view(rows, kv_heads, stride, -1)[:, :, :length] for t in (keys, values))
+        return _even(queries, *dense, scale)
+    output = queries.new_zeros(rows, heads, q, values.shape[-1])
+    group = heads // kv_heads
+    for i, (start, length) in enumerate(segments):
+        row, head = divmod(i, kv_heads)
+        if not (count := fresh[row]):
+            continue
+        mine = slice(head * group, (head + 1) * group)
+        query = queries[row, mine, q - count :]
+        key, value = keys[start : start + length], values[start : start + length]
+        cap = None if sinks is None else sinks[mine]
+        output[row, mine, q - count :] = _one(query, key, value, scale, softcap, cap)
+    return output
+
+
+def _even_stride(segments: Sequence[tuple[int, int]]) -> int:
+    """Distance between segments when all are equally long and equally spaced, else 0."""
+    (first, length), *rest = segments
+    if not rest:
+        return length
+    stride = rest[0][0] - first
+    even = all(n == length and start == first + i * stride for i, (start, n) in enumerate(rest, 1))
+    return stride if even else 0
+
+
+def _even(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """All key heads of all rows hold the same number of tokens: one batched call. keys [rows, kv_heads, n, dim]"""
+    rows, heads, q, dim = queries.shape
+    kv_heads = keys.shape[1]
+    if q == 1:  # the heads of a group are just more queries over the same keys
+        return sdpa(queries.view(rows, kv_heads, -1, dim), keys, values, scale=scale).view(rows, heads, 1, -1)
+    mask = lower_right(q, keys.shape[2], queries.device)
+    return sdpa(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads)
+
+
+def _one(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """One key head: query [group, q, dim] over key [n, dim], the last q of which are the queries' own."""
+    q, n = query.shape[1], key.shape[0]
+    if softcap is None and sinks is None:
+        if q == 1:
+            return sdpa(query.transpose(0, 1)[None], key[None, None], value[None, None], scale=scale)[0].transpose(0, 1)
+        mask = lower_right(q, n, query.device)
+        return sdpa(query[None], key.expand(1, len(query), -1, -1), value.expand(1, len(query), -1, -1), attn_mask=mask, scale=scale)[0]
+    allowed = lower_right(q, n, query.device)[None]
+    return probabilities(query, key[None], allowed, scale, softcap, sinks)[0].to(value.dtype) @ value
+
+
+def lower_right(q: int, n: int, device: torch.device) -> Tensor:
+    """Causal mask of the last q of n tokens: query i sees the first n - q + i + 1. [q, n] bool"""
+    return torch.ones(q, n, dtype=torch.bool, device=device).tril(n - q)

@@ -1,0 +1,134 @@
+"""One attention and one mask function, registered beside the stock ones, that hand our caches what a layer computed.
+
+A cache layer of ours returns just the new keys, marked. The registered attention function sees the mark and gives the
+call to the cache; any other call goes to the stock function the model was using, with the stock mask, bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
+
+from kvkeep.errors import CacheMisuse, UnsupportedModel
+
+PREFIX = "kvkeep_"
+STOCK = ("sdpa", "eager")
+
+
+class OurLength(int):
+    """The length of a layer we own. transformers passes it to the mask function, which thereby knows whose mask it makes."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """One attention call of a layer we own. query [rows, heads, q, dim], key and value [rows, kv_heads, q, dim]"""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    padding: Tensor | None  # [rows, seen + q] bool, False for padding; None where there is none
+    stock: Callable[[], tuple[Tensor, Tensor | None]]  # the model's own attention among the new tokens
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+
+    def outcome(self, output: Tensor) -> tuple[Tensor, None]:
+        """An output [rows, heads, q, dim] in the layout attention functions return."""
+        return output.transpose(1, 2).contiguous(), None
+
+
+def enable(model: PreTrainedModel) -> None:
+    """Let this model speak to our caches. Calls that carry no cache of ours behave exactly as before."""
+    config = model.config.get_text_config(decoder=True)
+    stock = config._attn_implementation
+    if is_enabled(config):
+        return
+    name = type(model).__name__
+    if stock not in STOCK:
+        raise UnsupportedModel(f"{name} uses attention '{stock}'; load it with attn_implementation='sdpa' or 'eager'.")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModel(f"{name} does not use transformers' attention interface, so its queries cannot be observed.")
+    owner = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is config), "")
+    model.set_attn_implementation({owner: PREFIX + stock})
+
+
+def is_enabled(config: Any) -> bool:
+    return str(config._attn_implementation).startswith(PREFIX)
+
+
+def mark(keys: Tensor, layer: Any) -> Tensor:
+    """A view of the keys that knows which cache layer they came from."""
+    view = keys.view_as(keys)
+    view._kvkeep_layer = layer
+    return view
+
+
+def _attention(stock: str) -> Callable:
+    def kvkeep_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):
+        def original():
+            return stock_attention(stock, module)(module, query, key, value, attention_mask, **kwargs)
+
+        layer = getattr(key, "_kvkeep_layer", None)
+        if layer is None:
+            return original()
+        if kwargs.get("dropout"):
+            raise CacheMisuse("a kvkeep cache is for inference; call model.eval() first.")
+        scale = kwargs.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
+        capped = stock == "eager"  # sdpa knows neither soft-capping nor sink logits, here or in the stock model
+        return layer.attend(
+            Handover(
+                query, key, value, _padding(attention_mask), original, scale,
+                kwargs.get("softcap") if capped else None, kwargs.get("s_aux") if capped else None,
+            )
+        )  # fmt: skip
+
+    return kvkeep_attention
+
+
+def stock_attention(stock: str, module: nn.Module) -> Callable:
+    """The attention function the model would use without us; eager ones live beside the model's own code."""
+    if stock != "eager":
+        return ALL_ATTENTION_FUNCTIONS[stock]
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise UnsupportedModel(f"{type(module).__name__} has no eager_attention_forward; load the model with sdpa attention.")
+    return eager
+
+
+def _mask(stock: str) -> Callable:
+    def kvkeep_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        ours = isinstance(kwargs.get("kv_length"), OurLength)
+        padding = kwargs.get("attention_mask")
+        if ours and (padding is None or bool(padding.all())):
+            padding = None
+        if ours and kwargs["kv_length"] > kwargs["q_length"]:  # tokens already cached: we make our own mask
+            return padding
+        made = ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, **kwargs)
+        if ours and made is not None:
+            made._kvkeep_padding = padding
+        return made
+
+    return kvkeep_mask
+
+
+def _padding(mask: Tensor | None) -> Tensor | None:
+    """The 2-D padding mask behind what our mask function returned."""
+    if mask is None or mask.ndim == 2:
+        return mask
+    if not hasattr(mask, "_kvkeep_padding"):
+        raise CacheMisuse(
+            f"a custom attention mask of shape {tuple(mask.shape)} was passed with a kvkeep cache, which cannot tell what "
+            "it hides from tokens already dropped; pass a 2-D padding mask or none."
+        )
+    return mask._kvkeep_padding
+
+
+for _name in STOCK:
+    AttentionInterface.register(PREFIX + _name, _attention(_name))
+    AttentionMaskInterface.register(PREFIX + _name, _mask(_name))

@@ -1,0 +1,51 @@
+"""The words every part of the library speaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+NOWHERE = 2**31 - 1  # position of padding where key heads hold different numbers of tokens: later than any query
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one layer of one sequence saw: the newest queries, and every key they may vote for. Read-only.
+
+    Queries sit at positions `cursor - w … cursor - 1`. Tokens of a key head are in ascending order of position;
+    a head with fewer tokens than the longest is padded at the end with position NOWHERE.
+    """
+
+    queries: Tensor  # [heads, w, dim] as attention used them: after RoPE and any norm
+    keys: Tensor  # [kv_heads, n, dim]
+    values: Tensor  # [kv_heads, n, dim]
+    positions: Tensor  # [kv_heads, n] where each token stood in the text
+    lengths: tuple[int, ...]  # tokens per key head, padding excluded
+    cursor: int  # tokens of text seen so far
+    scale: float  # the model's own
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [heads] extra logit of gpt-oss-like attention
+    layer: int = 0
+    layers: int = 1
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the fullest key head."""
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What one layer of one sequence keeps. The only message from the part that decides to the part that acts."""
+
+    index: Tensor  # [kv_heads, longest] token indices, ascending; what lies beyond a head's length is padding
+    lengths: tuple[int, ...]  # how many of them are real, per key head
+
+    def tolist(self) -> list[list[int]]:
+        """Per key head, the kept token indices in ascending order."""
+        return [row[:length] for row, length in zip(self.index.tolist(), self.lengths, strict=True)]

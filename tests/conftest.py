@@ -1,0 +1,29 @@
+"""Fakes the whole suite shares: tiny random models, no download, made fresh for each test."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.set_num_threads(1)
+
+
+def make_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, vocab_size=128, max_position_embeddings=4096)
+    config = LlamaConfig(**{**sizes, "num_attention_heads": 8, "num_key_value_heads": 4, **changes})
+    model = LlamaForCausalLM(config).eval()
+    for layer in model.model.layers:  # random weights attend almost evenly; sharper heads make selections meaningful
+        layer.self_attn.q_proj.weight.data *= 20
+    return model
+
+
+@pytest.fixture
+def tiny() -> LlamaForCausalLM:
+    """Four random Llama layers with grouped heads."""
+    return make_llama()
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield

@@ -1,0 +1,315 @@
+"""The command line: answers stream, numbers are said, and every mistake is one line a person can act on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_chat
+from typer.testing import CliRunner
+
+import kvkeep.cli.ask
+import kvkeep.cli.inputs
+from kvkeep.cli import app
+from kvkeep.cli.ask import Stream
+from kvkeep.cli.show import busy
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "lighthouse.txt"
+EXAMPLE_QUESTION = "What is the serial number of the replacement lamp motor?"
+EXAMPLE_ANSWER = "4827163"
+
+
+def kvkeep_(*args, stdin=None):
+    return CliRunner().invoke(app, [str(each) for each in args], input=stdin)
+
+
+def in_a_process(*args, **kwargs):
+    command = [sys.executable, "-m", "kvkeep.cli", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The commands' model is a random one. Returns what `load` was asked for."""
+    asked = []
+
+    def load(name, **options):
+        asked.append({"name": name, **options})
+        return tiny_chat.model(), tiny_chat.tokenizer()
+
+    monkeypatch.setattr(kvkeep.cli.ask, "load", load)
+    return asked
+
+
+@pytest.fixture
+def document(tmp_path):
+    path = tmp_path / "document.txt"
+    path.write_text("The keeper counted the geese. " * 12, encoding="utf-8")
+    return path
+
+
+# --- run ---
+
+
+def test_run_prints_the_answer_and_what_was_saved(tiny, document):
+    done = kvkeep_("run", document, "How many?", "--budget", 100, "--max-new-tokens", 5)
+    assert done.exit_code == 0, done.output
+    for words in ("prompt tokens", "kept per key head", "cache holds", "would hold", "first token", "per second"):
+        assert words in done.stdout
+    assert done.stderr == ""
+    assert tiny[0]["name"] == "default"
+
+
+def test_run_reads_standard_input(tiny):
+    done = kvkeep_("run", "-", "How many?", "--max-new-tokens", 2, "--json", stdin="Four geese.")
+    assert json.loads(done.stdout)["prompt_tokens"] == len("<>Four geese.\n\nHow many?<><>") - 3
+
+
+def test_json_is_one_object_with_measured_numbers(tiny, document):
+    done = kvkeep_("run", document, "How many?", "--budget", 100, "--max-new-tokens", 5, "--json")
+    found = json.loads(done.stdout)
+    assert found["method"] == "intentkv" and found["budget"] == 100 and found["model"] == "default"
+    assert 0 < found["bytes"] < found["full_bytes"]
+    assert found["kept_per_head"] < found["prompt_tokens"]
+    assert found["first_token_s"] > 0 and found["new_tokens"] <= 5
+    assert "full" not in found
+
+
+def test_compare_runs_full_beside_it(tiny, document):
+    args = ("run", document, "How many?", "--budget", "0.3", "--max-new-tokens", 3, "--compare")
+    found = json.loads(kvkeep_(*args, "--json").stdout)
+    assert found["bytes"] < found["full"]["bytes"]
+    assert found["full"]["method"] == "full" and found["full"]["prompt_tokens"] == found["prompt_tokens"]
+    header = next(line for line in kvkeep_(*args).stdout.splitlines() if "intentkv" in line)
+    assert header.split() == ["intentkv", "full"]
+
+
+def test_options_reach_the_model_and_the_method(tiny, document, monkeypatch):
+    made = []
+    real = kvkeep.Cache
+
+    def cache(model, *args, **kwargs):
+        made.append((args, kwargs))
+        return real(model, *args, **kwargs)
+
+    monkeypatch.setattr(kvkeep, "Cache", cache)
+    args = ("--method", "snapkv", "--budget", "0.5", "--set", "window=8", "--set", "pooling=max", "--chunk", 64)
+    where = ("--device", "cpu", "--dtype", "float32", "--model", "some/model", "--max-new-tokens", 2, "--json")
+    done = kvkeep_("run", document, "How many?", *args, *where)
+    assert done.exit_code == 0, done.output
+    assert made == [(("snapkv", 0.5), {"window": 8, "pooling": "max"})]
+    assert {key: tiny[0][key] for key in ("name", "device", "dtype")} == {
+        "name": "some/model", "device": "cpu", "dtype": "float32",
+    }  # fmt: skip
+
+
+def test_a_model_without_a_chat_template_is_asked_plainly(monkeypatch, document):
+    monkeypatch.setattr(kvkeep.cli.ask, "load", lambda *_, **__: (tiny_chat.model(), tiny_chat.tokenizer(None)))
+    done = kvkeep_("run", document, "How many?", "--max-new-tokens", 2, "--json")
+    assert json.loads(done.stdout)["prompt_tokens"] == len(document.read_text().strip()) + len("\n\nHow many?")
+
+
+def test_the_question_comes_last_after_a_blank_line(document):
+    document.write_text("\ufeff  Text.\n\n", encoding="utf-8")
+    assert kvkeep.cli.inputs.prompt(str(document), " Why? ") == "Text.\n\nWhy?"
+
+
+# --- mistakes ---
+
+
+def refused(*args, stdin=None):
+    """The one line a mistake is answered with."""
+    done = kvkeep_(*args, stdin=stdin)
+    assert done.exit_code == 2, done.output
+    assert done.stdout == "" and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+    return done.stderr
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Mistakes below are found before any model is loaded."""
+    monkeypatch.setattr(kvkeep.cli.ask, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b" \n\t\n", "is empty"),
+        (b"%PDF\0\1", "binary (a NUL at byte 4); turn it into plain text"),
+        (b"caf\xe9", "is not UTF-8 text (byte 3 is 0xe9); convert it first"),
+    ],
+)
+def test_a_document_that_is_no_text(tmp_path, content, says):
+    path = tmp_path / "odd"
+    path.write_bytes(content)
+    assert says in (said := refused("run", path, "Why?")) and "odd" in said
+    assert says in (said := refused("run", "-", "Why?", stdin=content)) and "standard input" in said
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_document_that_cannot_be_read(tmp_path, monkeypatch, document):
+    assert "there is no file" in refused("run", tmp_path / "missing.txt", "Why?")
+    assert "is a folder; give one text file" in refused("run", tmp_path, "Why?")
+    assert "cannot be read" in refused("run", "x" * 5000, "Why?")
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    assert "cannot be read (Permission denied); check" in refused("run", document, "Why?")
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--budget", "many"], "--budget 'many' is not a number"),
+        (["--budget", "true"], "--budget 'true' is not a number"),
+        (["--budget", "0"], "budget=0"),
+        (["--budget", "-5"], "budget=-5"),
+        (["--budget", "1.5"], "budget=1.5"),
+        (["--budget", "nan"], "budget=nan"),
+        (["--method", "snapvk"], "'snapkv'"),
+        (["--method", "streamingllm", "--budget", "3"], "budget=3 cannot hold the 4 sinks"),
+        (["--method", "snapkv+adakvv"], "'adakv'"),
+        (["--set", "window"], "--set 'window' is not name=value"),
+        (["--set", "=3"], "--set '=3' is not name=value"),
+        (["--set", "windw=3"], "windw"),
+        (["--method", "snapkv", "--set", "window=-1"], "window"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_cannot_be(document, options, says):
+    assert says in refused("run", document, "Why?", *options)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_an_empty_question(document):
+    assert "the question is empty" in refused("run", document, "  ")
+
+
+def test_a_document_longer_than_the_window(tiny, document):
+    document.write_text("x" * 2000)
+    said = refused("run", document, "Why?")
+    assert "are 2009 tokens" in said and "window is 1024" in said and "shorten the document by 1049 tokens" in said
+
+
+def test_a_model_that_is_not_there(document):
+    assert "no model folder at './nowhere'" in refused("run", document, "Why?", "--model", "./nowhere")
+
+
+def test_wrong_usage_is_status_2_and_a_bug_is_1(tiny, document, monkeypatch):
+    assert kvkeep_("run", document).exit_code == 2
+    assert kvkeep_("run", document, "Why?", "--max-new-tokens", 0).exit_code == 2
+    monkeypatch.setattr(kvkeep.cli.ask.Asker, "ask", lambda *_, **__: 1 / 0)
+    assert kvkeep_("run", document, "Why?").exit_code == 1
+
+
+def test_ctrl_c_is_130(monkeypatch, document):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kvkeep.cli.ask, "load", interrupted)
+    done = kvkeep_("run", document, "Why?")
+    assert (done.exit_code, done.stderr) == (130, "interrupted\n")
+
+
+# --- the other commands ---
+
+
+def test_methods_lists_every_method_with_its_parameters():
+    listed = {each["name"]: each for each in json.loads(kvkeep_("methods", "--json").stdout)}
+    assert list(listed) == list(kvkeep.methods)
+    assert all(each["keeps"] for each in listed.values())
+    table = kvkeep_("methods").stdout
+    assert all(name in table for name in listed)
+    assert "arXiv:2404.14469" in table and "window=" in table
+
+
+def test_models_lists_the_default(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
+    (listed,) = json.loads(kvkeep_("models", "--json").stdout)
+    assert (listed["name"], listed["window"], listed["on_disk"]) == ("smollm2-135m-instruct", 8192, False)
+    assert "Apache-2.0" in kvkeep_("models").stdout
+
+
+def test_help_says_the_exit_codes_and_imports_nothing_heavy():
+    code = (
+        "import sys; from kvkeep.cli import app; app(['--help'], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "130" in done.stdout and "stderr" in done.stdout
+    assert "130" in kvkeep_("run", "--help").stdout
+
+
+def test_version_is_the_packages():
+    assert kvkeep_("--version").stdout == f"kvkeep {kvkeep.__version__}\n"
+
+
+def test_an_error_in_a_real_process_is_one_line():
+    done = in_a_process("run", "missing.txt", "Why?")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: there is no file 'missing.txt'; check the path, or use - for standard input.\n"
+
+
+def test_a_reader_that_stops_early_gets_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "kvkeep.cli", "models"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+
+
+# --- parts ---
+
+
+def test_a_character_of_several_tokens_is_written_once_it_is_whole(capsys):
+    import torch
+
+    words, firsts = tiny_chat.tokenizer(), []
+    stream = Stream(words, sys.stdout, on_first=lambda: firsts.append(True))
+    stream.put(torch.tensor([[5, 6, 7]]))
+    for each in words("aé").input_ids:
+        stream.put(torch.tensor([each]))
+        assert capsys.readouterr().out in ("a", "", "é")
+    stream.end()
+    assert stream.text == "aé\n" and firsts == [True] and stream.speed()["tokens_per_s"] > 0
+
+
+def test_the_spinner_shows_only_to_a_person(capsys, monkeypatch):
+    with busy("reading", quiet=False) as say:
+        say("still reading")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    with busy("reading", quiet=False, length=lambda: 1234) as say:
+        say("still reading")
+        say.stop()
+    shown = capsys.readouterr().err
+    assert "reading" in shown and "1,234 done" in shown
+    with busy("reading", quiet=True):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+# --- for real ---
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("method", ["full", "intentkv"])
+def test_the_example_is_answered_rightly(method):
+    found = json.loads(kvkeep_("run", EXAMPLE, EXAMPLE_QUESTION, "--method", method, "--json").stdout)
+    assert EXAMPLE_ANSWER in found["answer"]
+    assert 1500 < found["prompt_tokens"] < 2500
+
+
+@pytest.mark.real
+def test_make_run_asks_this_question():
+    makefile = (EXAMPLE.parent.parent / "Makefile").read_text()
+    assert f"QUESTION := {EXAMPLE_QUESTION}\n" in makefile and f"DOCUMENT := examples/{EXAMPLE.name}\n" in makefile

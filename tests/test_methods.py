@@ -1,0 +1,105 @@
+"""What must be true of every method, once, for all of them."""
+
+import pytest
+import torch
+from conftest import make_llama
+
+import kvkeep
+from kvkeep.compress.method import parse
+from kvkeep.compress.presets import CROSSINGS
+from kvkeep.errors import BadParameter
+
+METHODS = list(kvkeep.methods)
+
+
+def legal(spec: str) -> bool:
+    try:
+        parse(spec)
+    except BadParameter:
+        return False
+    return True
+
+
+CROSSED = [s for m in METHODS for c in ["", *(f"+{c}" for c in CROSSINGS), "+adakv+pyramid"] if legal(s := m + c)]
+EVICTING = [spec for spec in CROSSED if spec != "full"]
+
+
+def draw(n: int, seed: int = 0, heads: int = 6, kv_heads: int = 2, dim: int = 16):
+    torch.manual_seed(seed)
+    return torch.randn(heads, n, dim) * 2, torch.randn(kv_heads, n, dim), torch.randn(kv_heads, n, dim)
+
+
+@pytest.mark.parametrize("spec", CROSSED)
+@pytest.mark.parametrize("room", [0, 1, 1000])
+def test_room_for_everything_keeps_everything(spec, room):
+    kept = kvkeep.select(spec, *draw(61), 61 + room)
+    assert kept.tolist() == [list(range(61))] * 2
+
+
+@pytest.mark.parametrize("spec", EVICTING)
+@pytest.mark.parametrize("n, budget", [(300, 48), (300, 47), (299, 150), (61, 60), (700, 33), (40, 8)])
+def test_budget_is_spent_exactly(spec, n, budget):
+    totals = []
+    for layer in range(4):
+        kept = kvkeep.select(spec, *draw(n, layer), budget, layer=layer, layers=4)
+        totals.append(sum(kept.lengths))
+        assert all(row == sorted(set(row)) and 0 <= row[0] and row[-1] < n for row in kept.tolist())
+        if "pyramid" not in spec:
+            assert totals[-1] == budget * 2
+    assert sum(totals) == budget * 2 * 4
+
+
+@pytest.mark.parametrize("spec", EVICTING)
+def test_same_input_same_choice(spec):
+    first, second = (kvkeep.select(spec, *draw(200), 40).tolist() for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("spec", EVICTING)
+def test_a_fraction_is_that_many_tokens(spec):
+    assert kvkeep.select(spec, *draw(290), 0.1).tolist() == kvkeep.select(spec, *draw(290), 29).tolist()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", CROSSED)
+def test_rows_of_a_padded_batch_are_what_they_are_alone(spec):
+    model = make_llama()
+    long, short = torch.randint(1, 128, (1, 90)), torch.randint(1, 128, (1, 57))
+    padding = torch.ones(2, 90, dtype=torch.long)
+    padding[1, :33] = 0
+    batch = torch.cat([long, torch.cat([torch.zeros(1, 33, dtype=torch.long), short], 1)])
+    together = kvkeep.Cache(model, spec, 24)
+    tokens = model.generate(batch, attention_mask=padding, past_key_values=together, max_new_tokens=6, do_sample=False)
+    for row, ids in enumerate((long, short)):
+        alone = kvkeep.Cache(model, spec, 24)
+        expected = model.generate(ids, past_key_values=alone, max_new_tokens=6, do_sample=False)
+        assert tokens[row, -6:].tolist() == expected[0, -6:].tolist()
+        assert all(together.kept(i)[row] == alone.kept(i)[0] for i in range(4))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", EVICTING)
+def test_every_turn_ends_its_prefill_within_budget(spec):
+    model, budget = make_llama(), 32
+    cache = kvkeep.Cache(model, spec, budget)
+    for turn in range(4):
+        ids = torch.randint(0, 128, (1, 70 + 9 * turn))
+        logits = model(ids, past_key_values=cache).logits
+        assert logits.isfinite().all()
+        assert cache.report().kept_per_head <= budget
+        for _ in range(3):
+            model(torch.randint(0, 128, (1, 1)), past_key_values=cache)
+        assert cache.report().kept_per_head <= budget + 3
+
+
+@pytest.mark.parametrize("spec", EVICTING)
+def test_memory_is_what_is_kept(spec):
+    model = make_llama()
+    cache = kvkeep.Cache(model, spec, 64)
+    model(torch.randint(0, 128, (2, 300)), past_key_values=cache)
+    claimed = 2 * 4 * 4 * 64 * 2 * 8 * 4  # rows, layers, key heads, budget, keys and values, dim, float32
+    assert abs(cache.nbytes - claimed) <= 0.02 * claimed
+    for _ in range(20):
+        model(torch.randint(0, 128, (2, 1)), past_key_values=cache)
+        held = cache.report().kept_per_head * 2 * 4 * 4 * 2 * 8 * 4
+        assert held <= cache.nbytes <= 1.02 * held
