@@ -3,15 +3,24 @@
 import numpy as np
 import pytest
 import torch
+from oracles.ahakv import oracle_ahakv, scores_ahakv
 from oracles.allocation import adakv, kept_by_quota, pyramid
-from oracles.full import oracle_full, oracle_streamingllm
+from oracles.cake import oracle_cake, preference_cake, scores_cake
+from oracles.full import oracle_full, oracle_lm_infinite, oracle_streamingllm
+from oracles.h2o import oracle_h2o, scores_h2o
+from oracles.intelllm import oracle_intelllm, placement_intelllm, scores_intelllm
 from oracles.intentkv import oracle_intentkv, scores_intentkv
-from oracles.snapkv import oracle_snapkv, scores_snapkv
+from oracles.layers import allocate, density_entropy
+from oracles.nacl import gumbel, oracle_nacl, scores_nacl
+from oracles.protokv import oracle_protokv, oracle_satkv, scores_protokv, scores_satkv
+from oracles.snapkv import oracle_chunkkv, oracle_snapkv, scores_chunkkv, scores_snapkv
 from oracles.tova import oracle_tova, scores_tova
 
 import kvkeep
 from kvkeep.compress.allocate.heads import AdaptiveHeads
-from kvkeep.compress.allocate.layers import Pyramid
+from kvkeep.compress.allocate.layers import CakeLayers, EntropyLayers, Pyramid
+from kvkeep.compress.place import Capped, Contiguous, Gap, Where
+from kvkeep.types import Observation
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1), (8, 2)]
 LENGTHS = [1, 2, 3, 7, 17, 31, 63, 64, 65, 100, 129, 257, 700]
@@ -78,6 +87,7 @@ def test_intentkv(seed):
 def test_full_and_streaming(seed):
     q, k, v, budget = draw(seed)
     assert ours("full", q, k, v, budget) == oracle_full(q, k, v, budget)
+    assert ours("lm_infinite", q, k, v, budget + 10) == oracle_lm_infinite(q, k, v, budget + 10)
     budget += 4
     assert ours("streamingllm", q, k, v, budget) == oracle_streamingllm(q, k, v, budget)
 
@@ -120,3 +130,121 @@ def test_snapkv_with_adakv(seed):
     # a float32 tie between heads: as many tokens in all, worth as much
     worth = [sum(min(scores[h][j], 1.0) for h, head in enumerate(side) for j in head) for side in (kept, expected)]
     assert sum(map(len, kept)) == sum(map(len, expected)) and worth[0] == pytest.approx(worth[1], rel=1e-6)
+
+
+def worth_the_same(kept, expected, scores):
+    """A float32 tie between units: as many tokens, of the same total score."""
+    for mine, theirs, score in zip(kept, expected, scores, strict=True):
+        worth = [sum(score[j] for j in side if np.isfinite(score[j])) for side in (mine, theirs)]
+        assert len(mine) == len(theirs) and worth[0] == pytest.approx(worth[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_h2o(seed):
+    q, k, v, budget = draw(seed)
+    assert_same(ours("h2o", q, k, v, budget), oracle_h2o(q, k, v, budget), scores_h2o(q, k, v, budget))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_ahakv(seed):
+    q, k, v, budget = draw(seed)
+    options = [{}, {"step_gain": False}, {"value_prior": False}, {"recent": 7, "pool": 3, "value_pool": 1}][seed % 4]
+    assert_same(ours("ahakv", q, k, v, budget, **options), oracle_ahakv(q, k, v, budget, **options), scores_ahakv(q, k, v, budget, **options))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_intelllm(seed):
+    q, k, v, budget = draw(seed)
+    options = [{}, {"mode": "local"}, {"keep_head": False}, {"near": 5, "head_gravity": 3, "window": 10}][seed % 4]
+    assert_same(ours("intelllm", q, k, v, budget, **options), oracle_intelllm(q, k, v, budget, **options), scores_intelllm(q, k, v, budget, **options))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_cake(seed):
+    q, k, v, budget = draw(seed)
+    options = [{}, {"gamma": 5.0, "window": 9}, {"pool": 1}][seed % 3]
+    assert_same(ours("cake", q, k, v, budget, **options), oracle_cake(q, k, v, budget, **options), scores_cake(q, k, v, budget, **options))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nacl(seed):
+    q, k, v, budget = draw(seed)
+    options = [{}, {"random": 0.3, "window": 9}, {"random": 0.0}, {"random": 1.0}][seed % 4]
+    source = torch.Generator().manual_seed(seed)
+    noise = gumbel(torch.rand(k.shape[:2], dtype=torch.float64, generator=source).numpy())
+    expected = oracle_nacl(q, k, v, budget, noise=noise, **options)
+    kept = ours("nacl", q, k, v, budget, seed=seed, **options)
+    if kept != expected:
+        assert [len(head) for head in kept] == [len(head) for head in expected]
+        scores = scores_nacl(q, k, v, budget, **options)
+        for head, (mine, theirs) in enumerate(zip(kept, expected, strict=True)):
+            keys = sorted(scores[head][j] for j in set(mine) - set(theirs)), sorted(scores[head][j] for j in set(theirs) - set(mine))
+            assert np.allclose(*keys, rtol=1e-5), (seed, head)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_chunkkv(seed):
+    q, k, v, budget = draw(seed)
+    options = [{}, {"chunk": 4, "window": 9}][seed % 2]
+    expected = oracle_chunkkv(q, k, v, budget, **{"window": 32, **options})
+    kept = ours("chunkkv", q, k, v, budget, **options)
+    if kept != expected:
+        worth_the_same(kept, expected, scores_chunkkv(q, k, v, budget, **{"window": 32, **options}))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_protokv(seed):
+    q, k, v, budget = draw(seed)
+    options = [{}, {"votes": "softmax"}, {"prototypes": "chunks", "chunks": 20}, {"prototypes": "lsh", "bits": 3}, {"chunks": 30, "anchors": 6, "kappa": 2, "window": 4}][seed % 5]
+    source = torch.Generator().manual_seed(7)
+    bits = options.get("bits", 2)
+    weights = torch.randn(bits, k.shape[2], generator=source) * k.shape[2] ** -0.5
+    phase = torch.rand(bits, generator=source) * 2 * torch.pi
+    chance = {"W": weights.double().numpy(), "b": phase.double().numpy()}
+    expected = oracle_protokv(q, k, v, budget, **chance, **options)
+    kept = ours("protokv", q, k, v, budget, seed=7, **options)
+    if kept != expected:
+        assert_same(kept, expected, scores_protokv(q, k, v, budget, **chance, **options))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_satkv(seed):
+    q, k, v, budget = draw(seed)
+    options = [{}, {"kappa": 2, "window": 3}][seed % 2]
+    assert_same(ours("satkv", q, k, v, budget, **options), oracle_satkv(q, k, v, budget, **options), scores_satkv(q, k, v, budget, **options))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_weights_of_layers(seed):
+    q, k, v, budget = draw(seed)
+    n = k.shape[1]
+    seen = Observation(*(torch.from_numpy(x) for x in (q, k, v)), torch.arange(n).expand(len(k), -1), (n,) * len(k), n, k.shape[2] ** -0.5)
+    cake, density = preference_cake(q, k, budget)[2], density_entropy(q, k, budget)
+    assert float(CakeLayers().weigh(seen, budget)) == pytest.approx(cake, rel=1e-4, abs=1e-7)
+    assert float(EntropyLayers().weigh(seen, budget)) == pytest.approx(density, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_shares_by_weight(seed):
+    rng = np.random.default_rng(seed)
+    weights = [float(w) for w in rng.exponential(size=int(rng.integers(1, 40))) ** int(rng.integers(1, 4))]
+    weights = [0.0 if rng.random() < 0.1 * (seed % 3) else w for w in weights]
+    tokens = int(rng.integers(1, 700))
+    budget = int(rng.integers(1, tokens + 2))
+    floor = int(rng.integers(1, budget // 2 + 2)) if budget > 1 else 1
+    shares = CakeLayers()(budget, floor, tokens, weights)
+    assert shares == allocate(weights, budget, tokens, floor)
+    assert sum(shares) == len(weights) * min(budget, tokens)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_places(seed):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(40, 400))
+    budget = int(rng.integers(8, 30))
+    trained, near = int(rng.integers(60, 500)), int(rng.integers(1, budget))
+    kept = sorted({*rng.choice(n - near, budget - near, replace=False).tolist(), *range(n - near, n)})
+    where = Where(torch.tensor(kept), n, budget, trained)
+    assert Gap(near)(where).tolist() == placement_intelllm(kept, n, near, trained)
+    assert Gap(near, near)(where).tolist() == Contiguous()(where).tolist() == list(range(n - budget, n))
+    assert Capped()(where).tolist() == [max(p, n - trained) for p in kept]

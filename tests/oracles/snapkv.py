@@ -35,18 +35,18 @@ def scores_chunkkv(Q, K, V, budget, *, scale=None, window=64, chunk=10, qpos=Non
 
 
 def chunk_scores(row, stay, chunk):
-    """(unit of every token, mean vote of every chunk) over the candidates of one head."""
+    """(unit of every token, summed votes of every chunk) over the candidates of one head."""
     candidates = len(row) - stay
     unit = [j // chunk if j < candidates else None for j in range(len(row))]
     scores = []
     for start in range(0, candidates, chunk):
         votes = row[start:min(start + chunk, candidates)]
-        scores.append(math.fsum(votes) / len(votes))
+        scores.append(math.fsum(votes))
     return unit, scores
 
 
 def oracle_chunkkv(Q, K, V, budget, *, scale=None, window=64, chunk=10, qpos=None, kpos=None):
-    """Best chunks of candidates by mean vote (unit rule), and the window."""
+    """Best chunks of candidates by summed votes (unit rule), and the window."""
     n = K.shape[1]
     if n <= budget:
         return everything(K)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvkeep import __version__
+import kvkeep
 from kvkeep.cli import inputs, show
 from kvkeep.errors import KvkeepError
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvkeep {__version__}")
+        typer.echo(f"kvkeep {kvkeep.__version__}")
         raise typer.Exit
 
 
@@ -90,8 +90,6 @@ def run(
 @app.command(epilog=EPILOG)
 def methods(as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False) -> None:
     """List the methods: name, paper, what each keeps, its parameters and their defaults."""
-    import kvkeep
-
     rows = [
         {"name": name, "paper": each.paper, "keeps": each.keeps, "parameters": dict(each.parameters)}
         for name, each in kvkeep.methods.items()

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 import kvkeep
 from kvkeep.cli.inputs import Plan
 from kvkeep.cli.show import Outcome, busy
 from kvkeep.errors import BadInput
-from kvkeep.model.load import load
+from kvkeep.model.load import hush, load
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,7 @@ class Asker:
 
     @classmethod
     def load(cls, name: str, device: str | None, dtype: str | None, say: Callable[[str], None]) -> Asker:
-        logging.set_verbosity_error()  # its advice is for people who call generate themselves
-        logging.disable_progress_bar()
+        hush()
         return cls(*load(name, device=device, dtype=dtype, progress=say))
 
     def encode(self, text: str, max_new_tokens: int) -> torch.Tensor:

@@ -56,6 +56,14 @@ def load(
     return model.to(place), tokenizer
 
 
+def hush() -> None:
+    """Silence transformers' advice and progress bars: they are for people who call it themselves."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def _device(device: Any) -> Any:
     import torch
 

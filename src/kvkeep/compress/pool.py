@@ -1,0 +1,26 @@
+"""Smoothing scores over neighbouring tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvkeep.errors import BadParameter
+
+
+def check_pool(name: str, width: int) -> None:
+    if width < 1 or width % 2 == 0:
+        raise BadParameter(f"{name}={width} must be odd and positive, so that it has a middle; use 1 for none.")
+
+
+def pool(scores: Tensor, among: Tensor, width: int, kind: str = "avg") -> Tensor:
+    """Smooth the scores `among` these tokens, counting only them; others stay. scores, among [kv_heads, n]"""
+    if width == 1:
+        return scores
+    if kind == "max":
+        smooth = max_pool1d(scores.masked_fill(~among, float("-inf")), width, 1, width // 2)
+    else:
+        total, count = (avg_pool1d(x, width, 1, width // 2) for x in (scores * among, among.to(scores.dtype)))
+        smooth = total / count.clamp_min(1e-9)
+    return torch.where(among, smooth, scores)

@@ -1,0 +1,36 @@
+"""The window's mean attention plus its variance: tokens whose attention shifts matter too (CAKE, arXiv:2503.12491).
+
+Deviation: averaged over the query heads of a group before pooling; pooled with real neighbours only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.compress.observe import attention, from_end
+from kvkeep.compress.pool import pool
+from kvkeep.compress.window import check_window, shrunk
+from kvkeep.errors import BadParameter
+from kvkeep.types import Observation
+
+
+@dataclass(frozen=True)
+class MeanAndVariance:
+    window: int = 32
+    gamma: float = 200.0
+    pool: int = 5
+
+    def __post_init__(self) -> None:
+        check_window(self.window, self.pool)
+        if self.gamma < 0:
+            raise BadParameter(f"gamma={self.gamma} would reward steady attention; use 0 or more.")
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        window = shrunk(self.window, budget)
+        rows = attention(seen, max(1, window))
+        steady = rows.mean(2)
+        moving = rows.var(2) if rows.shape[2] > 1 else torch.zeros_like(steady)
+        return pool((steady + self.gamma * moving).mean(1), from_end(seen) >= window, self.pool)

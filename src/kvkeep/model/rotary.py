@@ -1,0 +1,86 @@
+"""Turning cached keys to another position with the model's own frequencies."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import UnsupportedModel
+
+STEADY = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the text's length
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """One layer's rotary embedding: frequencies, and which numbers of a key form a pair."""
+
+    frequencies: Tensor  # [pairs]
+    interleaved: bool
+
+    def turn(self, keys: Tensor, by: Tensor) -> Tensor:
+        """Keys as if they stood `by` positions later. keys [n, dim], by [n]"""
+        pairs = len(self.frequencies)
+        angle = by.to(torch.float32)[:, None] * self.frequencies.to(keys.device, torch.float32)
+        cos, sin = angle.cos(), angle.sin()
+        turning, rest = keys[:, : 2 * pairs].float(), keys[:, 2 * pairs :]
+        a, b = (turning[:, 0::2], turning[:, 1::2]) if self.interleaved else turning.chunk(2, -1)
+        turned = (a * cos - b * sin, b * cos + a * sin)
+        both = torch.stack(turned, -1).flatten(1) if self.interleaved else torch.cat(turned, -1)
+        return torch.cat([both.to(keys.dtype), rest], -1)
+
+
+def rotations(model: Any, layers: list[int]) -> dict[int, Rotation | None]:
+    """The rotation of each layer, None for one without positions; checked against the model's own code."""
+    config = model.config.get_text_config(decoder=True)
+    embedding = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+    name = type(model).__name__
+    if embedding is None:
+        raise UnsupportedModel(f"{name} has no rotary embedding, so its keys cannot be moved; use a method that leaves them in place.")
+    without = getattr(config, "no_rope_layers", None)
+    found: dict[int, Rotation | None] = {}
+    for layer in layers:
+        if without and not without[layer]:
+            found[layer] = None
+            continue
+        kind = config.layer_types[layer] if getattr(config, "layer_types", None) else None
+        found[layer] = _rotation(model, embedding, kind, name)
+    return found
+
+
+def _rotation(model: Any, embedding: Any, kind: str | None, name: str) -> Rotation:
+    rope = getattr(embedding, "rope_type", "default")
+    rope = rope.get(kind, "default") if isinstance(rope, dict) else rope
+    if rope not in STEADY:
+        raise UnsupportedModel(f"{name} uses '{rope}' RoPE, whose frequencies change with length, so keys cannot be moved.")
+    frequencies = getattr(embedding, f"{kind}_inv_freq", None)
+    if frequencies is None:
+        frequencies = embedding.inv_freq
+    for interleaved in (False, True):
+        rotation = Rotation(frequencies.detach().cpu(), interleaved)
+        if _agrees(rotation, model, embedding, kind):
+            return rotation
+    raise UnsupportedModel(f"{name} rotates its keys in a way kvkeep does not know, so they cannot be moved.")
+
+
+def _agrees(rotation: Rotation, model: Any, embedding: Any, kind: str | None) -> bool:
+    """Does turning a key from one place to another equal rotating it there afresh?"""
+    apply = getattr(sys.modules[type(embedding).__module__], "apply_rotary_pos_emb", None)
+    if apply is None:
+        return False
+    device = embedding.inv_freq.device if hasattr(embedding, "inv_freq") else model.device
+    dim = 2 * len(rotation.frequencies)
+    key = torch.linspace(-1, 1, dim, device=device).cos().view(1, 1, 1, dim)
+    fresh = [_rotated(apply, embedding, key, place, kind) for place in (3, 40)]
+    turned = rotation.turn(fresh[0].flatten(0, 2), torch.tensor([37], device=device))
+    return torch.allclose(turned, fresh[1].flatten(0, 2), atol=1e-4)
+
+
+def _rotated(apply: Any, embedding: Any, key: Tensor, place: int, kind: str | None) -> Tensor:
+    where = torch.tensor([[place]], device=key.device)
+    per_kind = () if hasattr(embedding, "inv_freq") else (kind,)
+    cos, sin = embedding(key, where, *per_kind)
+    return apply(key, key, cos, sin)[1]
