@@ -9,7 +9,9 @@ torch.set_num_threads(1)
 
 def make_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, vocab_size=128, max_position_embeddings=4096)
+    sizes = dict(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=4, vocab_size=128, max_position_embeddings=4096
+    )
     config = LlamaConfig(**{**sizes, "num_attention_heads": 8, "num_key_value_heads": 4, **changes})
     model = LlamaForCausalLM(config).eval()
     for layer in model.model.layers:  # random weights attend almost evenly; sharper heads make selections meaningful

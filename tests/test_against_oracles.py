@@ -71,7 +71,13 @@ def test_tova(seed):
 @pytest.mark.parametrize("seed", range(60))
 def test_intentkv(seed):
     q, k, v, budget = draw(seed)
-    options = [{}, {"block": 1}, {"intention": False}, {"block": 5, "window": 20, "smooth": 3}, {"recent": 3, "sinks": 2}][seed % 5]
+    options = [
+        {},
+        {"block": 1},
+        {"intention": False},
+        {"block": 5, "window": 20, "smooth": 3},
+        {"recent": 3, "sinks": 2},
+    ][seed % 5]
     forced = options.get("recent", 0) + options.get("sinks", 0)
     budget = max(budget, forced)
     expected = oracle_intentkv(q, k, v, budget, **options)
@@ -98,7 +104,11 @@ def test_pyramid_budgets(seed):
     tokens, layers = int(rng.integers(1, 700)), int(rng.integers(1, 40))
     budget = int(rng.integers(1, tokens + 3))
     floor = int(rng.integers(0, budget // 2 + 1))
-    shares = Pyramid(int(rng.integers(1, 30)))(budget, floor, tokens, layers) if seed % 2 else Pyramid()(budget, floor, tokens, layers)
+    shares = (
+        Pyramid(int(rng.integers(1, 30)))(budget, floor, tokens, layers)
+        if seed % 2
+        else Pyramid()(budget, floor, tokens, layers)
+    )
     assert sum(shares) == layers * min(budget, tokens)
     assert all(min(floor, tokens) <= share <= tokens for share in shares)
     if not seed % 2:
@@ -110,7 +120,9 @@ def test_adakv_quotas(seed):
     rng = np.random.default_rng(seed)
     heads, n = int(rng.integers(1, 6)), int(rng.integers(1, 200))
     budget, alpha = int(rng.integers(1, n + 1)), float(rng.choice([0.0, 0.2, 0.5, 1.0]))
-    scores = rng.integers(0, 5, (heads, n)).astype(float) if seed % 3 == 0 else rng.random((heads, n)).astype(np.float32)
+    scores = (
+        rng.integers(0, 5, (heads, n)).astype(float) if seed % 3 == 0 else rng.random((heads, n)).astype(np.float32)
+    )
     forced = np.zeros((heads, n), dtype=bool)
     forced[:, n - budget // 3 :] = budget // 3 > 0
     quota = AdaptiveHeads(alpha)(torch.from_numpy(np.asarray(scores)), torch.from_numpy(forced), [n] * heads, budget)
@@ -124,7 +136,10 @@ def test_snapkv_with_adakv(seed):
     budget = min(budget, max(1, k.shape[1] - 1))
     scores = scores_snapkv(q, k, v, budget)
     forced = [set(np.flatnonzero(np.isinf(row))) for row in scores]
-    kept, expected = ours("snapkv+adakv", q, k, v, budget), kept_by_quota(scores, forced, adakv(scores, forced, budget, 0.2))
+    kept, expected = (
+        ours("snapkv+adakv", q, k, v, budget),
+        kept_by_quota(scores, forced, adakv(scores, forced, budget, 0.2)),
+    )
     if [len(head) for head in kept] == [len(head) for head in expected]:
         return assert_same(kept, expected, scores)
     # a float32 tie between heads: as many tokens in all, worth as much
@@ -149,21 +164,33 @@ def test_h2o(seed):
 def test_ahakv(seed):
     q, k, v, budget = draw(seed)
     options = [{}, {"step_gain": False}, {"value_prior": False}, {"recent": 7, "pool": 3, "value_pool": 1}][seed % 4]
-    assert_same(ours("ahakv", q, k, v, budget, **options), oracle_ahakv(q, k, v, budget, **options), scores_ahakv(q, k, v, budget, **options))
+    assert_same(
+        ours("ahakv", q, k, v, budget, **options),
+        oracle_ahakv(q, k, v, budget, **options),
+        scores_ahakv(q, k, v, budget, **options),
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_intelllm(seed):
     q, k, v, budget = draw(seed)
     options = [{}, {"mode": "local"}, {"keep_head": False}, {"near": 5, "head_gravity": 3, "window": 10}][seed % 4]
-    assert_same(ours("intelllm", q, k, v, budget, **options), oracle_intelllm(q, k, v, budget, **options), scores_intelllm(q, k, v, budget, **options))
+    assert_same(
+        ours("intelllm", q, k, v, budget, **options),
+        oracle_intelllm(q, k, v, budget, **options),
+        scores_intelllm(q, k, v, budget, **options),
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_cake(seed):
     q, k, v, budget = draw(seed)
     options = [{}, {"gamma": 5.0, "window": 9}, {"pool": 1}][seed % 3]
-    assert_same(ours("cake", q, k, v, budget, **options), oracle_cake(q, k, v, budget, **options), scores_cake(q, k, v, budget, **options))
+    assert_same(
+        ours("cake", q, k, v, budget, **options),
+        oracle_cake(q, k, v, budget, **options),
+        scores_cake(q, k, v, budget, **options),
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -178,7 +205,10 @@ def test_nacl(seed):
         assert [len(head) for head in kept] == [len(head) for head in expected]
         scores = scores_nacl(q, k, v, budget, **options)
         for head, (mine, theirs) in enumerate(zip(kept, expected, strict=True)):
-            keys = sorted(scores[head][j] for j in set(mine) - set(theirs)), sorted(scores[head][j] for j in set(theirs) - set(mine))
+            keys = (
+                sorted(scores[head][j] for j in set(mine) - set(theirs)),
+                sorted(scores[head][j] for j in set(theirs) - set(mine)),
+            )
             assert np.allclose(*keys, rtol=1e-5), (seed, head)
 
 
@@ -195,7 +225,13 @@ def test_chunkkv(seed):
 @pytest.mark.parametrize("seed", range(60))
 def test_protokv(seed):
     q, k, v, budget = draw(seed)
-    options = [{}, {"votes": "softmax"}, {"prototypes": "chunks", "chunks": 20}, {"prototypes": "lsh", "bits": 3}, {"chunks": 30, "anchors": 6, "kappa": 2, "window": 4}][seed % 5]
+    options = [
+        {},
+        {"votes": "softmax"},
+        {"prototypes": "chunks", "chunks": 20},
+        {"prototypes": "lsh", "bits": 3},
+        {"chunks": 30, "anchors": 6, "kappa": 2, "window": 4},
+    ][seed % 5]
     source = torch.Generator().manual_seed(7)
     bits = options.get("bits", 2)
     weights = torch.randn(bits, k.shape[2], generator=source) * k.shape[2] ** -0.5
@@ -211,14 +247,24 @@ def test_protokv(seed):
 def test_satkv(seed):
     q, k, v, budget = draw(seed)
     options = [{}, {"kappa": 2, "window": 3}][seed % 2]
-    assert_same(ours("satkv", q, k, v, budget, **options), oracle_satkv(q, k, v, budget, **options), scores_satkv(q, k, v, budget, **options))
+    assert_same(
+        ours("satkv", q, k, v, budget, **options),
+        oracle_satkv(q, k, v, budget, **options),
+        scores_satkv(q, k, v, budget, **options),
+    )
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_weights_of_layers(seed):
     q, k, v, budget = draw(seed)
     n = k.shape[1]
-    seen = Observation(*(torch.from_numpy(x) for x in (q, k, v)), torch.arange(n).expand(len(k), -1), (n,) * len(k), n, k.shape[2] ** -0.5)
+    seen = Observation(
+        *(torch.from_numpy(x) for x in (q, k, v)),
+        torch.arange(n).expand(len(k), -1),
+        (n,) * len(k),
+        n,
+        k.shape[2] ** -0.5,
+    )
     cake, density = preference_cake(q, k, budget)[2], density_entropy(q, k, budget)
     assert float(CakeLayers().weigh(seen, budget)) == pytest.approx(cake, rel=1e-4, abs=1e-7)
     assert float(EntropyLayers().weigh(seen, budget)) == pytest.approx(density, rel=1e-4, abs=1e-6)

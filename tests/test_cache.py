@@ -36,7 +36,9 @@ def first_layer(model, ids):
     return [noted[name].double().numpy() for name in "qkv"]
 
 
-@pytest.mark.parametrize("spec, oracle", [("snapkv", oracle_snapkv), ("intentkv", oracle_intentkv), ("tova", oracle_tova)])
+@pytest.mark.parametrize(
+    "spec, oracle", [("snapkv", oracle_snapkv), ("intentkv", oracle_intentkv), ("tova", oracle_tova)]
+)
 @pytest.mark.parametrize("piece", [240, 100, 64, 7])
 def test_a_prompt_in_pieces_is_a_running_competition(tiny, spec, oracle, piece):
     """After each piece, what was kept and what is new compete, judged by the newest queries of the whole prompt."""
@@ -117,7 +119,7 @@ def test_a_file_that_is_not_right_is_refused(tiny, tmp_path):
 def test_saving_over_something_else_writes_nothing(tiny, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
-    with pytest.raises(BadCacheFile, match="not a saved cache"):
+    with pytest.raises(BadCacheFile, match="not just a saved cache"):
         fed(tiny, "snapkv", 40).save(tmp_path / "notes")
     assert [p.name for p in tmp_path.rglob("*")] == ["notes", "a.txt"]
 

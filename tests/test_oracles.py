@@ -1,4 +1,5 @@
 """Checks of the oracles themselves: tiny cases whose answers were worked out by hand."""
+
 import math
 from itertools import pairwise
 
@@ -50,6 +51,7 @@ def noise(seed, n, heads=4, key_heads=2, d=8):
 
 
 # ---------------------------------------------------------------- common
+
 
 def test_attention_of_zero_queries_is_uniform_over_the_past():
     a = common.attention(np.zeros((2, 4, 3)), np.ones((1, 4, 3)), rows=2)
@@ -111,6 +113,7 @@ def test_take_units():
 
 # ---------------------------------------------------------------- no scores
 
+
 def test_full_streaming_lm_infinite():
     Q, K, V = noise(0, 20)
     assert oracle_full(Q, K, V) == [list(range(20))] * 2
@@ -119,9 +122,22 @@ def test_full_streaming_lm_infinite():
     assert oracle_lm_infinite(Q, K, V, 12) == [[*range(10), 18, 19]] * 2
 
 
-@pytest.mark.parametrize("oracle", [oracle_streamingllm, oracle_lm_infinite, oracle_snapkv, oracle_chunkkv, oracle_tova,
-                                    oracle_h2o, oracle_intentkv, oracle_intelllm, oracle_ahakv, oracle_satkv,
-                                    lambda *a: oracle_protokv(*a, **dict(zip("Wb", random_features(8), strict=True)))])
+@pytest.mark.parametrize(
+    "oracle",
+    [
+        oracle_streamingllm,
+        oracle_lm_infinite,
+        oracle_snapkv,
+        oracle_chunkkv,
+        oracle_tova,
+        oracle_h2o,
+        oracle_intentkv,
+        oracle_intelllm,
+        oracle_ahakv,
+        oracle_satkv,
+        lambda *a: oracle_protokv(*a, **dict(zip("Wb", random_features(8), strict=True))),
+    ],
+)
 @pytest.mark.parametrize("budget", [1, 2, 3, 7, 20, 38, 39, 40, 50])
 def test_every_oracle_spends_the_budget_exactly(oracle, budget):
     kept = oracle(*noise(1, 39), budget)
@@ -132,6 +148,7 @@ def test_every_oracle_spends_the_budget_exactly(oracle, budget):
 
 
 # ---------------------------------------------------------------- snapkv and relatives
+
 
 def test_snapkv_by_hand():
     # n = 8, B = 4: the window shrinks to 2 (tokens 6, 7) and both vote.
@@ -187,6 +204,7 @@ def test_h2o_accumulates_over_all_queries():
 
 
 # ---------------------------------------------------------------- intentkv
+
 
 def context_then_question(heads=1):
     """n = 8; of the last four queries the first two look at token 0, the last two at token 4."""
@@ -247,6 +265,7 @@ def test_intentkv_short_last_block_leaves_room():
 
 # ---------------------------------------------------------------- intelllm
 
+
 def test_intelllm_global_and_local():
     # B = 4: near window {6, 7}, two compressed; head gravity {0, 1}
     Q, K, V = scene({(0, 6): {0: 0.5, 2: 0.25, 6: 0.25}, (0, 7): {3: 0.1, 4: 0.1, 7: 0.8}}, 8)
@@ -278,6 +297,7 @@ def test_intelllm_placement():
 
 
 # ---------------------------------------------------------------- ahakv
+
 
 def test_ahakv_gain():
     assert gain(8, 4, 16, 0.25) == pytest.approx(math.sqrt(2 * math.log(2) / 16))
@@ -399,6 +419,7 @@ def test_protokv_equals_the_unit_rule(votes):
 
 # ---------------------------------------------------------------- allocation
 
+
 def test_pyramid():
     assert pyramid(12, 3, 100, 2, beta=5) == [20, 12, 4]  # shares 18, 10, 2
     assert pyramid(12, 3, 17, 2, beta=5) == [17, 12, 7]  # capped at the 17 tokens there are
@@ -425,8 +446,20 @@ def test_adakv():
 
 # ---------------------------------------------------------------- streams
 
-@pytest.mark.parametrize("oracle", [oracle_snapkv, oracle_chunkkv, oracle_tova, oracle_h2o, oracle_intentkv,
-                                    oracle_streamingllm, oracle_lm_infinite, oracle_intelllm])
+
+@pytest.mark.parametrize(
+    "oracle",
+    [
+        oracle_snapkv,
+        oracle_chunkkv,
+        oracle_tova,
+        oracle_h2o,
+        oracle_intentkv,
+        oracle_streamingllm,
+        oracle_lm_infinite,
+        oracle_intelllm,
+    ],
+)
 def test_stream_of_one_chunk_is_the_prefill(oracle):
     Q, K, V = noise(5, 50)
     assert stream(oracle, Q, K, V, 20, 50) == oracle(Q, K, V, 20)

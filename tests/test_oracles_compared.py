@@ -1,4 +1,5 @@
 """The oracles of NACL, CAKE and the layer allocations against numbers worked out by hand."""
+
 import math
 
 import numpy as np
@@ -30,6 +31,7 @@ def random_layer(n, heads=4, key_heads=2, d=8, seed=0):
 
 
 # --- NACL -------------------------------------------------------------------------------------------------------------
+
 
 def test_nacl_scores_are_the_sum_over_the_proxies():
     Q, K, V = wanted(tail(5, (4, 1, 2, 1), (1, 3, 3, 2, 1)))
@@ -86,6 +88,7 @@ def test_nacl_split_spends_the_budget():
 
 # --- CAKE -------------------------------------------------------------------------------------------------------------
 
+
 def test_cake_indicator_by_hand():
     Q, K, V = wanted(tail(5, (4, 1, 2, 1), (1, 3, 3, 2, 1)))
     # columns of the two voting rows: (.5, .1), (.125, .3), (.25, .3); sample variance of (a, b) is (a-b)^2 / 2
@@ -129,6 +132,7 @@ def test_cake_preference_by_hand():
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
+
 
 def test_fill_by_hand():
     assert fill([1, 3], 8, [9, 9]) == [2, 6]

@@ -611,6 +611,8 @@ def test_fractions_are_floored_without_float_error():
 @pytest.mark.parametrize("method", [m for m in EVERY if not m.startswith("full")])
 def test_budget_is_spent_exactly(method, budget, model):
     """Blocks, heads and layers are rounded, the total is not; what is reported is what is held."""
+    if parse(method).guard.size(5) > 5:
+        budget = max(budget, 11) if isinstance(budget, int) else budget
     cache = prefilled(model, method, budget)
     want = (budget if isinstance(budget, int) else 27) * 6
     report = cache.report()
@@ -781,7 +783,7 @@ def test_kept_tokens_stay_in_order(method, model):
     for more in (1, 1, 25):
         logits(model, tokens(more, more), cache)
         assert all(head == sorted(set(head)) for layer in row(cache) for head in layer)
-    held = cache.store[0].piece(0, 1)[0]
+    held = cache.store[0].row(0)[1].keys
     assert held.shape[0] == len(cache.kept(0)[0][1])
 
 
@@ -828,12 +830,12 @@ def test_prefill_does_not_read_back_from_every_layer(monkeypatch):
 def test_positions_live_where_the_layers_keys_live(model):
     """Under a device map, a layer's index lies on that layer's device, not on the first one's."""
     cache = kvkeep.Cache(model, "full")
-    cache.watch = SimpleNamespace(compare=lambda *_: None, numbers=lambda *_: None, settle=lambda: None)
+    cache.watch = SimpleNamespace(checked={0, 1, 2}, numbers=lambda *_: None, settle=lambda: None)
     for index, device in enumerate(("cpu", "meta", "meta")):
         q, kv = torch.zeros(1, 4, 5, 16, device=device), torch.zeros(1, 2, 5, 16, device=device)
         cache.attend(index, Handover(q, kv, kv, None, lambda q=q: (q.transpose(1, 2), None), 0.25, None, None))
     for store in cache.store.values():
-        assert store.positions.device == store.keys.device
+        assert store.flat.positions.device == store.flat.keys.device
 
 
 @pytest.mark.core
@@ -981,7 +983,7 @@ def test_bfloat16_model(method):
     assert torch.equal(logits(model, ids, roomy), logits(model, ids, stock))
     for n in (1, 9):
         assert (logits(model, tokens(n), roomy) - logits(model, tokens(n), stock)).abs().max() < 0.15
-    assert roomy.store[0].keys.dtype == torch.bfloat16
+    assert roomy.store[0].flat.keys.dtype == torch.bfloat16
     tight = kvkeep.Cache(model, method, budget=12)
     assert model.generate(ids, past_key_values=tight, max_new_tokens=4, do_sample=False).shape == (1, 54)
 
@@ -1257,7 +1259,9 @@ def test_forward_with_gradients_enabled_is_silent(model):
                 model(tokens(n), past_key_values=cache)
     finally:
         torch.set_warn_always(always)
-    assert not cache.store[0].keys.requires_grad and not any(q.requires_grad for q in cache.voters.values())
+    assert not cache.store[0].flat.keys.requires_grad and not any(
+        q.requires_grad for q in cache.observer.voters.values()
+    )
 
 
 @pytest.mark.core

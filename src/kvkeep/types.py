@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 NOWHERE = 2**31 - 1  # position of padding where key heads hold different numbers of tokens: later than any query
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Keys and values with what is known of each: [n, …] for one key head, [kv_heads, n, …] for several."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor  # where each token stood in the text
+    places: Tensor | None = None  # where its key was made to stand, if a method moves keys
+    notes: Tensor | None = None  # [.., n, k] what a method remembers of it, if it does
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Tokens:
+        """The same change to every tensor."""
+        return Tokens(*(None if t is None else change(t) for t in self.parts))
+
+    @property
+    def parts(self) -> tuple[Tensor | None, ...]:
+        return self.keys, self.values, self.positions, self.places, self.notes
 
 
 @dataclass(frozen=True)
@@ -26,6 +46,7 @@ class Observation:
     scale: float  # the model's own
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads] extra logit of gpt-oss-like attention
+    notes: Tensor | None = None  # [kv_heads, n, k] what the method remembers of each token
     layer: int = 0
     layers: int = 1
 

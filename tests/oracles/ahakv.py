@@ -1,4 +1,5 @@
 """AhaKV, the prefill (METHODS.md, system 3)."""
+
 import math
 
 import numpy as np
@@ -27,7 +28,7 @@ def scores_ahakv(Q, K, V, budget, *, scale=None, recent=32, pool=5, value_pool=5
     for h in range(heads):
         for i0 in range(n - rows, n):  # recent accumulation
             factor = gain(i0 + 1, budget, d, scale) if step_gain else scale
-            S[h, :i0 + 1] += softmax(dots(K[h // (heads // key_heads), :i0 + 1], Q[h, i0]) * factor)
+            S[h, : i0 + 1] += softmax(dots(K[h // (heads // key_heads), : i0 + 1], Q[h, i0]) * factor)
     S = group_mean(S, key_heads)
     out = []
     for kh in range(key_heads):
@@ -40,6 +41,16 @@ def oracle_ahakv(Q, K, V, budget, *, scale=None, recent=32, pool=5, value_pool=5
     """Top B_s of the tokens before the recent ones, and the recent."""
     if K.shape[1] <= budget:
         return everything(K)
-    scores = scores_ahakv(Q, K, V, budget, scale=scale, recent=recent, pool=pool, value_pool=value_pool,
-                          step_gain=step_gain, value_prior=value_prior)
+    scores = scores_ahakv(
+        Q,
+        K,
+        V,
+        budget,
+        scale=scale,
+        recent=recent,
+        pool=pool,
+        value_pool=value_pool,
+        step_gain=step_gain,
+        value_prior=value_prior,
+    )
     return [top(row, budget) for row in scores]

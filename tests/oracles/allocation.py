@@ -1,4 +1,5 @@
 """Who gets how much: PyramidKV's layer budgets and AdaKV's head quotas (METHODS.md, the table of comparisons)."""
+
 import math
 from fractions import Fraction
 
@@ -50,5 +51,5 @@ def kept_by_quota(scores, forced, quota):
     for h in range(len(scores)):
         stay = set(forced[h])
         order = sorted((j for j in range(len(scores[h])) if j not in stay), key=lambda j: (-scores[h][j], -j))
-        kept.append(sorted(stay | set(order[:quota[h] - len(stay)])))
+        kept.append(sorted(stay | set(order[: quota[h] - len(stay)])))
     return kept

@@ -1,4 +1,5 @@
 """CAKE, arXiv 2503.12491 (METHODS.md, the table of comparisons): the eviction indicator and the layer preference."""
+
 import math
 
 import numpy as np
@@ -15,8 +16,7 @@ def variance(values):
     return math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1)
 
 
-def scores_cake(Q, K, V, budget, *, scale=None, window=32, gamma=200.0, pool=5, mean_budget=None, qpos=None,
-                kpos=None):
+def scores_cake(Q, K, V, budget, *, scale=None, window=32, gamma=200.0, pool=5, mean_budget=None, qpos=None, kpos=None):
     """[Hk, m]: mean + gamma * variance over the voting rows per query head, group averaged, pooled over candidates.
 
     +inf on the window. `mean_budget` sizes the window where a layer's own budget differs from the mean over layers."""
@@ -31,18 +31,28 @@ def scores_cake(Q, K, V, budget, *, scale=None, window=32, gamma=200.0, pool=5, 
     raw = group_mean(raw, K.shape[0])
     out = np.zeros_like(raw)
     for h in range(len(raw)):
-        out[h, :n - stay] = pool1d(raw[h, :n - stay], pool)
+        out[h, : n - stay] = pool1d(raw[h, : n - stay], pool)
         out[h] = force(out[h], range(n - stay, n))
     return out
 
 
-def oracle_cake(Q, K, V, budget, *, scale=None, window=32, gamma=200.0, pool=5, mean_budget=None, qpos=None,
-                kpos=None):
+def oracle_cake(Q, K, V, budget, *, scale=None, window=32, gamma=200.0, pool=5, mean_budget=None, qpos=None, kpos=None):
     """Top B - w of the candidates, and the window."""
     if K.shape[1] <= budget:
         return everything(K)
-    scores = scores_cake(Q, K, V, budget, scale=scale, window=window, gamma=gamma, pool=pool, mean_budget=mean_budget,
-                         qpos=qpos, kpos=kpos)
+    scores = scores_cake(
+        Q,
+        K,
+        V,
+        budget,
+        scale=scale,
+        window=window,
+        gamma=gamma,
+        pool=pool,
+        mean_budget=mean_budget,
+        qpos=qpos,
+        kpos=kpos,
+    )
     return [top(row, budget) for row in scores]
 
 
@@ -55,7 +65,7 @@ def preference_cake(Q, K, budget, *, scale=None, window=32, tau1=1.0, tau2=1.0):
     """
     n = K.shape[1]
     rows, stay = kept_window(window, budget, n)
-    a = attention(Q, K, scale, rows)[:, :, :n - stay]
+    a = attention(Q, K, scale, rows)[:, :, : n - stay]
     spread = [math.fsum(-p * math.log(p) for p in head.ravel().tolist() if p > 0) for head in a]
     shift = [math.fsum(variance(head[:, j]) for j in range(n - stay)) for head in a]
     H, V = math.fsum(spread) / len(a), math.fsum(shift) / len(a)

@@ -4,6 +4,7 @@ Shapes: Q [Hq, t, d], K and V [Hk, m, d], float64. In an ordinary prefill t == m
 `t` queries are all queries seen so far and the `m` keys are the cached candidates; `qpos[row]` and `kpos[head][j]`
 are then the true positions, and a query sees the keys whose position is not after its own.
 """
+
 import math
 from bisect import bisect_right
 
@@ -79,7 +80,7 @@ def pool1d(x, kernel, kind="avg"):
     half, n = kernel // 2, len(x)
     out = np.zeros(n)
     for j in range(n):
-        under = [float(v) for v in x[max(0, j - half):min(n, j + half + 1)]]
+        under = [float(v) for v in x[max(0, j - half) : min(n, j + half + 1)]]
         out[j] = max(under) if kind == "max" else math.fsum(under) / len(under)
     return out
 
@@ -87,7 +88,7 @@ def pool1d(x, kernel, kind="avg"):
 def top(scores, k):
     """Indices of the k best scores, ties to the LATER token, returned ascending."""
     order = sorted(range(len(scores)), key=lambda j: (-scores[j], -j))
-    return sorted(order[:max(0, k)])
+    return sorted(order[: max(0, k)])
 
 
 def kept_window(window, budget, n):

@@ -1,4 +1,5 @@
 """Methods that need no scores: full, StreamingLLM, LM-Infinite (METHODS.md, the table of comparisons)."""
+
 from .common import everything
 
 

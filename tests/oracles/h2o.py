@@ -1,4 +1,5 @@
 """H2O at prefill (METHODS.md, the table of comparisons)."""
+
 import numpy as np
 
 from .common import everything, force, top, window_votes

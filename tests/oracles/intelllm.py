@@ -1,4 +1,5 @@
 """IntelLLM (METHODS.md, system 2): centre of gravity eviction, and the placement of the far past at a gap."""
+
 from bisect import bisect_right
 
 import numpy as np
@@ -30,29 +31,68 @@ def votes_intelllm(Q, K, near, *, scale=None, head_gravity=6, mode="global", win
             if last > first:
                 votes[h, first:last] += softmax(dots(K[kh, first:last], Q[h, row]) * scale)
         votes[h, :head_gravity] = 0.0  # already 0 in local mode
-        votes[h, m - near:] = 0.0  # already 0 in global mode
+        votes[h, m - near :] = 0.0  # already 0 in global mode
     return group_mean(votes, key_heads)
 
 
-def scores_intelllm(Q, K, V, budget, *, scale=None, head_gravity=6, near=None, mode="global", keep_head=True,
-                    window=64, qpos=None, kpos=None):
+def scores_intelllm(
+    Q,
+    K,
+    V,
+    budget,
+    *,
+    scale=None,
+    head_gravity=6,
+    near=None,
+    mode="global",
+    keep_head=True,
+    window=64,
+    qpos=None,
+    kpos=None,
+):
     """[Hk, m]: CGE scores, +inf on the near window and (keep_head) on the first l_head tokens, at most L_comp."""
     n = K.shape[1]
     near = min(near_of(budget, near), n)
-    votes = votes_intelllm(Q, K, near, scale=scale, head_gravity=head_gravity, mode=mode, window=window,
-                           qpos=qpos, kpos=kpos)
-    heads = min(head_gravity, budget - near) if keep_head else 0
+    votes = votes_intelllm(
+        Q, K, near, scale=scale, head_gravity=head_gravity, mode=mode, window=window, qpos=qpos, kpos=kpos
+    )
+    heads = min(head_gravity, budget - near, n) if keep_head else 0
     stay = list(range(heads)) + list(range(n - near, n))
     return np.array([force(row, stay) for row in votes])
 
 
-def oracle_intelllm(Q, K, V, budget, *, scale=None, head_gravity=6, near=None, mode="global", keep_head=True,
-                    window=64, qpos=None, kpos=None):
+def oracle_intelllm(
+    Q,
+    K,
+    V,
+    budget,
+    *,
+    scale=None,
+    head_gravity=6,
+    near=None,
+    mode="global",
+    keep_head=True,
+    window=64,
+    qpos=None,
+    kpos=None,
+):
     """Top L_comp of the far past, and the near window."""
     if K.shape[1] <= budget:
         return everything(K)
-    scores = scores_intelllm(Q, K, V, budget, scale=scale, head_gravity=head_gravity, near=near, mode=mode,
-                             keep_head=keep_head, window=window, qpos=qpos, kpos=kpos)
+    scores = scores_intelllm(
+        Q,
+        K,
+        V,
+        budget,
+        scale=scale,
+        head_gravity=head_gravity,
+        near=near,
+        mode=mode,
+        keep_head=keep_head,
+        window=window,
+        qpos=qpos,
+        kpos=kpos,
+    )
     return [top(row, budget) for row in scores]
 
 

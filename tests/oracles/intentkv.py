@@ -1,4 +1,5 @@
 """IntentKV (METHODS.md, system 1)."""
+
 import math
 
 import numpy as np
@@ -21,7 +22,7 @@ def smooth_rows(A, smooth):
     """Step 2: each row becomes the sum of itself and its smooth-1 successors, renormalised to sum 1."""
     out = []
     for i in range(len(A)):
-        row = A[i:i + smooth].sum(axis=0)
+        row = A[i : i + smooth].sum(axis=0)
         total = math.fsum(row)
         out.append(row / total if total > 0 else row)
     return out
@@ -55,8 +56,22 @@ def votes_intentkv(Q, K, *, scale=None, window=64, smooth=8, intention=True, qpo
     return group_mean(mean, K.shape[0])
 
 
-def scores_intentkv(Q, K, V, budget, *, scale=None, window=64, block=16, smooth=8, recent=0, sinks=0, intention=True,
-                    qpos=None, kpos=None):
+def scores_intentkv(
+    Q,
+    K,
+    V,
+    budget,
+    *,
+    scale=None,
+    window=64,
+    block=16,
+    smooth=8,
+    recent=0,
+    sinks=0,
+    intention=True,
+    qpos=None,
+    kpos=None,
+):
     """[Hk, m]: a_intent, +inf on the tokens `sinks=` and `recent=` force to stay."""
     votes = votes_intentkv(Q, K, scale=scale, window=window, smooth=smooth, intention=intention, qpos=qpos, kpos=kpos)
     return np.array([force(row, forced_tokens(K.shape[1], budget, sinks, recent)) for row in votes])
@@ -72,16 +87,31 @@ def block_scores(row, block, forced=()):
     return unit, scores
 
 
-def oracle_intentkv(Q, K, V, budget, *, scale=None, window=64, block=16, smooth=8, recent=0, sinks=0, intention=True,
-                    qpos=None, kpos=None):
+def oracle_intentkv(
+    Q,
+    K,
+    V,
+    budget,
+    *,
+    scale=None,
+    window=64,
+    block=16,
+    smooth=8,
+    recent=0,
+    sinks=0,
+    intention=True,
+    qpos=None,
+    kpos=None,
+):
     """Step 7: the best blocks, the first that does not fit cut to its best tokens (unit rule)."""
     n = K.shape[1]
     if n <= budget:
         return everything(K)
     stay = forced_tokens(n, budget, sinks, recent)
     kept = []
-    for row in votes_intentkv(Q, K, scale=scale, window=window, smooth=smooth, intention=intention,
-                              qpos=qpos, kpos=kpos):
+    for row in votes_intentkv(
+        Q, K, scale=scale, window=window, smooth=smooth, intention=intention, qpos=qpos, kpos=kpos
+    ):
         unit, scores = block_scores(row, block, stay)
         kept.append(take_units(unit, scores, row, budget, stay))
     return kept

@@ -1,4 +1,5 @@
 """Budgets of layers (+cake, +entropy): weights in, whole tokens out, the total exact, a floor and a cap per layer."""
+
 import math
 
 from .common import attention, kept_window
@@ -73,7 +74,7 @@ def cascade_bounds(weights, budget, n, floor=1):
     stages = []
     for m in range(layers):
         room = [n - floor] * (m + 1)
-        shares = fill(weights[:m + 1], min(layers * budget - (m + 1) * floor, sum(room)), room)
+        shares = fill(weights[: m + 1], min(layers * budget - (m + 1) * floor, sum(room)), room)
         stages.append([min(n, floor + math.floor(share + 1e-9) + 1) for share in shares])
     return stages
 
@@ -85,7 +86,7 @@ def density_entropy(Q, K, budget, *, scale=None, window=32):
     n = K.shape[1]
     rows, stay = kept_window(window, budget, n)
     found = []
-    for head in attention(Q, K, scale, rows)[:, :, :n - stay]:
+    for head in attention(Q, K, scale, rows)[:, :, : n - stay]:
         for row in head.tolist():
             total = math.fsum(row)
             found.append(math.fsum(-p / total * math.log(p / total) for p in row if p > 0) if total > 0 else 0.0)

@@ -1,4 +1,5 @@
 """NACL, arXiv 2408.03675 (METHODS.md, the table of comparisons): proxies vote, part by rank, part by sampling."""
+
 import math
 
 import numpy as np
@@ -51,8 +52,22 @@ def best(tokens, value, count):
     return sorted(tokens, key=lambda j: (-value[j], -j))[:count]
 
 
-def oracle_nacl(Q, K, V, budget, *, scale=None, window=32, protect=None, sinks=0, random=0.7, sampling="softmax",
-                noise=None, qpos=None, kpos=None):
+def oracle_nacl(
+    Q,
+    K,
+    V,
+    budget,
+    *,
+    scale=None,
+    window=32,
+    protect=None,
+    sinks=0,
+    random=0.7,
+    sampling="softmax",
+    noise=None,
+    qpos=None,
+    kpos=None,
+):
     """Per key head: sinks, best scores, a Gumbel top-k sample of the other candidates, the forced last tokens.
 
     noise [Hk, m]: standard Gumbel noise, one number for each key head and token."""

@@ -1,4 +1,5 @@
 """ProtoKV and SATKV (METHODS.md, system 5)."""
+
 import math
 
 import numpy as np
@@ -21,7 +22,7 @@ def neighbour_similarity(keys, kappa=5):
     n = len(keys)
     out = np.zeros(n)
     for i in range(n):
-        c = cosines(keys[max(0, i - kappa):min(n, i + kappa + 1)], keys[i])
+        c = cosines(keys[max(0, i - kappa) : min(n, i + kappa + 1)], keys[i])
         out[i] = math.fsum(c) / len(c)
     return out
 
@@ -41,8 +42,8 @@ def bucket_of(key, W, b):
     for j in range(bits):
         phi = math.sqrt(2.0 / bits) * math.cos(float(np.einsum("d,d->", W[j], key)) + float(b[j]))
         if phi > 0:
-            number += 2 ** j
-    return number % 2 ** bits
+            number += 2**j
+    return number % 2**bits
 
 
 def ranges_of(n, chunks):
@@ -136,15 +137,47 @@ def _protokv(Q, K, budget, W, b, scale, votes, kappa, anchors, chunks, window, p
     return np.array(ranks), s, clusters
 
 
-def scores_protokv(Q, K, V, budget, *, W, b, scale=None, votes="raw", kappa=5, anchors=32, bits=2, chunks=500,
-                   window=None, prototypes="both", lsh_join="bucket"):
+def scores_protokv(
+    Q,
+    K,
+    V,
+    budget,
+    *,
+    W,
+    b,
+    scale=None,
+    votes="raw",
+    kappa=5,
+    anchors=32,
+    bits=2,
+    chunks=500,
+    window=None,
+    prototypes="both",
+    lsh_join="bucket",
+):
     """[Hk, n]: ŝ, +inf on the window. (Inside a cluster the tokens' own s decides: see oracle_protokv.)"""
     assert np.asarray(W).shape[-2] == bits, "W is [bits, d]"
     return _protokv(Q, K, budget, W, b, scale, votes, kappa, anchors, chunks, window, prototypes, lsh_join)[0]
 
 
-def oracle_protokv(Q, K, V, budget, *, W, b, scale=None, votes="raw", kappa=5, anchors=32, bits=2, chunks=500,
-                   window=None, prototypes="both", lsh_join="bucket"):
+def oracle_protokv(
+    Q,
+    K,
+    V,
+    budget,
+    *,
+    W,
+    b,
+    scale=None,
+    votes="raw",
+    kappa=5,
+    anchors=32,
+    bits=2,
+    chunks=500,
+    window=None,
+    prototypes="both",
+    lsh_join="bucket",
+):
     """Step 8: top B - L_obs tokens before the window by (ŝ, s, later), and the window. W is drawn with γ already."""
     assert np.asarray(W).shape[-2] == bits, "W is [bits, d]"
     n = K.shape[1]

@@ -1,4 +1,5 @@
 """SnapKV and ChunkKV (METHODS.md, the table of comparisons; "Pooling" and "Windows" of Common ground)."""
+
 import math
 
 import numpy as np
@@ -13,7 +14,7 @@ def scores_snapkv(Q, K, V, budget, *, scale=None, window=64, pool=5, kind="avg",
     votes = window_votes(Q, K, rows, scale, qpos, kpos)  # the group is reduced BEFORE pooling
     out = np.zeros_like(votes)
     for h in range(len(votes)):
-        out[h, :n - stay] = pool1d(votes[h, :n - stay], pool, kind)  # candidates only
+        out[h, : n - stay] = pool1d(votes[h, : n - stay], pool, kind)  # candidates only
         out[h] = force(out[h], range(n - stay, n))
     return out
 
@@ -40,7 +41,7 @@ def chunk_scores(row, stay, chunk):
     unit = [j // chunk if j < candidates else None for j in range(len(row))]
     scores = []
     for start in range(0, candidates, chunk):
-        votes = row[start:min(start + chunk, candidates)]
+        votes = row[start : min(start + chunk, candidates)]
         scores.append(math.fsum(votes))
     return unit, scores
 

@@ -1,4 +1,5 @@
 """Replaying an input that arrives in chunks: after each chunk the kept tokens and the chunk compete again."""
+
 import numpy as np
 
 

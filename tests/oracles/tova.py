@@ -1,4 +1,5 @@
 """TOVA at prefill (METHODS.md, the table of comparisons)."""
+
 import numpy as np
 
 from .common import attention, everything, group_mean, top

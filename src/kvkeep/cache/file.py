@@ -22,8 +22,8 @@ TENSORS, DESCRIPTION, FORMAT = "cache.safetensors", "cache.json", "kvkeep-cache-
 def write(path: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Write both files beside the target and move them there in one step; an older cache at the path is replaced."""
     path = Path(path)
-    if path.exists() and not (path / DESCRIPTION).is_file():
-        raise BadCacheFile(f"{path} exists and is not a saved cache; choose another path, nothing was written.")
+    if path.exists() and not (path.is_dir() and {p.name for p in path.iterdir()} == {TENSORS, DESCRIPTION}):
+        raise BadCacheFile(f"{path} exists and is not just a saved cache; choose another path, nothing was written.")
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
@@ -31,12 +31,19 @@ def write(path: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, A
         described = {"format": FORMAT, **facts, "tensors_sha256": _sha256(draft / TENSORS)}
         described["sha256"] = _checksum(described)
         (draft / DESCRIPTION).write_text(json.dumps(described, indent=1))
-        if path.exists():
-            shutil.rmtree(path)
-        os.replace(draft, path)
+        _swap(draft, path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def _swap(draft: Path, path: Path) -> None:
+    """Put the new folder in the old one's place; the old one goes only when the new one is there."""
+    old = draft.with_name(draft.name + "-old")
+    if path.exists():
+        os.replace(path, old)
+    os.replace(draft, path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -46,7 +53,9 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         facts = json.loads((path / DESCRIPTION).read_text())
         stated = facts.pop("sha256")
     except FileNotFoundError as e:
-        raise BadCacheFile(f"{path} is not a saved cache: it has no {DESCRIPTION}; save one with cache.save(path).") from e
+        raise BadCacheFile(
+            f"{path} is not a saved cache: it has no {DESCRIPTION}; save one with cache.save(path)."
+        ) from e
     except (ValueError, KeyError, AttributeError, TypeError) as e:
         raise BadCacheFile(f"{path / DESCRIPTION} is damaged ({e}); save the cache again.") from e
     if facts.get("format") != FORMAT:
@@ -54,7 +63,9 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if _checksum(facts) != stated:
         raise BadCacheFile(f"{path / DESCRIPTION} was changed after it was written; save the cache again.")
     if not (path / TENSORS).is_file() or _sha256(path / TENSORS) != facts["tensors_sha256"]:
-        raise BadCacheFile(f"{path / TENSORS} is missing, truncated or was changed after it was written; save the cache again.")
+        raise BadCacheFile(
+            f"{path / TENSORS} is missing, truncated or was changed after it was written; save the cache again."
+        )
     return load_file(path / TENSORS), facts
 
 
@@ -63,5 +74,8 @@ def _checksum(facts: Mapping[str, Any]) -> str:
 
 
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""One layer's keys and values: ragged over rows and key heads, in one flat buffer that holds nothing else.
+"""One layer's keys and values: ragged over rows and key heads, in flat buffers that hold nothing else.
 
 Segments lie row by row, head by head. Room for growth is a 64th of a segment, so memory exceeds what is kept by at
 most 1.6 %, and a decode step copies at most 64 tokens per head on average.
@@ -6,82 +6,85 @@ most 1.6 %, and a decode step copies at most 64 tokens per head on average.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from kvkeep.types import NOWHERE
+from kvkeep.types import NOWHERE, Tokens
 
 GROWTH = 64
-Piece = tuple[Tensor, Tensor, Tensor]  # keys [n, dim], values [n, dim], positions [n] of one row and head
 
 
 class LayerCache:
-    """Sole owner of a layer's keys, values and positions."""
+    """Sole owner of a layer's tokens."""
 
     def __init__(self) -> None:
         self.rows = 0
         self.kv_heads = 0
-        self.keys = self.values = self.positions = torch.empty(0)
+        self.flat: Tokens | None = None  # every segment's slots, one after the other
         self.starts: list[int] = []
         self.lengths: list[int] = []
         self.room: list[int] = []  # slots of each segment, used or not
+        self.ends = torch.empty(0)
 
     def __bool__(self) -> bool:
-        return bool(self.lengths)
+        return self.flat is not None
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, measured on their storages."""
-        return sum(t.untyped_storage().nbytes() for t in (self.keys, self.values)) if self else 0
+        return _bytes(self.flat.keys, self.flat.values) if self.flat else 0
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the positions that say where kept tokens stood."""
-        return self.positions.untyped_storage().nbytes() if self else 0
+        """Bytes of what is known of each token beside its key and value."""
+        return _bytes(*self.flat.parts[2:]) if self.flat else 0
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes one token takes in one key head."""
-        return sum(t[0].nbytes for t in (self.keys, self.values) if len(t))
+        """Bytes one token's key and value take in one key head."""
+        return sum(t.shape[-1] * t.element_size() for t in self.flat.parts[:2]) if self.flat else 0
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """(start, length) of every row and key head."""
+        return list(zip(self.starts, self.lengths, strict=True))
 
     def row_lengths(self, row: int) -> list[int]:
         """Tokens per key head of one row."""
         return self.lengths[row * self.kv_heads : (row + 1) * self.kv_heads]
 
-    @property
-    def segments(self) -> list[tuple[int, int]]:
-        return list(zip(self.starts, self.lengths, strict=True))
+    def row(self, row: int) -> list[Tokens]:
+        """Views of one row's tokens, per key head."""
+        mine = self.segments[row * self.kv_heads : (row + 1) * self.kv_heads]
+        return [self.flat.map(lambda t, s=start, n=length: t[s : s + n]) for start, length in mine]
 
-    def piece(self, row: int, head: int) -> Piece:
-        """Views of one row's and head's keys, values and positions."""
-        i = row * self.kv_heads + head
-        used = slice(self.starts[i], self.starts[i] + self.lengths[i])
-        return self.keys[used], self.values[used], self.positions[used]
+    def dense(self, row: int) -> Tokens:
+        """One row as [kv_heads, longest, …]; shorter heads are padded, their positions with NOWHERE."""
+        heads = [piece.parts for piece in self.row(row)]
+        fills = (0, 0, NOWHERE, NOWHERE, 0)
+        parts = [
+            None if same[0] is None else pad_sequence(same, True, fill)
+            for same, fill in zip(zip(*heads, strict=True), fills, strict=True)
+        ]
+        return Tokens(*parts)
 
-    def pieces(self, row: int) -> Iterator[Piece]:
-        return (self.piece(row, head) for head in range(self.kv_heads))
-
-    def dense(self, row: int) -> Piece:
-        """One row as [kv_heads, longest, …] tensors, shorter heads padded with position NOWHERE."""
-        keys, values, positions = zip(*self.pieces(row), strict=True)
-        pad = torch.nn.utils.rnn.pad_sequence
-        return pad(keys, True), pad(values, True), pad(positions, True, NOWHERE)
-
-    def fill(self, rows: Sequence[Sequence[Piece]], growth: int = 0) -> None:
-        """Replace everything by copies of these pieces, packed; growth=64 leaves each a 64th of room."""
-        flat = [piece for row in rows for piece in row]
-        lengths = [len(keys) for keys, _, _ in flat]
-        room = [n + n // growth if growth else n for n in lengths]
-        starts = [0, *torch.tensor(room).cumsum(0).tolist()]
-        buffers = [like.new_empty(starts[-1], *like.shape[1:]) for like in flat[0]]
-        for piece, start in zip(flat, starts, strict=False):
-            for buffer, part in zip(buffers, piece, strict=True):
-                buffer[start : start + len(part)] = part
-        self.keys, self.values, self.positions = buffers
+    def fill(self, rows: Sequence[Sequence[Tokens]], growth: int = 0) -> None:
+        """Replace everything by copies of these tokens, packed; growth=64 leaves each segment a 64th of room."""
+        pieces = [piece for row in rows for piece in row]
+        self.lengths = [len(piece.positions) for piece in pieces]
+        self.room = [n + n // growth if growth else n for n in self.lengths]
+        *self.starts, total = accumulate(self.room, initial=0)
+        self.flat = pieces[0].map(lambda like: like.new_empty(total, *like.shape[1:]))
+        for piece, start in zip(pieces, self.starts, strict=True):
+            for buffer, part in zip(self.flat.parts, piece.parts, strict=True):
+                if buffer is not None:
+                    buffer[start : start + len(part)] = part
         self.rows, self.kv_heads = len(rows), len(rows[0])
-        self.starts, self.lengths, self.room = starts[:-1], lengths, room
+        self._mark_ends()
 
     def append(self, keys: Tensor, values: Tensor, positions: Sequence[Tensor], real: Sequence[Tensor] | None) -> None:
         """Add new tokens at the end of every segment.
@@ -94,32 +97,58 @@ class LayerCache:
         grown = []
         for row, where in enumerate(positions):
             new_keys, new_values = (new[row] if real is None else new[row][:, real[row]] for new in (keys, values))
-            new = zip(new_keys, new_values, strict=True)
-            grown.append([(cat(k, a), cat(v, b), cat(p, where)) for (k, v, p), (a, b) in zip(self.pieces(row), new, strict=True)])
+            heads = zip(self.row(row), new_keys, new_values, strict=True)
+            grown.append([_joined(old, self._new(k, v, where)) for old, k, v in heads])
         self.fill(grown, GROWTH)
 
     def _has_room(self, count: int) -> bool:
-        return all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
+        writable = torch.is_inference_mode_enabled() or not self.flat.keys.is_inference()
+        return writable and all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
+
+    def _new(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tokens:
+        """Tokens of one head as they arrive: standing where they stood, nothing noted yet."""
+        places = None if self.flat.places is None else positions
+        notes = (
+            None if self.flat.notes is None else self.flat.notes.new_zeros(len(positions), *self.flat.notes.shape[1:])
+        )
+        return Tokens(keys, values, positions, places, notes)
 
     def _write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Put the same number of new tokens into the room of every segment."""
         count = positions.shape[1]
-        ends = torch.tensor([s + n for s, n in self.segments], device=self.keys.device)
-        slots = (ends[:, None] + torch.arange(count, device=ends.device)).flatten()
-        self.keys.index_copy_(0, slots, keys.reshape(-1, keys.shape[-1]))
-        self.values.index_copy_(0, slots, values.reshape(-1, values.shape[-1]))
-        self.positions.index_copy_(0, slots, positions[:, None].expand(-1, self.kv_heads, -1).reshape(-1))
-        self.lengths = [n + count for n in self.lengths]
+        slots = (self.ends[:, None] + torch.arange(count, device=keys.device)).flatten()
+        where = positions[:, None].expand(-1, self.kv_heads, -1).reshape(-1)
+        new = self._new(keys.reshape(-1, keys.shape[-1]), values.reshape(-1, values.shape[-1]), where)
+        for buffer, part in zip(self.flat.parts, new.parts, strict=True):
+            if buffer is not None:
+                buffer.index_copy_(0, slots, part.to(buffer.dtype))
+        self.lengths = [length + count for length in self.lengths]
+        self.ends += count
+
+    def _mark_ends(self) -> None:
+        """Note the first free slot of every segment on the device, so that decoding never waits for the host."""
+        self.ends = torch.tensor([start + length for start, length in self.segments], device=self.flat.keys.device)
+
+    def shorten(self, lengths: list[int]) -> None:
+        """Forget tokens appended since the segments had these lengths."""
+        self.lengths = list(lengths)
+        self._mark_ends()
 
     def take(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, repeats allowed: beam search and batch selection."""
-        self.fill([list(self.pieces(row)) for row in rows])
+        self.fill([self.row(row) for row in rows])
 
     def copy(self) -> LayerCache:
         twin = LayerCache()
         if self:
-            twin.fill([list(self.pieces(row)) for row in range(self.rows)])
+            twin.fill([self.row(row) for row in range(self.rows)])
         return twin
 
 
-def cat(old: Tensor, new: Tensor) -> Tensor:
-    return torch.cat([old, new.to(old.dtype)])
+def _joined(old: Tokens, new: Tokens) -> Tokens:
+    pairs = zip(old.parts, new.parts, strict=True)
+    return Tokens(*(None if a is None else torch.cat([a, b.to(a.dtype)]) for a, b in pairs))
+
+
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 from kvkeep.compress.allocate.heads import EqualHeads
@@ -16,7 +17,7 @@ from kvkeep.registry import Registry, did_you_mean
 
 @dataclass(frozen=True)
 class Method:
-    """A recipe for what to keep: scorer × unit × allocators × guard."""
+    """A recipe for what to keep: scorer × guard × unit × allocators × memory × placement."""
 
     name: str
     scorer: Callable | None  # None: nothing is ever dropped
@@ -24,20 +25,29 @@ class Method:
     group: Callable | None = None  # None: every token is its own unit
     heads: Callable = EqualHeads()
     layers: Callable = EqualLayers()
-    voters: int = 0  # how many of the newest queries the scorer looks at
+    memory: Callable | None = None  # notes kept beside each token and brought up to date by every query
+    place: Callable | None = None  # None: keys stay where they stood
+    voters: int = 0  # how many of the newest queries are looked at; a method with memory sees them all
+    reuse: int = 1  # this many neighbouring layers share the first one's choice
     paper: str = ""
     keeps: str = ""
+    deviates: str = ""  # where this is not what the paper says
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def tokens(self, budget: int | float, seen: int) -> int:
         """The budget in tokens per key head once `seen` tokens are known."""
         return budget if isinstance(budget, int) else max(1, int(budget * seen + 1e-9))
 
-    def check(self, budget: int | float) -> None:
+    def __post_init__(self) -> None:
+        if self.reuse < 1:
+            raise BadParameter(f"reuse={self.reuse} must be 1 (every layer chooses) or more.")
+
+    def check(self, budget: int | float) -> int | float:
         """Refuse a budget that can never hold what this method always keeps."""
-        check_budget(budget)
+        budget = check_budget(budget)
         if isinstance(budget, int):
             self.guard.check(budget, self.name)
+        return budget
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class Named:
     build: Callable[..., Any]
     paper: str
     keeps: str
+    deviates: str = ""
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -55,6 +66,8 @@ class Named:
 
 def check_budget(budget: int | float) -> int | float:
     """A positive number of tokens, or a fraction of them."""
+    if isinstance(budget, Integral) and not isinstance(budget, bool):
+        budget = int(budget)
     if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise BadParameter(f"budget={budget!r} is not a number; use tokens (512) or a fraction (0.1).")
     if isinstance(budget, int) and budget < 1:
@@ -68,10 +81,14 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
     """The method called "snapkv", or a crossing such as "snapkv+adakv", with these parameters."""
     if isinstance(spec, Method):
         if parameters:
-            raise BadParameter(f"parameters {sorted(parameters)} cannot change a Method value; use dataclasses.replace.")
+            raise BadParameter(
+                f"parameters {sorted(parameters)} cannot change a Method value; use dataclasses.replace."
+            )
         return spec
     from kvkeep.compress.presets import CROSSINGS, METHODS
 
+    if not isinstance(spec, str):
+        raise BadParameter(f"method={spec!r} is neither a name such as 'snapkv+adakv' nor a Method.")
     base, *crossings = spec.split("+")
     parts = [METHODS[base], *(CROSSINGS[name] for name in crossings)]
     given = _share_out(parts, parameters, spec)
@@ -79,8 +96,10 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
     for name, part, values in zip(crossings, parts[1:], given[1:], strict=True):
         method = _cross(method, name, part.build(**values), base)
     used = {k: v for part, values in zip(parts, given, strict=True) for k, v in {**part.defaults, **values}.items()}
-    keeps = "; ".join(part.keeps for part in parts)
-    return replace(method, name=spec, paper=parts[0].paper, keeps=keeps, parameters=used)
+    keeps, deviates = (
+        "; ".join(filter(None, text)) for text in zip(*((p.keeps, p.deviates) for p in parts), strict=True)
+    )
+    return replace(method, name=spec, paper=parts[0].paper, keeps=keeps, deviates=deviates, parameters=used)
 
 
 def _share_out(parts: list[Named], parameters: Mapping[str, Any], spec: str) -> list[dict[str, Any]]:
@@ -103,11 +122,21 @@ def _like(name: str, value: Any, default: Any) -> Any:
 
 
 def _cross(method: Method, crossing: str, change: dict[str, Any], base: str) -> Method:
+    """Make one change, unless it makes no sense."""
+    spec = f"'{base}+{crossing}' cannot work"
     if method.scorer is None:
-        raise BadParameter(f"'{base}+{crossing}' cannot work: '{base}' keeps everything, so there is no budget to share.")
+        raise BadParameter(f"{spec}: '{base}' keeps everything, so there is no budget to share.")
     if not getattr(method.scorer, "scores", True) and getattr(change.get("heads"), "needs_scores", False):
-        raise BadParameter(f"'{base}+{crossing}' cannot work: '{base}' orders tokens by age and has no scores to compare heads by.")
-    return replace(method, **change)
+        raise BadParameter(f"{spec}: '{base}' orders tokens by age and has no scores to compare heads by.")
+    if "layers" in change and not isinstance(method.layers, EqualLayers):
+        raise BadParameter(f"{spec}: the budget is shared among layers already.")
+    if "layers" in change and method.reuse > 1:
+        raise BadParameter(
+            f"{spec}: reuse={method.reuse} lets layers share one choice, '{crossing}' gives them different budgets; "
+            "set reuse=1."
+        )
+    voters = max(method.voters, getattr(change.get("layers"), "window", 0))
+    return replace(method, voters=voters, **change)
 
 
 def catalogue() -> Registry:

@@ -15,7 +15,10 @@ def attention(seen: Observation, last: int) -> Tensor:
     -> [kv_heads, group, min(last, queries), n] float32
     """
     queries = seen.queries[:, -last:]
-    return probabilities(queries, seen.keys, visible(seen, queries.shape[1]), seen.scale, seen.softcap, seen.sinks)
+    blind = seen.cursor > min(seen.lengths)  # tokens are gone, perhaps all that an older query could see
+    return probabilities(
+        queries, seen.keys, visible(seen, queries.shape[1]), seen.scale, seen.softcap, seen.sinks, blind
+    )
 
 
 def visible(seen: Observation, last: int) -> Tensor:
@@ -31,5 +34,7 @@ def real(seen: Observation) -> Tensor:
 
 def from_end(seen: Observation) -> Tensor:
     """Each token's distance to the end of its head's tokens: 0 for the newest, negative for padding. [kv_heads, n]"""
-    lengths = torch.tensor(seen.lengths, device=seen.positions.device)
-    return lengths[:, None] - 1 - torch.arange(seen.tokens, device=seen.positions.device)
+    index = torch.arange(seen.tokens, device=seen.positions.device)
+    if len(set(seen.lengths)) == 1:
+        return (seen.lengths[0] - 1 - index).expand(seen.kv_heads, -1)
+    return torch.tensor(seen.lengths, device=index.device)[:, None] - 1 - index

@@ -1,6 +1,9 @@
-"""The one flow: score, guard, group, allocate, select."""
+"""The one flow: remember, score, guard, group, allocate, select."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from kvkeep.compress.method import Method
 from kvkeep.compress.observe import real
@@ -8,13 +11,23 @@ from kvkeep.compress.select import select
 from kvkeep.types import Observation, Selection
 
 
-def compress(seen: Observation, method: Method, budget: int) -> Selection | None:
-    """What this layer keeps of a mean budget per key head; None where all of it fits."""
+def remember(seen: Observation, method: Method, budget: int) -> Observation:
+    """The same observation, with what the method notes of each token brought up to date."""
+    return replace(seen, notes=method.memory(seen, budget)) if method.memory else seen
+
+
+def compress(seen: Observation, method: Method, budget: int, share: int | None = None) -> Selection | None:
+    """What this layer keeps of a mean budget per key head; None where all of it fits.
+
+    share: the layer's own budget, where all layers had to be seen to know it
+    """
     if method.scorer is None:
         return None
+    if seen.cursor <= budget:
+        return None
     method.guard.check(budget, method.name)
-    floor = max(1, method.guard.size(budget))
-    share = method.layers(budget, floor, seen.cursor, seen.layers)[seen.layer]
+    if share is None:
+        share = shares(method, budget, seen.cursor, [1.0] * seen.layers)[seen.layer]
     if all(n <= share for n in seen.lengths):
         return None
     scores = method.scorer(seen, budget)
@@ -23,3 +36,9 @@ def compress(seen: Observation, method: Method, budget: int) -> Selection | None
     scores = scores.masked_fill(~tokens, float("-inf"))
     quota = method.heads(scores, forced, seen.lengths, share)
     return select(scores, forced, tokens, units, quota)
+
+
+def shares(method: Method, budget: int, tokens: int, weights: Sequence[float]) -> list[int]:
+    """Every layer's budget, given the layers' weights where the method compares them."""
+    floor = max(1, method.guard.size(budget))
+    return method.layers(budget, floor, tokens, list(weights) if method.layers.weigh else len(weights))

@@ -33,7 +33,7 @@ class Contiguous:
 
 @dataclass(frozen=True)
 class Gap:
-    """The near window as it was; the far past side by side, its newest token `gap` behind the current one (IntelLLM)."""
+    """The near window as it was; the far past side by side, its newest `gap` behind the current token (IntelLLM)."""
 
     near: int | None = None
     gap: int | None = None
@@ -55,7 +55,7 @@ class Gap:
             return max(near, min(window - far, max(2 * near, window // 2)))
         if self.gap + far > window:
             raise BadParameter(
-                f"gap={self.gap} puts {far} far tokens up to {self.gap + far} away, beyond the model's window of {window}; "
+                f"gap={self.gap} puts {far} far tokens up to {self.gap + far} away, beyond the window of {window}; "
                 f"use a gap of {window - far} or less."
             )
         return self.gap

@@ -3,45 +3,157 @@
 from __future__ import annotations
 
 from kvkeep.compress.allocate.heads import AdaptiveHeads
-from kvkeep.compress.allocate.layers import Pyramid
+from kvkeep.compress.allocate.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.group.blocks import Blocks
+from kvkeep.compress.group.prototypes import Prototypes
 from kvkeep.compress.method import Method, Named
+from kvkeep.compress.place import Capped, Contiguous, Gap
+from kvkeep.compress.score.aha import Aha
+from kvkeep.compress.score.gravity import WithoutGravity
 from kvkeep.compress.score.intent import Intent
+from kvkeep.compress.score.mass import Accumulate, Mass
+from kvkeep.compress.score.nacl import VotesAndLuck
+from kvkeep.compress.score.outlier import Outliers
+from kvkeep.compress.score.prototype import WindowLogits
 from kvkeep.compress.score.recency import Recency
+from kvkeep.compress.score.spread import MeanAndVariance
 from kvkeep.compress.score.votes import Votes
 from kvkeep.compress.window import Guard
 from kvkeep.registry import Registry
 
 
-def full() -> Method:
+def full():
     return Method("full", scorer=None)
 
 
-def streamingllm(sinks: int = 4) -> Method:
-    return Method("streamingllm", Recency(), Guard(sinks=sinks, recent=1))
-
-
-def snapkv(window: int = 64, pool: int = 5, pooling: str = "avg") -> Method:
-    return Method("snapkv", Votes(window, pool, pooling), Guard(window=window), voters=window)
-
-
-def tova() -> Method:
-    return Method("tova", Votes(1, pool=1, kept=False, one_choice=True), voters=1)
-
-
-def intentkv(window: int = 64, block: int = 16, smooth: int = 8, intention: bool = True, recent: int = 0, sinks: int = 0) -> Method:
+def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0):
     return Method("intentkv", Intent(window, smooth, intention), Guard(sinks, recent), Blocks(block), voters=window)
 
 
+def intelllm(head_gravity=6, near: int | None = None, gap: int | None = None, mode="global", keep_head=True, window=64):
+    guard = Guard(head_gravity if keep_head else 0, near, yields=True)
+    return Method(
+        "intelllm", WithoutGravity(window, head_gravity, near, mode), guard, place=Gap(near, gap), voters=window
+    )
+
+
+def ahakv(recent=32, pool=5, value_pool=5, step_gain=True, value_prior=True):
+    return Method("ahakv", Aha(recent, pool, value_pool, step_gain, value_prior), Guard(window=recent), voters=recent)
+
+
+def protokv(
+    kappa=5,
+    anchors=32,
+    bits=2,
+    chunks=500,
+    window: int | None = None,
+    votes="raw",
+    prototypes="both",
+    gamma: float | None = None,
+    seed=0,
+):
+    group = Prototypes(kappa, anchors, bits, chunks, gamma, prototypes, seed)
+    return Method("protokv", WindowLogits(window, votes), Guard(window=window), group, voters=window or 32)
+
+
+def satkv(kappa=5, window: int | None = None):
+    return Method("satkv", Outliers(kappa), Guard(window=window))
+
+
+def streamingllm(sinks=4):
+    return Method("streamingllm", Recency(), Guard(sinks, recent=1), place=Contiguous())
+
+
+def lm_infinite(sinks=10):
+    return Method("lm_infinite", Recency(), Guard(sinks, recent=1), place=Capped())
+
+
+def h2o():
+    return Method("h2o", Mass(), Guard(recent=None), memory=Accumulate())
+
+
+def tova():
+    return Method("tova", Votes(1, pool=1, kept=False, one_choice=True), voters=1)
+
+
+def snapkv(window=64, pool=5, pooling="avg"):
+    return Method("snapkv", Votes(window, pool, pooling), Guard(window=window), voters=window)
+
+
+def pyramidkv(window=8, pool=5, pooling="avg", beta=20):
+    return Method("pyramidkv", Votes(window, pool, pooling), Guard(window=window), layers=Pyramid(beta), voters=window)
+
+
+def chunkkv(window=32, chunk=10, reuse=2):
+    return Method("chunkkv", Votes(window, pool=1), Guard(window=window), Blocks(chunk), voters=window, reuse=reuse)
+
+
+def nacl(window=32, random=0.7, seed=0):
+    return Method("nacl", VotesAndLuck(window, random, seed), Guard(window=window), voters=window)
+
+
+def cake(window=32, gamma=200.0, pool=5, tau1=1.0, tau2=1.0):
+    scorer = MeanAndVariance(window, gamma, pool)
+    return Method("cake", scorer, Guard(window=window), layers=CakeLayers(tau1, tau2, window), voters=window)
+
+
+GROUPED = "the query heads of a key head vote with their average"
+SIGN = "equation 5's sign follows the text"
 METHODS = Registry("method", {
     "full": Named(full, "", "everything"),
-    "streamingllm": Named(streamingllm, "arXiv:2309.17453", "the first tokens and the most recent ones"),
-    "snapkv": Named(snapkv, "arXiv:2404.14469", "what the last queries attend to, smoothed, and those last tokens"),
+    "intentkv": Named(
+        intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to",
+        "mean, not sum, over the question's rows; budget left by whole blocks goes to the next block's best tokens",
+    ),
+    "intelllm": Named(
+        intelllm, "IntelLLM", "what is attended to once first and last tokens are hidden, placed at a gap",
+        "first tokens stay (keep_head=False evicts them, as printed); 64 queries vote, not one; modes as in the text",
+    ),
+    "ahakv": Named(
+        ahakv, "AhaKV", "what recent queries attend to, sharpened with length, weighted by the values' size", GROUPED,
+    ),
+    "protokv": Named(
+        protokv, "ProtoKV", "whole clusters of keys, those that the window's logits favour", f"{SIGN}; {GROUPED}",
+    ),
+    "satkv": Named(satkv, "ProtoKV", "keys unlike their neighbours, and the window", SIGN),
+    "streamingllm": Named(streamingllm, "arXiv:2309.17453", "the first tokens and the most recent ones, side by side"),
+    "lm_infinite": Named(
+        lm_infinite, "arXiv:2308.16137", "the first tokens and the most recent ones, distances capped at the window",
+    ),
+    "h2o": Named(h2o, "arXiv:2306.14048", "half for what all queries attended to, half for the most recent", GROUPED),
     "tova": Named(tova, "arXiv:2401.06104", "what the last query attends to, one choice per layer"),
-    "intentkv": Named(intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to"),
+    "snapkv": Named(
+        snapkv, "arXiv:2404.14469", "what the last queries attend to, smoothed, and those last tokens", GROUPED,
+    ),
+    "pyramidkv": Named(
+        pyramidkv, "arXiv:2406.02069", "snapkv with more for early layers, less for late ones",
+        f"the total is conserved exactly; {GROUPED}",
+    ),
+    "chunkkv": Named(
+        chunkkv, "arXiv:2502.00299", "chunks the last queries attend to; neighbouring layers share the choice",
+        f"the last chunk is cut so that the budget is spent exactly; {GROUPED}",
+    ),
+    "nacl": Named(
+        nacl, "arXiv:2408.03675", "tokens the last queries attend to, and others drawn at random",
+        f"voters are causal and all kept; {GROUPED}",
+    ),
+    "cake": Named(
+        cake, "arXiv:2503.12491", "what the window attends to, always or at times; layers share by its entropy",
+        f"layers are compared once, when all are read; tau 1 and 1, which the authors tune per model; {GROUPED}",
+    ),
 })  # fmt: skip
 
 CROSSINGS = Registry("crossing", {
-    "adakv": Named(lambda alpha=0.2: {"heads": AdaptiveHeads(alpha)}, "arXiv:2407.11550", "heads share a layer's budget by score"),
-    "pyramid": Named(lambda beta=20: {"layers": Pyramid(beta)}, "arXiv:2406.02069", "early layers get more than late ones"),
+    "adakv": Named(
+        lambda alpha=0.2: {"heads": AdaptiveHeads(alpha)}, "arXiv:2407.11550", "heads share a layer's budget by score",
+        "each head's floor is set aside first; the authors' code mixes counts afterwards",
+    ),
+    "pyramid": Named(
+        lambda beta=20: {"layers": Pyramid(beta)}, "arXiv:2406.02069", "early layers get more than late ones",
+    ),
+    "cake": Named(
+        lambda tau1=1.0, tau2=1.0: {"layers": CakeLayers(tau1, tau2)}, "arXiv:2503.12491",
+        "layers share by entropy and variance of attention",
+    ),
+    "entropy": Named(lambda: {"layers": EntropyLayers()}, "ActQKV", "layers share by entropy of attention"),
 })  # fmt: skip

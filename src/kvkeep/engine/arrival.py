@@ -13,15 +13,27 @@ from kvkeep.errors import CacheMisuse
 
 @dataclass(frozen=True)
 class Arrival:
-    """The real tokens of one forward pass, per row: how many, in which columns, and where they stand in the row's text."""
+    """The real tokens of one forward pass, per row: how many, in which columns, and where in the row's text."""
 
     counts: list[int]
     columns: list[Tensor] | None  # None: every column of every row is real
     positions: list[Tensor]
 
+    @property
+    def is_prompt(self) -> bool:
+        """More than one new token in some row: there is something to compete about."""
+        return max(self.counts) > 1
+
     def real(self, tensor: Tensor, row: int) -> Tensor:
         """One row of [rows, heads, q, dim] without its padding: [heads, count, dim]"""
         return tensor[row] if self.columns is None else tensor[row][:, self.columns[row]]
+
+    def to(self, device: torch.device) -> Arrival:
+        """The same, on the device of another layer."""
+        if self.positions[0].device == device:
+            return self
+        columns = None if self.columns is None else [c.to(device) for c in self.columns]
+        return Arrival(self.counts, columns, [p.to(device) for p in self.positions])
 
 
 class Arrivals:
@@ -38,7 +50,9 @@ class Arrivals:
         self.seen = self.seen or [0] * rows
         columns = self._real_columns(padding, q)
         counts = [q] * rows if columns is None else [len(c) for c in columns]
-        positions = [torch.arange(s, s + n, dtype=torch.int32, device=device) for s, n in zip(self.seen, counts, strict=True)]
+        positions = [
+            torch.arange(s, s + n, dtype=torch.int32, device=device) for s, n in zip(self.seen, counts, strict=True)
+        ]
         return Arrival(counts, columns, positions)
 
     def _real_columns(self, padding: Tensor | None, q: int) -> list[Tensor] | None:
@@ -46,11 +60,13 @@ class Arrivals:
             return None
         if padding.shape[1] != self.columns + q:
             raise CacheMisuse(
-                f"attention_mask covers {padding.shape[1]} tokens, but the cache has seen {self.columns} and {q} are new; "
+                f"attention_mask covers {padding.shape[1]} tokens, but {self.columns} were seen and {q} are new; "
                 f"pass a mask of {self.columns + q} columns, past ones included."
             )
         if self.shown is not None and bool((self.shown & ~padding[:, : self.shown.shape[1]]).any()):
-            raise CacheMisuse("attention_mask hides tokens it showed before; a cache cannot unread them: make a new one.")
+            raise CacheMisuse(
+                "attention_mask hides tokens it showed before; a cache cannot unread them: make a new one."
+            )
         fresh = padding[:, -q:]
         return None if bool(fresh.all()) else [row.nonzero().squeeze(1) for row in fresh]
 

@@ -17,13 +17,17 @@ class Report:
     kept_per_head: float  # mean over rows, layers and key heads
     bytes: int  # keys and values, measured on their storages
     full_bytes: int  # what keys and values of every token seen would take
-    index_bytes: int  # where kept tokens stood
+    index_bytes: (
+        int  # beside them: where kept tokens stood, what is noted of them, queries a prompt in pieces still needs
+    )
     layers: int  # compressed layers; sliding-window and linear ones are not counted
     kv_heads: int
     tokens: list[list[list[int]]]  # [layer][row][key head]
 
     @classmethod
-    def of(cls, method: str, budget: int | float, tokens_seen: Sequence[int], layers: Sequence[LayerCache]) -> Report:
+    def of(
+        cls, method: str, budget: int | float, tokens_seen: Sequence[int], layers: Sequence[LayerCache], queries: int
+    ) -> Report:
         tokens = [[layer.row_lengths(row) for row in range(layer.rows)] for layer in layers]
         counts = [n for layer in tokens for row in layer for n in row]
         each = [layer.token_nbytes * layer.kv_heads for layer in layers]
@@ -34,7 +38,7 @@ class Report:
             kept_per_head=sum(counts) / max(1, len(counts)),
             bytes=sum(layer.nbytes for layer in layers),
             full_bytes=sum(each) * sum(tokens_seen),
-            index_bytes=sum(layer.index_nbytes for layer in layers),
+            index_bytes=sum(layer.index_nbytes for layer in layers) + queries,
             layers=len(layers),
             kv_heads=max((layer.kv_heads for layer in layers), default=0),
             tokens=tokens,
@@ -49,7 +53,7 @@ class Report:
         return "\n".join([
             f"{self.method}, budget {self.budget}",
             f"  tokens seen       {seen}",
-            f"  kept per key head {self.kept_per_head:.1f} on average ({self.layers} layers × {self.kv_heads} key heads)",
+            f"  kept per key head {self.kept_per_head:.1f} on average ({self.layers} layers × {self.kv_heads} heads)",
             f"  keys and values   {human(self.bytes)} of {human(self.full_bytes)} ({share})",
         ])  # fmt: skip
 

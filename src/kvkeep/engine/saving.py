@@ -6,29 +6,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from kvkeep.cache import file
 from kvkeep.compress.method import parse
 from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError
-from kvkeep.model.adapter import OwnedLayer, fingerprint
+from kvkeep.model.adapter import OwnedLayer, devices, fingerprint
+from kvkeep.model.stock import restore, tensors_of
+from kvkeep.types import Tokens
 
 if TYPE_CHECKING:
     from kvkeep.engine.session import Cache
 
-PARTS = ("keys", "values", "positions")
+PARTS = ("keys", "values", "positions", "places", "notes")
 
 
 def save(cache: Cache, path: str | Path) -> None:
-    if cache.broken:
-        raise CacheMisuse("this cache is unusable since a forward pass failed halfway, so it cannot be saved.")
+    if cache.underway is not None:
+        raise CacheMisuse("a forward pass on this cache was cut short; reset() it, or go on with it, before saving.")
     if parse(cache.method.name, **cache.method.parameters) != cache.method:
-        raise CacheMisuse(f"'{cache.method.name}' is not a named method, so a file could not say how to go on; use a named one.")
-    tensors = {f"layer.{i}.{part}": getattr(layer, part) for i, layer in cache.store.items() if layer for part in PARTS}
+        raise CacheMisuse(
+            f"'{cache.method.name}' is not a named method, so a file could not say how to go on; use a named one."
+        )
+    tensors = {
+        f"layer.{i}.{name}": part
+        for i, layer in cache.store.items() if layer
+        for name, part in zip(PARTS, layer.flat.parts, strict=True) if part is not None
+    }  # fmt: skip
     facts = {
         "model": fingerprint(cache.model),
-        "model_class": type(cache.model).__name__,
+        "model_class": cache.name,
+        "dtype": str(cache.model.dtype),
         "method": cache.method.name,
         "parameters": dict(cache.method.parameters),
         "budget": cache.budget,
@@ -39,7 +46,7 @@ def save(cache: Cache, path: str | Path) -> None:
     }
     if cache.arrivals.shown is not None:
         tensors["shown"] = cache.arrivals.shown
-    tensors |= {f"voters.{i}.{row}": queries for (i, row), queries in cache.voters.items()}
+    tensors |= {f"voters.{i}.{row}": queries for (i, row), queries in cache.observer.voters.items()}
     file.write(path, tensors, facts)
 
 
@@ -51,17 +58,18 @@ def _stock(cache: Cache, tensors: dict[str, Tensor]) -> dict[str, int]:
     """Put the sliding-window layers' tensors beside ours. -> their lengths"""
     lengths = {}
     for i, layer in enumerate(cache.layers):
-        if isinstance(layer, OwnedLayer) or not layer.is_initialized:
-            continue
-        if not isinstance(layer, DynamicLayer):
-            raise CacheMisuse(f"layer {i} is a {type(layer).__name__}, whose state cannot be saved yet.")
-        tensors |= {f"stock.{i}.keys": layer.keys, f"stock.{i}.values": layer.values}
-        lengths[str(i)] = layer.get_seq_length()
+        if not isinstance(layer, OwnedLayer) and (held := tensors_of(i, layer)):
+            tensors |= {f"stock.{i}.{name}": t for name, t in held.items()}
+            lengths[str(i)] = layer.get_seq_length()
     return lengths
 
 
-def load(kind: type[Cache], path: str | Path, model: PreTrainedModel) -> Cache:
+def load(kind: type[Cache], path: str | Path, model: Any) -> Cache:
     tensors, facts = file.read(path)
+    if facts.get("dtype") != str(model.dtype):
+        raise BadCacheFile(
+            f"{path} was saved with {facts.get('dtype')}, this model has {model.dtype}; load the model like that."
+        )
     if facts.get("model") != fingerprint(model):
         raise BadCacheFile(f"{path} was saved with another model ({facts.get('model_class')}); load it with that one.")
     try:
@@ -73,24 +81,27 @@ def load(kind: type[Cache], path: str | Path, model: PreTrainedModel) -> Cache:
 
 
 def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    device = cache.model.device
-    tensors = {name: t.to(device) for name, t in tensors.items()}
+    where = devices(cache.model)
+    tensors = {name: t.to(where.get(_layer_of(name), cache.model.device)) for name, t in tensors.items()}
     cache.arrivals.seen, cache.arrivals.columns = facts["seen"], facts["columns"]
     cache.arrivals.shown = tensors.get("shown")
     for i, layer in cache.store.items():
-        face = cache.layers[i]
-        face.seen, face.is_initialized = facts["columns"], facts["columns"] > 0
         for name, value in facts["layers"][str(i)].items():
             setattr(layer, name, value)
-        if layer:
-            layer.keys, layer.values, layer.positions = (tensors[f"layer.{i}.{part}"] for part in PARTS)
+        if layer.lengths:
+            layer.flat = Tokens(*(tensors.get(f"layer.{i}.{part}") for part in PARTS))
+            layer.shorten(layer.lengths)
     for i, length in facts["stock"].items():
-        layer = cache.layers[int(i)]
-        layer.lazy_initialization(tensors[f"stock.{i}.keys"], tensors[f"stock.{i}.values"])
-        layer.keys, layer.values = tensors[f"stock.{i}.keys"], tensors[f"stock.{i}.values"]
-        if hasattr(layer, "cumulative_length"):
-            layer.cumulative_length = length
-    cache.voters = {(int(i), int(row)): tensors[name] for name in tensors if name.startswith("voters.") for _, i, row in [name.split(".")]}
+        restore(cache.layers[int(i)], tensors[f"stock.{i}.keys"], tensors[f"stock.{i}.values"], length)
+    cache.observer.voters = {
+        (int(i), int(row)): tensors[name]
+        for name in tensors
+        if name.startswith("voters.")
+        for _, i, row in [name.split(".")]
+    }
 
 
-
+def _layer_of(name: str) -> int | None:
+    """The layer a saved tensor belongs to: its name is kind.layer.part."""
+    parts = name.split(".")
+    return int(parts[1]) if len(parts) > 1 else None

@@ -14,126 +14,127 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from kvkeep.cache.layer import LayerCache, Piece
+from kvkeep.cache.layer import LayerCache
 from kvkeep.compress.method import Method, parse
-from kvkeep.compress.pipeline import compress
 from kvkeep.engine import saving
 from kvkeep.engine.arrival import Arrival, Arrivals
+from kvkeep.engine.contest import Contest
+from kvkeep.engine.observer import Observer
 from kvkeep.engine.report import Report
 from kvkeep.engine.watch import Watch
-from kvkeep.errors import BadParameter, CacheMisuse
+from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
 from kvkeep.kernels.reference import attend
-from kvkeep.model.adapter import AdaptedCache, OwnedLayer
+from kvkeep.model.adapter import AdaptedCache, OwnedLayer, trained_window
 from kvkeep.model.attention import Handover
-from kvkeep.types import Observation, Selection
+from kvkeep.model.rotary import rotations
 
 
 class Cache(AdaptedCache):
     """Pass as `past_key_values` to a model's forward or generate."""
 
     def __init__(
-        self, model: PreTrainedModel, method: str | Method = "intentkv", budget: int | float | None = None, **parameters: Any
+        self, model: Any, method: str | Method = "intentkv", budget: int | float | None = None, **parameters: Any
     ):
         self.method = parse(method, **parameters)
         if budget is None and self.method.scorer is not None:
             raise BadParameter(f"'{self.method.name}' needs a budget: tokens per key head (512) or a fraction (0.1).")
-        self.budget = 1.0 if budget is None else budget
-        self.method.check(self.budget)
+        self.budget = self.method.check(1.0 if budget is None else budget)
         super().__init__(model)
+        self.rotations = rotations(model, self.owned) if self.method.place else {}
+        self.window = trained_window(model)
         self._clear()
 
     def _clear(self) -> None:
         self.store = {i: LayerCache() for i in self.owned}
-        self.voters: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries, while a prompt comes in pieces
         self.arrivals = Arrivals()
-        self.watch = Watch(type(self.model).__name__)
-        self.broken = False
+        self.arrival: Arrival | None = None  # the real tokens of the forward pass under way
+        self.watch = Watch(self.name)
+        self.observer = Observer(self.method, self.owned)
+        # in a forward pass: the layers it went through and their lengths before it, None if they evicted
+        self.underway: dict[int, list[int] | None] | None = None
+        self.contest = Contest(self.method, self.budget, self.store, self.rotations, self.window)
+
+    @property
+    def seen(self) -> int:
+        return self.arrivals.columns
 
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
         """All that happens in one layer of one forward pass: append, attend, evict."""
-        try:
-            if index == self.owned[0]:
-                self.arrival = self._arrive(new)
-            layer = self.store[index]
-            if layer:
-                result = new.outcome(self._over_cache(layer, new))
-                rows = [(layer.dense(row), layer.row_lengths(row)) for row in range(layer.rows)] if self._is_prompt(new) else []
-            else:
-                result = new.stock()
-                self.watch.compare(new, result[0], self.arrival.columns)
-                rows = self._incoming(new)
-            if rows:
-                layer.fill([self._winners(index, row, new, *tokens) for row, tokens in enumerate(rows)])
-            if index == self.owned[-1]:
-                self._leave(new)
-        except BaseException:
-            self._abandon()
-            raise
+        if index == self.owned[0]:
+            self._arrive(new)
+        arrival = self.arrival.to(new.key.device)
+        layer = self.store[index]
+        self.underway[index] = layer.lengths
+        result = new.outcome(self._over_cache(layer, new, arrival)) if layer else new.stock()
+        self._check(index, new, arrival)
+        if arrival.is_prompt or not layer:
+            rows = self.observer.look(index, new, arrival, self.arrivals.seen, layer)
+            self.watch.numbers(row.tokens.keys for row in rows)
+            self.underway[index] = None  # what a contest drops does not come back
+            self.contest.enter(index, rows)
+        if index == self.owned[-1]:
+            self._leave(new)
         return result
 
-    def _is_prompt(self, new: Handover) -> bool:
-        return new.query.shape[2] > 1
+    def _arrive(self, new: Handover) -> None:
+        """A forward pass begins: undo one that was cut short, then see which of the new tokens are real."""
+        if self.underway is not None:
+            self._undo()
+        rows, _, q, _ = new.query.shape
+        self.arrival = self.arrivals.next(rows, q, new.padding, new.key.device)
+        self.observer.end_prompts(self.arrival.counts)
+        self.underway = {}
 
-    def _arrive(self, new: Handover) -> Arrival:
-        if self.broken:
-            raise CacheMisuse("an earlier forward pass failed halfway and left this cache unusable; reset() it or make a new one.")
-        if not self._is_prompt(new):
-            self.voters = {}  # the prompt is over, its queries are not needed any more
-        return self.arrivals.next(new.query.shape[0], new.query.shape[2], new.padding, new.key.device)
-
-    def _over_cache(self, layer: LayerCache, new: Handover) -> Tensor:
-        layer.append(new.key.detach(), new.value.detach(), self.arrival.positions, self.arrival.columns)
-        output = attend(
-            new.query if self.arrival.columns is None else packed_right(new.query, self.arrival),
-            layer.keys, layer.values, layer.segments, self.arrival.counts, new.scale, new.softcap, new.sinks,
-        )  # fmt: skip
-        return output if self.arrival.columns is None else unpacked(output, self.arrival)
-
-    def _incoming(self, new: Handover) -> list[tuple[Piece, list[int]]]:
-        """The first tokens of every row as [kv_heads, n, …], views where nothing is padded."""
-        kv_heads = new.key.shape[1]
-        return [
-            (
-                (self.arrival.real(new.key, row).detach(), self.arrival.real(new.value, row).detach(), where.expand(kv_heads, -1)),
-                [len(where)] * kv_heads,
+    def _undo(self) -> None:
+        """Take back what a forward pass that did not end has done, or say that it cannot be."""
+        ahead = any(
+            not isinstance(layer, OwnedLayer) and layer.is_initialized and has_run(layer, self.seen)
+            for layer in self.layers
+        )
+        if ahead or (self.seen and None in self.underway.values()):
+            raise CacheMisuse(
+                "an earlier forward pass was cut short and left this cache unusable; reset() it or make a new one."
             )
-            for row, where in enumerate(self.arrival.positions)
-        ]
+        if not self.seen:
+            return self.reset()
+        for index, lengths in self.underway.items():
+            self.store[index].shorten(lengths)
+        self.contest.forget()
 
-    def _winners(self, index: int, row: int, new: Handover, tokens: Piece, lengths: Sequence[int]) -> list[Piece]:
-        """Let one row's tokens compete for its budget. -> per key head, what is kept"""
-        if not self.arrival.counts[row]:
-            return picked(tokens, lengths, None)
-        self.watch.numbers(tokens[0])
-        cursor = self.arrivals.seen[row] + self.arrival.counts[row]
-        seen = Observation(
-            self._voters(index, row, new), *tokens, tuple(lengths), cursor,
-            new.scale, new.softcap, new.sinks, self.owned.index(index), len(self.owned),
+    def _check(self, index: int, new: Handover, arrival: Arrival) -> None:
+        """Once per layer, compare what we see with what the model computes."""
+        if index in self.watch.checked:
+            return
+        row = max(range(len(arrival.counts)), key=arrival.counts.__getitem__)
+        if self.store[index]:
+            tokens = self.store[index].dense(row)
+            keys, values = tokens.keys[:, : min(self.store[index].row_lengths(row))], tokens.values
+        elif arrival.counts[row]:
+            keys, values = arrival.real(new.key, row), arrival.real(new.value, row)
+        else:
+            return
+        self.watch.compare(index, new, arrival.real(new.query, row)[:, -1], keys, values[:, : keys.shape[1]])
+
+    def _over_cache(self, layer: LayerCache, new: Handover, arrival: Arrival) -> Tensor:
+        layer.append(new.key.detach(), new.value.detach(), arrival.positions, arrival.columns)
+        output = attend(
+            new.query if arrival.columns is None else packed_right(new.query, arrival),
+            layer.flat.keys, layer.flat.values, layer.segments, arrival.counts, new.scale, new.softcap, new.sinks,
         )  # fmt: skip
-        return picked(tokens, lengths, compress(seen, self.method, self.method.tokens(self.budget, cursor)))
-
-    def _voters(self, index: int, row: int, new: Handover) -> Tensor:
-        """The row's newest queries, those of earlier pieces of the same prompt included."""
-        queries = self.arrival.real(new.query, row).detach()
-        if not (wanted := self.method.voters):
-            return queries[:, :0]
-        if (older := self.voters.get((index, row))) is not None:
-            queries = torch.cat([older, queries], 1)
-        self.voters[index, row] = queries[:, -wanted:].clone()
-        return self.voters[index, row]
+        return output if arrival.columns is None else unpacked(output, arrival)
 
     def _leave(self, new: Handover) -> None:
-        self.watch.settle()
+        """The forward pass went through all layers: its tokens count."""
+        try:
+            self.watch.settle()
+        except KvkeepError:
+            if not self.seen:
+                self.reset()
+            raise
         self.arrivals.settle(self.arrival, new.query.shape[2], new.padding)
-
-    def _abandon(self) -> None:
-        """A forward pass failed halfway: be empty again if it was the first, unusable if there was something to lose."""
-        if self.arrivals.columns:
-            self.broken = True
-        else:
-            self.reset()
+        self.underway = self.arrival = None
+        self.contest.forget()
 
     def reset(self) -> None:
         """Forget everything, as if new."""
@@ -145,7 +146,7 @@ class Cache(AdaptedCache):
         if layer not in self.store:
             raise CacheMisuse(f"layer {layer} is not compressed; the compressed ones are {self.owned}.")
         store = self.store[layer]
-        return [[positions.tolist() for _, _, positions in store.pieces(row)] for row in range(store.rows)]
+        return [[head.positions.tolist() for head in store.row(row)] for row in range(store.rows)]
 
     @property
     def nbytes(self) -> int:
@@ -154,30 +155,37 @@ class Cache(AdaptedCache):
 
     def report(self) -> Report:
         """What is held, and what a full cache would hold."""
-        return Report.of(self.method.name, self.budget, self.arrivals.seen, [self.store[i] for i in self.owned])
+        layers = [self.store[i] for i in self.owned]
+        return Report.of(self.method.name, self.budget, self.arrivals.seen, layers, self.observer.nbytes)
 
     def fork(self) -> Cache:
         """An independent copy: one compressed context, many questions."""
-        twin = Cache(self.model, self.method, self.budget)
+        if self.underway is not None:
+            self._undo()
+            self.underway = None
+        twin = type(self)(self.model, self.method, self.budget)
         for mine, theirs in zip(self.layers, twin.layers, strict=True):
-            if isinstance(mine, OwnedLayer):
-                theirs.seen, theirs.is_initialized = mine.seen, mine.is_initialized
-            else:
+            if not isinstance(mine, OwnedLayer):
                 theirs.__dict__.update(copy.deepcopy(mine.__dict__))
-        twin.store = {i: layer.copy() for i, layer in self.store.items()}
-        twin.voters = {who: queries.clone() for who, queries in self.voters.items()}
-        twin.arrivals, twin.broken = copy.deepcopy(self.arrivals), self.broken
+        twin.store.update({i: layer.copy() for i, layer in self.store.items()})
+        twin.observer.voters = {who: queries.clone() for who, queries in self.observer.voters.items()}
+        twin.arrivals, twin.watch.checked = copy.deepcopy(self.arrivals), set(self.watch.checked)
         return twin
 
     def __deepcopy__(self, memo: dict) -> Cache:
         return self.fork()
+
+    def __reduce__(self) -> Any:
+        raise CacheMisuse(
+            "a cache cannot be pickled: it would drag the model along; use save(path) and Cache.load(path, model)."
+        )
 
     def save(self, path: str | Path) -> None:
         """Write this cache to a folder; the model is not part of it."""
         saving.save(self, path)
 
     @classmethod
-    def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
+    def load(cls, path: str | Path, model: Any) -> Cache:
         """Read a cache that was saved with the same model."""
         return saving.load(cls, path, model)
 
@@ -187,7 +195,7 @@ class Cache(AdaptedCache):
             return
         for layer in self.store.values():
             layer.take(rows)
-        self.voters = {(i, new): self.voters[i, old] for i in self.owned for new, old in enumerate(rows) if (i, old) in self.voters}
+        self.observer.take(rows)
         self.arrivals.take(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -208,14 +216,9 @@ class Cache(AdaptedCache):
                 getattr(layer, name)(argument)
 
     def crop(self, *_: Any, **__: Any) -> None:
-        raise CacheMisuse("a compressed cache cannot be cropped: dropped tokens do not come back; fork() it before you add.")
-
-
-def picked(tokens: Piece, lengths: Sequence[int], chosen: Selection | None) -> list[Piece]:
-    """The chosen tokens of each key head; all of them where nothing was chosen."""
-    if chosen is None:
-        return [tuple(t[h, :n] for t in tokens) for h, n in enumerate(lengths)]  # type: ignore[misc]
-    return [tuple(t[h][chosen.index[h, :n]] for t in tokens) for h, n in enumerate(chosen.lengths)]  # type: ignore[misc]
+        raise CacheMisuse(
+            "a compressed cache cannot be cropped: dropped tokens do not come back; fork() it before you add."
+        )
 
 
 def packed_right(queries: Tensor, arrival: Arrival) -> Tensor:
@@ -232,3 +235,8 @@ def unpacked(output: Tensor, arrival: Arrival) -> Tensor:
     for row, (count, columns) in enumerate(zip(arrival.counts, arrival.columns or [], strict=True)):
         spread[row, :, columns] = output[row, :, output.shape[2] - count :]
     return spread
+
+
+def has_run(layer: Any, seen: int) -> bool:
+    """Whether a stock layer has read more than the cache as a whole."""
+    return hasattr(layer, "get_seq_length") and layer.get_seq_length() != seen

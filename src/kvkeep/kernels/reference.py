@@ -10,9 +10,15 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 
 def probabilities(
-    queries: Tensor, keys: Tensor, allowed: Tensor, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    allowed: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    blind: bool = False,
 ) -> Tensor:
-    """Softmax in float32 of each query over the keys it is allowed to see; a query that may see none gives zeros.
+    """Softmax in float32 of each query over the keys it may see; with `blind`, one that sees none gives zeros.
 
     queries [heads, w, dim], keys [kv_heads, n, dim], allowed [kv_heads, w, n], sinks [heads]
     -> [kv_heads, group, w, n]
@@ -21,22 +27,47 @@ def probabilities(
     if sinks is not None:
         extra = sinks.float().view(logits.shape[0], logits.shape[1], 1, 1).expand(*logits.shape[:-1], 1)
         return torch.cat([logits, extra], dim=-1).softmax(-1)[..., :-1]
-    return logits.softmax(-1).nan_to_num(0.0) if _some_see_nothing(allowed) else logits.softmax(-1)
+    return logits.softmax(-1).nan_to_num_(0.0) if blind else logits.softmax(-1)
 
 
 def masked_logits(queries: Tensor, keys: Tensor, allowed: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """Scaled (and capped) logits in float32, -inf where not allowed. Shapes as in `probabilities`."""
     kv_heads, group = keys.shape[0], queries.shape[0] // keys.shape[0]
     grouped = queries.float().reshape(kv_heads, -1, queries.shape[-1])
-    logits = (grouped @ keys.float().transpose(1, 2)).mul_(scale).view(kv_heads, group, queries.shape[1], -1)
+    with torch.autocast(keys.device.type, enabled=False):
+        logits = (grouped @ keys.float().transpose(1, 2)).mul_(scale).view(kv_heads, group, queries.shape[1], -1)
     if softcap is not None:
         logits = (logits / softcap).tanh_().mul_(softcap)
     return logits.masked_fill_(~allowed[:, None], float("-inf"))
 
 
-def _some_see_nothing(allowed: Tensor) -> bool:
-    """Only a query older than every kept key sees nothing; shape alone usually rules it out."""
-    return not allowed.any(-1).all()
+def column_mass(
+    queries: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    cursor: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    block: int = 256,
+) -> Tensor:
+    """Attention each key gets from all queries, averaged over the group, without ever holding all of it.
+
+    Queries stand at `cursor - q … cursor - 1` and are taken in blocks; a block only meets the keys it can see.
+    queries [heads, q, dim], keys [kv_heads, n, dim], positions [kv_heads, n] -> [kv_heads, n] float32
+    """
+    q, n = queries.shape[1], keys.shape[1]
+    mass = keys.new_zeros(keys.shape[0], n, dtype=torch.float32)
+    keys = keys.float()
+    blind = cursor > n  # some keys are gone, perhaps all that a query could see
+    ahead = q - min(q, block)  # keys the first block cannot see, if the newest q keys are the queries' own
+    for start in range(0, q, block):
+        part = queries[:, start : start + block]
+        reach = n - max(0, ahead - start)
+        where = torch.arange(cursor - q + start, cursor - q + start + part.shape[1], device=keys.device)
+        allowed = positions[:, None, :reach] <= where[:, None]
+        mass[:, :reach] += probabilities(part, keys[:, :reach], allowed, scale, softcap, sinks, blind).sum(2).mean(1)
+    return mass
 
 
 def attend(
@@ -57,11 +88,15 @@ def attend(
     """
     rows, heads, q, dim = queries.shape
     kv_heads = len(segments) // rows
+    asked, queries, values = queries.dtype, queries.to(keys.dtype), values.to(keys.dtype)
     plain = softcap is None and sinks is None
     if plain and (stride := _even_stride(segments)) and all(count == q for count in fresh):
         length = segments[0][1]
-        dense = (t[segments[0][0] :][: len(segments) * stride].view(rows, kv_heads, stride, -1)[:, :, :length] for t in (keys, values))
-        return _even(queries, *dense, scale)
+        dense = (
+            t[segments[0][0] :][: len(segments) * stride].view(rows, kv_heads, stride, -1)[:, :, :length]
+            for t in (keys, values)
+        )
+        return _even(queries, *dense, scale).to(asked)
     output = queries.new_zeros(rows, heads, q, values.shape[-1])
     group = heads // kv_heads
     for i, (start, length) in enumerate(segments):
@@ -73,7 +108,7 @@ def attend(
         key, value = keys[start : start + length], values[start : start + length]
         cap = None if sinks is None else sinks[mine]
         output[row, mine, q - count :] = _one(query, key, value, scale, softcap, cap)
-    return output
+    return output.to(asked)
 
 
 def _even_stride(segments: Sequence[tuple[int, int]]) -> int:
@@ -91,19 +126,27 @@ def _even(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor
     rows, heads, q, dim = queries.shape
     kv_heads = keys.shape[1]
     if q == 1:  # the heads of a group are just more queries over the same keys
-        return sdpa(queries.view(rows, kv_heads, -1, dim), keys, values, scale=scale).view(rows, heads, 1, -1)
+        return sdpa(queries.reshape(rows, kv_heads, -1, dim), keys, values, scale=scale).reshape(rows, heads, 1, -1)
     mask = lower_right(q, keys.shape[2], queries.device)
     return sdpa(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads)
 
 
-def _one(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
+def _one(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """One key head: query [group, q, dim] over key [n, dim], the last q of which are the queries' own."""
     q, n = query.shape[1], key.shape[0]
     if softcap is None and sinks is None:
         if q == 1:
             return sdpa(query.transpose(0, 1)[None], key[None, None], value[None, None], scale=scale)[0].transpose(0, 1)
         mask = lower_right(q, n, query.device)
-        return sdpa(query[None], key.expand(1, len(query), -1, -1), value.expand(1, len(query), -1, -1), attn_mask=mask, scale=scale)[0]
+        return sdpa(
+            query[None],
+            key.expand(1, len(query), -1, -1),
+            value.expand(1, len(query), -1, -1),
+            attn_mask=mask,
+            scale=scale,
+        )[0]
     allowed = lower_right(q, n, query.device)[None]
     return probabilities(query, key[None], allowed, scale, softcap, sinks)[0].to(value.dtype) @ value
 

@@ -6,13 +6,21 @@ import hashlib
 import json
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.model.attention import Handover, OurLength, enable, is_enabled, mark
+
+MIXED = (LinearAttentionAndFullAttentionLayer,)  # attention that would grow beside a linear state, unseen
 
 
 class OwnedLayer(CacheLayerMixin):
@@ -23,7 +31,6 @@ class OwnedLayer(CacheLayerMixin):
     def __init__(self, cache: AdaptedCache, index: int):
         super().__init__()
         self.cache, self.index = cache, index
-        self.seen = 0  # tokens per row, padding included: where the next token stands
         self.waiting = False  # keys were returned, but no attention call has brought them back yet
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -31,16 +38,38 @@ class OwnedLayer(CacheLayerMixin):
         self.waiting = True
         return mark(key_states, self), value_states
 
+    def check(self, module: Any) -> None:
+        """Refuse an attention call that is not the one our keys were meant for."""
+        if getattr(module, "config", self.cache.config) is not self.cache.config:
+            raise CacheMisuse(
+                f"this cache was made for another {self.cache.name}; a cache serves the model it was made with."
+            )
+        if not self.waiting:
+            raise UnsupportedModel(
+                f"{self.cache.name} calls attention more than once on the same keys; it is not supported."
+            )
+
     def attend(self, new: Handover) -> tuple[Tensor, Tensor | None]:
         self.waiting = False
-        result = self.cache.attend(self.index, new)
-        self.seen += new.query.shape[2]
-        self.is_initialized = True
-        return result
+        return self.cache.attend(self.index, new)
+
+    @property
+    def seen(self) -> int:
+        """Tokens per row, padding included: where the next token stands."""
+        return self.cache.seen
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.seen > 0
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        """transformers sets it; the tokens seen say it already."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Storage is made when there is something to store."""
 
+    @torch.compiler.disable
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         if isinstance(query_length, Tensor):  # transformers < 5.4 passed the positions
             query_length = query_length.shape[0]
@@ -66,12 +95,20 @@ class AdaptedCache(TransformersCache):
     def __init__(self, model: PreTrainedModel):
         refuse_unobservable(model)
         enable(model)
-        self.model = model
+        self.model, self.name = model, type(model).__name__
+        self.config = model.config.get_text_config(decoder=True)
         super().__init__(layers=self.fresh_layers())
         self.owned = [i for i, layer in enumerate(self.layers) if isinstance(layer, OwnedLayer)]
 
     def fresh_layers(self) -> list:
-        stock = DynamicCache(config=self.model.config.get_text_config(decoder=True)).layers
+        stock = DynamicCache(config=self.config).layers
+        for layer in stock:
+            if not isinstance(layer, (DynamicLayer, LinearAttentionLayer)) or isinstance(layer, MIXED):
+                raise UnsupportedModel(
+                    f"{self.name} has layers of kind {type(layer).__name__}, which kvkeep does not know."
+                )
+        if not any(isinstance(layer, DynamicLayer) for layer in stock):
+            raise UnsupportedModel(f"{self.name} has no attention layers, so there are no keys to keep.")
         return [OwnedLayer(self, i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
 
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
@@ -80,26 +117,33 @@ class AdaptedCache(TransformersCache):
 
     def check_ready(self, layer: OwnedLayer) -> None:
         """Refuse to go on if keys handed out did not come back through attention, or would not."""
-        name = type(self.model).__name__
-        if not is_enabled(self.model.config.get_text_config(decoder=True)):
-            raise CacheMisuse(f"the attention of this {name} was changed after the cache was made; make a new cache.")
+        if not is_enabled(self.config):
+            raise CacheMisuse(
+                f"the attention of this {self.name} was changed after the cache was made; make a new cache."
+            )
         if any(self.layers[i].waiting for i in self.owned):
-            raise UnsupportedModel(f"{name} changes keys between its cache and its attention, so they cannot be observed; it is not supported.")
+            raise UnsupportedModel(
+                f"keys this cache handed out did not come back through attention: {self.name} changes them on the way "
+                "and is not supported, or the cache is used with a model it was not made for."
+            )
 
     @property
     def seen(self) -> int:
         """Tokens per row so far, padding included."""
-        return self.layers[self.owned[0]].seen if self.owned else self.get_seq_length()
+        raise NotImplementedError
 
 
 def refuse_unobservable(model: PreTrainedModel) -> None:
     """Name the models whose attention is not what our scorers take it for."""
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModel(f"a {type(model).__name__} is not a transformers model; load one with from_pretrained.")
     config = model.config.get_text_config(decoder=True)
     reasons = {
         "latent attention (MLA) stores a compressed latent, not keys": getattr(config, "kv_lora_rank", None),
         "layers share keys with each other": getattr(config, "num_kv_shared_layers", None),
         "it has an encoder": getattr(model.config, "is_encoder_decoder", False),
-        "its attention is not causal": not getattr(config, "is_causal", True),
+        "its attention is not causal": not getattr(config, "is_causal", True)
+        or any(getattr(m, "config", None) is config and not getattr(m, "is_causal", True) for m in model.modules()),
     }
     for reason, present in reasons.items():
         if present:
@@ -110,9 +154,26 @@ def fingerprint(model: PreTrainedModel) -> str:
     """Tells one checkpoint from another: the model's class, its configuration, and a sample of its weights."""
     digest = hashlib.sha256(type(model).__name__.encode())
     config = model.config.get_text_config(decoder=True).to_diff_dict()
-    drop = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
+    drop = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache")
     digest.update(json.dumps({k: v for k, v in config.items() if k not in drop}, sort_keys=True, default=str).encode())
     for name, weight in model.named_parameters():
-        sample = weight.detach().flatten()[:64].float().cpu()
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, len(flat) // 64)].float().cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()
+
+
+def devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """Where each layer's keys are made, for models spread over several devices."""
+    found = {}
+    for module in model.modules():
+        if (index := getattr(module, "layer_idx", None)) is not None and (
+            weight := next(module.parameters(), None)
+        ) is not None:
+            found[index] = weight.device
+    return found
+
+
+def trained_window(model: PreTrainedModel) -> int:
+    """How many tokens the model was made for."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31

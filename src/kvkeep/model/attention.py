@@ -22,7 +22,7 @@ STOCK = ("sdpa", "eager")
 
 
 class OurLength(int):
-    """The length of a layer we own. transformers passes it to the mask function, which thereby knows whose mask it makes."""
+    """The length of a layer we own. transformers passes it to the mask function, which so knows whose mask it makes."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Handover:
     key: Tensor
     value: Tensor
     padding: Tensor | None  # [rows, seen + q] bool, False for padding; None where there is none
-    stock: Callable[[], tuple[Tensor, Tensor | None]]  # the model's own attention among the new tokens
+    stock: Callable[
+        ..., tuple[Tensor, Tensor | None]
+    ]  # the model's own attention: among the new tokens, or over others
     scale: float
     softcap: float | None
     sinks: Tensor | None
@@ -53,7 +55,9 @@ def enable(model: PreTrainedModel) -> None:
     if stock not in STOCK:
         raise UnsupportedModel(f"{name} uses attention '{stock}'; load it with attn_implementation='sdpa' or 'eager'.")
     if not model._can_set_attn_implementation():
-        raise UnsupportedModel(f"{name} does not use transformers' attention interface, so its queries cannot be observed.")
+        raise UnsupportedModel(
+            f"{name} does not use transformers' attention interface, so its queries cannot be observed."
+        )
     owner = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is config), "")
     model.set_attn_implementation({owner: PREFIX + stock})
 
@@ -70,13 +74,16 @@ def mark(keys: Tensor, layer: Any) -> Tensor:
 
 
 def _attention(stock: str) -> Callable:
-    def kvkeep_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any):
-        def original():
-            return stock_attention(stock, module)(module, query, key, value, attention_mask, **kwargs)
+    def kvkeep_attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ):
+        def original(query=query, key=key, value=value, mask=attention_mask):
+            return stock_attention(stock, module)(module, query, key, value, mask, **kwargs)
 
         layer = getattr(key, "_kvkeep_layer", None)
         if layer is None:
             return original()
+        layer.check(module)
         if kwargs.get("dropout"):
             raise CacheMisuse("a kvkeep cache is for inference; call model.eval() first.")
         scale = kwargs.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
@@ -95,10 +102,12 @@ def stock_attention(stock: str, module: nn.Module) -> Callable:
     """The attention function the model would use without us; eager ones live beside the model's own code."""
     if stock != "eager":
         return ALL_ATTENTION_FUNCTIONS[stock]
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if eager is None:
-        raise UnsupportedModel(f"{type(module).__name__} has no eager_attention_forward; load the model with sdpa attention.")
-    return eager
+    for kind in type(module).__mro__:
+        if eager := getattr(sys.modules[kind.__module__], "eager_attention_forward", None):
+            return eager
+    raise UnsupportedModel(
+        f"{type(module).__name__} has no eager_attention_forward; load the model with sdpa attention."
+    )
 
 
 def _mask(stock: str) -> Callable:
@@ -123,7 +132,7 @@ def _padding(mask: Tensor | None) -> Tensor | None:
         return mask
     if not hasattr(mask, "_kvkeep_padding"):
         raise CacheMisuse(
-            f"a custom attention mask of shape {tuple(mask.shape)} was passed with a kvkeep cache, which cannot tell what "
+            f"a custom attention mask of shape {tuple(mask.shape)} came with a kvkeep cache, which cannot tell what "
             "it hides from tokens already dropped; pass a 2-D padding mask or none."
         )
     return mask._kvkeep_padding

@@ -39,7 +39,9 @@ def rotations(model: Any, layers: list[int]) -> dict[int, Rotation | None]:
     embedding = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
     name = type(model).__name__
     if embedding is None:
-        raise UnsupportedModel(f"{name} has no rotary embedding, so its keys cannot be moved; use a method that leaves them in place.")
+        raise UnsupportedModel(
+            f"{name} has no rotary embedding, so its keys cannot be moved; use a method that leaves them in place."
+        )
     without = getattr(config, "no_rope_layers", None)
     found: dict[int, Rotation | None] = {}
     for layer in layers:
@@ -55,7 +57,9 @@ def _rotation(model: Any, embedding: Any, kind: str | None, name: str) -> Rotati
     rope = getattr(embedding, "rope_type", "default")
     rope = rope.get(kind, "default") if isinstance(rope, dict) else rope
     if rope not in STEADY:
-        raise UnsupportedModel(f"{name} uses '{rope}' RoPE, whose frequencies change with length, so keys cannot be moved.")
+        raise UnsupportedModel(
+            f"{name} uses '{rope}' RoPE, whose frequencies change with length, so keys cannot be moved."
+        )
     frequencies = getattr(embedding, f"{kind}_inv_freq", None)
     if frequencies is None:
         frequencies = embedding.inv_freq

@@ -44,7 +44,9 @@ class Prototypes:
         member = self._clusters(seen)
         counted = real(seen).to(scores.dtype)
         units = int(2**self.bits + min(self.chunks, seen.tokens))
-        total, count = (scores.new_zeros(len(scores), units).scatter_add(1, member, x) for x in (scores * counted, counted))
+        total, count = (
+            scores.new_zeros(len(scores), units).scatter_add(1, member, x) for x in (scores * counted, counted)
+        )
         return Units(member, total / count.clamp_min(1))
 
     def _clusters(self, seen: Observation) -> Tensor:
@@ -94,5 +96,3 @@ def nearest(keys: Tensor, centres: Tensor) -> Tensor:
     """The prototype of highest cosine, ties to the lower number. [kv_heads, n]"""
     cosine = normalize(keys, dim=-1) @ normalize(centres, dim=-1).transpose(1, 2)
     return cosine.nan_to_num(-2.0).argmax(-1)
-
-

@@ -38,7 +38,7 @@ class Aha:
 
 
 def sharpened(seen: Observation, rows: int, budget: int) -> Observation:
-    """Step-gain softmax: the row with i tokens seen uses sqrt(2 ln(i/B)/dim) instead of the model's scale, once i > B."""
+    """Step-gain softmax: once i > B tokens are seen, a row's scale is sqrt(2 ln(i/B)/dim) instead of the model's."""
     queries = seen.queries[:, -rows:].float()
     length = torch.arange(seen.cursor - queries.shape[1] + 1, seen.cursor + 1, device=queries.device).double()
     gain = (2 * (length / budget).log().clamp_min(0) / queries.shape[-1]).sqrt() / seen.scale

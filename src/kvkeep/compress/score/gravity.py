@@ -38,5 +38,7 @@ class WithoutGravity:
         last = from_end(seen) < min(budget // 2 if self.near is None else self.near, budget)
         hidden = last if self.mode == "global" else first
         allowed = visible(seen, queries.shape[1]) & ~hidden[:, None]
-        votes = probabilities(queries, seen.keys, allowed, seen.scale, seen.softcap, seen.sinks).sum(2).mean(1)
+        votes = (
+            probabilities(queries, seen.keys, allowed, seen.scale, seen.softcap, seen.sinks, blind=True).sum(2).mean(1)
+        )
         return votes.masked_fill(first | last, 0.0)

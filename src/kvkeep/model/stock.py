@@ -1,0 +1,25 @@
+"""State of the layers we leave to transformers: copied with a cache, and saved with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from kvkeep.errors import CacheMisuse
+
+
+def tensors_of(index: int, layer: Any) -> dict[str, Tensor]:
+    """What a sliding-window layer holds, by name."""
+    if not isinstance(layer, DynamicLayer):
+        raise CacheMisuse(f"layer {index} is a {type(layer).__name__}, whose state cannot be saved yet.")
+    return {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
+
+
+def restore(layer: Any, keys: Tensor, values: Tensor, length: int) -> None:
+    """Put a sliding-window layer back into the state it was saved in."""
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = length
