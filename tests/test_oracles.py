@@ -180,11 +180,11 @@ def test_snapkv_heads_choose_for_themselves():
     assert oracle_snapkv(Q, K, V, 2, scale=1.0, pool=1) == [[0, 5], [2, 5]]
 
 
-def test_chunkkv_ranks_chunks_by_mean():
+def test_chunkkv_ranks_chunks_by_sum():
     # candidates 0..5 in chunks {0..3} (sum 1, mean .25) and {4, 5} (sum .6, mean .3)
     Q, K, V = scene({(0, 6): {0: 0.5, 1: 0.5}, (0, 7): {4: 0.6, 7: 0.4}}, 8)
-    assert oracle_chunkkv(Q, K, V, 4, scale=1.0, chunk=4) == [[4, 5, 6, 7]]
-    assert oracle_chunkkv(Q, K, V, 5, scale=1.0, chunk=4) == [[1, 4, 5, 6, 7]]  # the other chunk is cut to one token
+    assert oracle_chunkkv(Q, K, V, 4, scale=1.0, chunk=4) == [[0, 1, 6, 7]]
+    assert oracle_chunkkv(Q, K, V, 5, scale=1.0, chunk=4) == [[0, 1, 3, 6, 7]]  # cut to three, ties to the later
 
 
 def test_tova_makes_one_choice_for_all_heads():

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+AT_ONCE = 2**26  # attention probabilities held at a time while mass is summed: 256 MB
+
 
 def probabilities(
     queries: Tensor,
@@ -49,7 +51,6 @@ def column_mass(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    block: int = 256,
 ) -> Tensor:
     """Attention each key gets from all queries, averaged over the group, without ever holding all of it.
 
@@ -57,6 +58,7 @@ def column_mass(
     queries [heads, q, dim], keys [kv_heads, n, dim], positions [kv_heads, n] -> [kv_heads, n] float32
     """
     q, n = queries.shape[1], keys.shape[1]
+    block = max(16, min(256, AT_ONCE // (queries.shape[0] * n)))
     mass = keys.new_zeros(keys.shape[0], n, dtype=torch.float32)
     keys = keys.float()
     blind = cursor > n  # some keys are gone, perhaps all that a query could see
