@@ -119,3 +119,37 @@ def test_memory_is_what_is_kept(spec):
         model(torch.randint(0, 128, (2, 1)), past_key_values=cache)
         held = cache.report().kept_per_head * 2 * 4 * 4 * 2 * 8 * 4
         assert held <= cache.nbytes <= 1.02 * held
+
+
+def test_chunkkv_lets_neighbouring_layers_share_a_choice():
+    model, ids = make_llama(), torch.randint(0, 128, (1, 200))
+    shared, apart = (kvkeep.Cache(model, "chunkkv", 40, reuse=n) for n in (2, 1))
+    for cache in (shared, apart):
+        model(ids, past_key_values=cache)
+    assert shared.kept(0) == shared.kept(1) and shared.kept(2) == shared.kept(3)
+    assert apart.kept(0) == shared.kept(0) and apart.kept(0) != apart.kept(1)
+
+
+@pytest.mark.parametrize("piece", [200, 70, 33])
+def test_h2o_in_pieces_remembers_every_query(piece):
+    """The mass beside each kept token is the attention all queries gave it while it was there."""
+    model, ids = make_llama(num_hidden_layers=1), torch.randint(0, 128, (1, 200))
+    cache = kvkeep.Cache(model, "h2o", 400)
+    for part in ids.split(piece, 1):
+        model(part, past_key_values=cache)
+    model.set_attn_implementation("eager")
+    weights = model(ids, output_attentions=True).attentions[0][0]
+    expected = weights.sum(1).view(4, 2, -1).mean(1)
+    torch.testing.assert_close(cache.store[0].dense(0).notes[..., 0], expected, atol=1e-4, rtol=0)
+
+
+def test_the_mass_of_a_long_text_is_summed_in_blocks(monkeypatch):
+    """However little may be held at a time, the column sums are the same."""
+    from kvkeep.kernels import reference
+
+    q, k, _ = draw(300)
+    where = torch.arange(300).expand(2, -1)
+    whole = reference.column_mass(q, k, where, 300, 0.25)
+    monkeypatch.setattr(reference, "AT_ONCE", 1)
+    torch.testing.assert_close(reference.column_mass(q, k, where, 300, 0.25), whole, atol=1e-4, rtol=0)
+    assert whole.sum().item() == pytest.approx(2 * 300, rel=1e-5)

@@ -85,7 +85,9 @@ def pyramidkv(window=8, pool=5, pooling="avg", beta=20):
 
 
 def chunkkv(window=32, chunk=10, reuse=2):
-    return Method("chunkkv", Votes(window, pool=1), Guard(window=window), Blocks(chunk), voters=window, reuse=reuse)
+    return Method(
+        "chunkkv", Votes(window, pool=1), Guard(window=window), Blocks(chunk, "chunk"), voters=window, reuse=reuse
+    )
 
 
 def nacl(window=32, random=0.7, seed=0):

@@ -15,11 +15,15 @@ from kvkeep.types import Observation
 @dataclass(frozen=True)
 class Blocks:
     size: int = 16
+    name: str = "block"
+    usual: int = 16  # up to this size a short text is simply one block; a larger one was asked for and makes no sense
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise BadParameter(f"block={self.size} must hold at least one token; use 1 or more.")
+            raise BadParameter(f"{self.name}={self.size} must hold at least one token; use 1 or more.")
 
     def __call__(self, seen: Observation, scores: Tensor, free: Tensor) -> Units:
+        if self.size > max(self.usual, seen.tokens):
+            raise BadParameter(f"{self.name}={self.size} is larger than the text: {seen.tokens} tokens; use fewer.")
         unit = (torch.arange(seen.tokens, device=scores.device) // self.size).expand_as(scores)
         return Units.summed(unit, scores * free, -(-seen.tokens // self.size))
