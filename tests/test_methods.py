@@ -130,6 +130,7 @@ def test_chunkkv_lets_neighbouring_layers_share_a_choice():
     assert apart.kept(0) == shared.kept(0) and apart.kept(0) != apart.kept(1)
 
 
+@pytest.mark.trap(17)
 @pytest.mark.parametrize("piece", [200, 70, 33])
 def test_h2o_in_pieces_remembers_every_query(piece):
     """The mass beside each kept token is the attention all queries gave it while it was there."""

@@ -33,6 +33,7 @@ def rotated(model, keys, place, kind=None):
 
 
 @pytest.mark.core
+@pytest.mark.trap(24)
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("start, end", [(0, 1), (900, 3), (17, 2000), (512, 511)])
 def test_turning_equals_fresh_rotation(rope, start, end):
