@@ -263,6 +263,7 @@ def test_weights_of_layers(seed):
         torch.arange(n).expand(len(k), -1),
         (n,) * len(k),
         n,
+        n,
         k.shape[2] ** -0.5,
     )
     cake, density = preference_cake(q, k, budget)[2], density_entropy(q, k, budget)

@@ -43,6 +43,7 @@ class Observation:
     positions: Tensor  # [kv_heads, n] where each token stood in the text
     lengths: tuple[int, ...]  # tokens per key head, padding excluded
     cursor: int  # tokens of text seen so far
+    new: int  # how many of them came with this forward pass
     scale: float  # the model's own
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads] extra logit of gpt-oss-like attention
@@ -58,6 +59,18 @@ class Observation:
     def tokens(self) -> int:
         """Tokens of the fullest key head."""
         return self.keys.shape[1]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step of one layer, all rows at once; every key head holds the same n tokens, in no order."""
+
+    tokens: Tokens  # [rows, kv_heads, n, …], the new one included
+    newest: Tensor  # [rows, kv_heads] where among the n it is
+    logits: Tensor | None  # [rows, kv_heads, group, n] float32, as the model's softmax got them; None if nobody asked
+    chances: Tensor | None  # what that softmax made of them
+    cursors: Tensor  # [rows] tokens of text seen so far
+    scale: float
 
 
 @dataclass(frozen=True)

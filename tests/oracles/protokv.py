@@ -99,16 +99,19 @@ def window_of(window, budget):
     return window
 
 
-def votes_protokv(Q, K, rows, votes="raw", scale=None):
-    """Step 7, s [Hk, n]: raw logits of the last `rows` queries summed (no mask, no scale, as printed), or attention."""
+def votes_protokv(Q, K, rows, votes="raw", scale=None, qpos=None, kpos=None):
+    """Step 7, s [Hk, m]: raw logits of the last `rows` queries summed (no mask, no scale, as printed), or attention.
+
+    With more queries than keys (a cache replayed while decoding), the last queries of all; raw votes need no position.
+    """
     assert votes in ("raw", "softmax")
     if votes == "softmax":
-        return window_votes(Q, K, rows, scale)
-    heads, n, _ = Q.shape
+        return window_votes(Q, K, rows, scale, qpos, kpos)
+    heads, t, _ = Q.shape
     group = heads // K.shape[0]
-    s = np.zeros((heads, n))
+    s = np.zeros((heads, K.shape[1]))
     for h in range(heads):
-        for row in range(n - rows, n):
+        for row in range(t - rows, t):
             s[h] += dots(K[h // group], Q[h, row])
     return group_mean(s, K.shape[0])
 
@@ -122,12 +125,12 @@ def cluster_means(s, cluster):
     return np.array([mean[c] for c in cluster])
 
 
-def _protokv(Q, K, budget, W, b, scale, votes, kappa, anchors, chunks, window, prototypes, lsh_join):
+def _protokv(Q, K, budget, W, b, scale, votes, kappa, anchors, chunks, window, prototypes, lsh_join, qpos, kpos):
     """(ŝ with +inf on the window, s, clusters), each per key head."""
     n = K.shape[1]
     W, b = np.asarray(W, dtype=np.float64), np.asarray(b, dtype=np.float64)
     rows, stay = kept_window(window_of(window, budget), budget, n)
-    s = votes_protokv(Q, K, rows, votes, scale)
+    s = votes_protokv(Q, K, rows, votes, scale, qpos, kpos)
     ranks, clusters = [], []
     for h in range(K.shape[0]):
         Wh, bh = (W[h], b[h]) if W.ndim == 3 else (W, b)  # one projection for all heads, or one per key head
@@ -154,10 +157,13 @@ def scores_protokv(
     window=None,
     prototypes="both",
     lsh_join="bucket",
+    qpos=None,
+    kpos=None,
 ):
     """[Hk, n]: ŝ, +inf on the window. (Inside a cluster the tokens' own s decides: see oracle_protokv.)"""
     assert np.asarray(W).shape[-2] == bits, "W is [bits, d]"
-    return _protokv(Q, K, budget, W, b, scale, votes, kappa, anchors, chunks, window, prototypes, lsh_join)[0]
+    settings = (votes, kappa, anchors, chunks, window, prototypes, lsh_join)
+    return _protokv(Q, K, budget, W, b, scale, *settings, qpos, kpos)[0]
 
 
 def oracle_protokv(
@@ -177,13 +183,16 @@ def oracle_protokv(
     window=None,
     prototypes="both",
     lsh_join="bucket",
+    qpos=None,
+    kpos=None,
 ):
     """Step 8: top B - L_obs tokens before the window by (ŝ, s, later), and the window. W is drawn with γ already."""
     assert np.asarray(W).shape[-2] == bits, "W is [bits, d]"
     n = K.shape[1]
     if n <= budget:
         return everything(K)
-    ranks, s, _ = _protokv(Q, K, budget, W, b, scale, votes, kappa, anchors, chunks, window, prototypes, lsh_join)
+    settings = (votes, kappa, anchors, chunks, window, prototypes, lsh_join)
+    ranks, s, _ = _protokv(Q, K, budget, W, b, scale, *settings, qpos, kpos)
     kept = []
     for h in range(K.shape[0]):
         order = sorted(range(n), key=lambda j: (-ranks[h, j], -s[h, j], -j))
@@ -198,14 +207,14 @@ def random_features(d, bits=2, gamma=None, seed=0):
     return rng.normal(0.0, gamma, (bits, d)), rng.uniform(0.0, 2.0 * math.pi, bits)
 
 
-def scores_satkv(Q, K, V, budget, *, scale=None, kappa=5, window=None):
-    """[Hk, n]: the outlier degree, +inf on the window. Q is not used."""
+def scores_satkv(Q, K, V, budget, *, scale=None, kappa=5, window=None, qpos=None, kpos=None):
+    """[Hk, n]: the outlier degree, +inf on the window. Queries and positions are not used."""
     n = K.shape[1]
     _, stay = kept_window(window_of(window, budget), budget, n)
     return np.array([force(outlier_degree(keys, kappa), range(n - stay, n)) for keys in K])
 
 
-def oracle_satkv(Q, K, V, budget, *, scale=None, kappa=5, window=None):
+def oracle_satkv(Q, K, V, budget, *, scale=None, kappa=5, window=None, qpos=None, kpos=None):
     """Top B - L_obs by Θ before the window, and the window."""
     if K.shape[1] <= budget:
         return everything(K)

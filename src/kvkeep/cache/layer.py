@@ -2,11 +2,15 @@
 
 Segments lie row by row, head by head. Room for growth is a 64th of a segment, so memory exceeds what is kept by at
 most 1.6 %, and a decode step copies at most 64 tokens per head on average.
+
+A cache that drops one token for each that comes does not move the others: the newcomer takes the slot that is free
+(`swap_in`), and the one that goes leaves the next free slot (`vacate`). Order is restored when somebody looks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -16,6 +20,15 @@ from torch.nn.utils.rnn import pad_sequence
 from kvkeep.types import NOWHERE, Tokens
 
 GROWTH = 64
+
+
+@dataclass(frozen=True)
+class Paused:
+    """A layer's state that appending or swapping one token changes."""
+
+    lengths: list[int]
+    hole: Tensor | None
+    notes: Tensor | None
 
 
 class LayerCache:
@@ -28,7 +41,8 @@ class LayerCache:
         self.starts: list[int] = []
         self.lengths: list[int] = []
         self.room: list[int] = []  # slots of each segment, used or not
-        self.ends = torch.empty(0)
+        self.ends = self.firsts = torch.empty(0)
+        self.hole: Tensor | None = None  # [segments] the one free slot of each full segment, while tokens are swapped
 
     def __bool__(self) -> bool:
         return self.flat is not None
@@ -51,6 +65,7 @@ class LayerCache:
     @property
     def segments(self) -> list[tuple[int, int]]:
         """(start, length) of every row and key head."""
+        self.settle()
         return list(zip(self.starts, self.lengths, strict=True))
 
     def row_lengths(self, row: int) -> list[int]:
@@ -58,7 +73,8 @@ class LayerCache:
         return self.lengths[row * self.kv_heads : (row + 1) * self.kv_heads]
 
     def row(self, row: int) -> list[Tokens]:
-        """Views of one row's tokens, per key head."""
+        """Views of one row's tokens, per key head, in order of position."""
+        self.settle()
         mine = self.segments[row * self.kv_heads : (row + 1) * self.kv_heads]
         return [self.flat.map(lambda t, s=start, n=length: t[s : s + n]) for start, length in mine]
 
@@ -72,11 +88,11 @@ class LayerCache:
         ]
         return Tokens(*parts)
 
-    def fill(self, rows: Sequence[Sequence[Tokens]], growth: int = 0) -> None:
-        """Replace everything by copies of these tokens, packed; growth=64 leaves each segment a 64th of room."""
+    def fill(self, rows: Sequence[Sequence[Tokens]], growth: int = 0, spare: int = 0) -> None:
+        """Replace everything by copies of these tokens, packed; growth=64 leaves a 64th of room, spare=1 one slot."""
         pieces = [piece for row in rows for piece in row]
         self.lengths = [len(piece.positions) for piece in pieces]
-        self.room = [n + n // growth if growth else n for n in self.lengths]
+        self.room = [n + spare + (n // growth if growth else 0) for n in self.lengths]
         *self.starts, total = accumulate(self.room, initial=0)
         self.flat = pieces[0].map(lambda like: like.new_empty(total, *like.shape[1:]))
         for piece, start in zip(pieces, self.starts, strict=True):
@@ -92,6 +108,7 @@ class LayerCache:
         keys, values [rows, kv_heads, q, dim]; per row the positions of its new tokens and which of the q are real
         (None: all of them, in every row).
         """
+        self.settle()
         if real is None and self._has_room(keys.shape[2]):
             return self._write(keys, values, torch.stack(list(positions)))
         grown = []
@@ -129,9 +146,61 @@ class LayerCache:
         """Note the first free slot of every segment on the device, so that decoding never waits for the host."""
         self.ends = torch.tensor([start + length for start, length in self.segments], device=self.flat.keys.device)
 
-    def shorten(self, lengths: list[int]) -> None:
-        """Forget tokens appended since the segments had these lengths."""
-        self.lengths = list(lengths)
+    @property
+    def is_even(self) -> bool:
+        """Every row and key head holds the same number of tokens."""
+        return bool(self.lengths) and min(self.lengths) == max(self.lengths)
+
+    def swap_in(self, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tokens, Tensor]:
+        """Put one token of every row and key head into the free slot of each segment.
+
+        keys, values [rows, kv_heads, dim], positions [rows]
+        -> all n + 1 tokens as [rows, kv_heads, n + 1, …] in no order, and the newcomers' places among them
+        """
+        if self.hole is None:
+            self._open()
+        shape = (self.rows, self.kv_heads)
+        where = positions[:, None].expand(*shape).reshape(-1)
+        new = self._new(keys.flatten(0, 1), values.flatten(0, 1), where)
+        for buffer, part in zip(self.flat.parts, new.parts, strict=True):
+            if buffer is not None:
+                buffer.index_copy_(0, self.hole, part.to(buffer.dtype))
+        return self.flat.map(lambda t: t.view(*shape, -1, *t.shape[1:])), (self.hole - self.firsts).view(shape)
+
+    def _open(self) -> None:
+        """Repack with one slot more than there are tokens in every segment."""
+        rows = [self.row(row) for row in range(self.rows)]
+        self.fill(rows, spare=1)
+        self.hole = self.ends
+        self.firsts = torch.tensor(self.starts, device=self.ends.device)
+
+    def vacate(self, places: Tensor) -> None:
+        """Free these slots: one per row and key head. places [rows, kv_heads]"""
+        self.hole = self.firsts + places.flatten()
+
+    def settle(self) -> None:
+        """Close the hole and put every segment in order of position."""
+        if self.hole is None:
+            return
+        n = self.lengths[0]
+        positions = self.flat.positions.index_fill(0, self.hole, NOWHERE).view(len(self.lengths), -1)
+        order = (positions.argsort(1)[:, :n] + self.firsts[:, None]).flatten()
+        self.hole = None
+        packed = self.flat.map(lambda t: t[order])
+        pieces = [packed.map(lambda t, i=i: t[i * n : (i + 1) * n]) for i in range(len(self.lengths))]
+        self.fill([pieces[row * self.kv_heads : (row + 1) * self.kv_heads] for row in range(self.rows)])
+
+    def pause(self) -> Paused:
+        """What it takes to undo the next append or swap."""
+        return Paused(self.lengths, self.hole, self.flat and self.flat.notes)
+
+    def resume(self, state: Paused) -> None:
+        """Forget what was appended or swapped in since."""
+        self.lengths = list(state.lengths)
+        if state.hole is None and self.hole is not None:  # swapping began with that token: its slot is the last
+            self.hole, self.room = None, [n + 1 for n in self.lengths]
+        elif state.hole is not None:
+            self.hole, self.flat = state.hole, replace(self.flat, notes=state.notes)
         self._mark_ends()
 
     def take(self, rows: Sequence[int]) -> None:

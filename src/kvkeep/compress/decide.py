@@ -46,7 +46,7 @@ def select(
         keys.new_zeros(kv_heads, n, chosen_method.memory.width, dtype=torch.float32) if chosen_method.memory else None
     )
     seen = Observation(
-        queries, keys, values, positions, (n,) * kv_heads, n, scale or dim**-0.5,
+        queries, keys, values, positions, (n,) * kv_heads, n, n, scale or dim**-0.5,
         notes=notes, layer=layer, layers=layers,
     )  # fmt: skip
     tokens = chosen_method.tokens(budget, n)

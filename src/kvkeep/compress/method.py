@@ -10,6 +10,7 @@ from typing import Any
 
 from kvkeep.compress.allocate.heads import EqualHeads
 from kvkeep.compress.allocate.layers import EqualLayers
+from kvkeep.compress.schedule import Schedule
 from kvkeep.compress.window import Guard
 from kvkeep.errors import BadParameter
 from kvkeep.registry import Registry, did_you_mean
@@ -17,7 +18,7 @@ from kvkeep.registry import Registry, did_you_mean
 
 @dataclass(frozen=True)
 class Method:
-    """A recipe for what to keep: scorer × guard × unit × allocators × memory × placement."""
+    """A recipe for what to keep: scorer × guard × unit × allocators × memory × placement × schedule."""
 
     name: str
     scorer: Callable | None  # None: nothing is ever dropped
@@ -28,6 +29,7 @@ class Method:
     memory: Callable | None = None  # notes kept beside each token and brought up to date by every query
     place: Callable | None = None  # None: keys stay where they stood
     voters: int = 0  # how many of the newest queries are looked at; a method with memory sees them all
+    schedule: Schedule = Schedule()  # when tokens compete while decoding
     reuse: int = 1  # this many neighbouring layers share the first one's choice
     paper: str = ""
     keeps: str = ""

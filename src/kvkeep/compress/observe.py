@@ -15,16 +15,19 @@ def attention(seen: Observation, last: int) -> Tensor:
     -> [kv_heads, group, min(last, queries), n] float32
     """
     queries = seen.queries[:, -last:]
+    last = queries.shape[1]
     blind = seen.cursor > min(seen.lengths)  # tokens are gone, perhaps all that an older query could see
-    return probabilities(
-        queries, seen.keys, visible(seen, queries.shape[1]), seen.scale, seen.softcap, seen.sinks, blind
-    )
+    return probabilities(queries, seen.keys, visible(seen, last), seen.scale, seen.softcap, seen.sinks, blind)
 
 
 def visible(seen: Observation, last: int) -> Tensor:
-    """Which tokens each of the last queries may look at. [kv_heads, last, n] bool"""
-    positions = torch.arange(seen.cursor - last, seen.cursor, device=seen.positions.device)
-    return seen.positions[:, None, :] <= positions[:, None]
+    """Which of the newest tokens each of the last queries may look at; older ones are seen by all of them.
+
+    With equal heads only the last `last` tokens can be too new for one of these queries. [kv_heads, last, m] bool
+    """
+    newest = seen.positions if len(set(seen.lengths)) > 1 else seen.positions[:, -last:]
+    queries = torch.arange(seen.cursor - last, seen.cursor, device=newest.device)
+    return newest[:, None, :] <= queries[:, None]
 
 
 def real(seen: Observation) -> Tensor:

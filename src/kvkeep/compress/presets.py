@@ -8,7 +8,8 @@ from kvkeep.compress.group.blocks import Blocks
 from kvkeep.compress.group.prototypes import Prototypes
 from kvkeep.compress.method import Method, Named
 from kvkeep.compress.place import Capped, Contiguous, Gap
-from kvkeep.compress.score.aha import Aha
+from kvkeep.compress.schedule import Schedule
+from kvkeep.compress.score.aha import Aha, RecentVotes
 from kvkeep.compress.score.gravity import WithoutGravity
 from kvkeep.compress.score.intent import Intent
 from kvkeep.compress.score.mass import Accumulate, Mass
@@ -17,7 +18,7 @@ from kvkeep.compress.score.outlier import Outliers
 from kvkeep.compress.score.prototype import WindowLogits
 from kvkeep.compress.score.recency import Recency
 from kvkeep.compress.score.spread import MeanAndVariance
-from kvkeep.compress.score.votes import Votes
+from kvkeep.compress.score.votes import LastVote, Votes
 from kvkeep.compress.window import Guard
 from kvkeep.registry import Registry
 
@@ -38,7 +39,9 @@ def intelllm(head_gravity=6, near: int | None = None, gap: int | None = None, mo
 
 
 def ahakv(recent=32, pool=5, value_pool=5, step_gain=True, value_prior=True):
-    return Method("ahakv", Aha(recent, pool, value_pool, step_gain, value_prior), Guard(window=recent), voters=recent)
+    memory = RecentVotes(recent, value_pool, step_gain)
+    scorer = Aha(pool, value_prior)
+    return Method("ahakv", scorer, Guard(window=recent), memory=memory, voters=recent, schedule=Schedule(1))
 
 
 def protokv(
@@ -61,19 +64,19 @@ def satkv(kappa=5, window: int | None = None):
 
 
 def streamingllm(sinks=4):
-    return Method("streamingllm", Recency(), Guard(sinks, recent=1), place=Contiguous())
+    return Method("streamingllm", Recency(), Guard(sinks, recent=1), place=Contiguous(), schedule=Schedule(1))
 
 
 def lm_infinite(sinks=10):
-    return Method("lm_infinite", Recency(), Guard(sinks, recent=1), place=Capped())
+    return Method("lm_infinite", Recency(), Guard(sinks, recent=1), place=Capped(), schedule=Schedule(1))
 
 
 def h2o():
-    return Method("h2o", Mass(), Guard(recent=None), memory=Accumulate())
+    return Method("h2o", Mass(), Guard(recent=None), memory=Accumulate(), schedule=Schedule(1))
 
 
 def tova():
-    return Method("tova", Votes(1, pool=1, kept=False, one_choice=True), voters=1)
+    return Method("tova", LastVote(), voters=1, schedule=Schedule(1))
 
 
 def snapkv(window=64, pool=5, pooling="avg"):

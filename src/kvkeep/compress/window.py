@@ -10,7 +10,7 @@ from torch import Tensor
 from kvkeep.compress.observe import from_end
 from kvkeep.compress.pool import check_pool
 from kvkeep.errors import BadParameter, BudgetTooSmall
-from kvkeep.types import Observation
+from kvkeep.types import Observation, Step
 
 Size = int | None  # None: a method's own rule, given the budget
 
@@ -59,6 +59,12 @@ class Guard:
                 f"budget={budget} cannot hold the {sinks} sinks and {late} recent tokens '{name}' always keeps; "
                 f"use a budget of {sinks + late} or more."
             )
+
+    def step(self, now: Step, budget: int) -> Tensor:
+        """The same while decoding, told by position: a token of these is never dropped. [rows, kv_heads, n] bool"""
+        sinks, late = self.ends(budget)
+        stays = now.tokens.positions >= (now.cursors - late)[:, None, None]
+        return stays | (now.tokens.positions < sinks) if sinks else stays
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         """[kv_heads, n] bool"""

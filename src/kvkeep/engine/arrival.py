@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import CacheMisuse
 
 
@@ -18,11 +19,12 @@ class Arrival:
     counts: list[int]
     columns: list[Tensor] | None  # None: every column of every row is real
     positions: list[Tensor]
+    due: list[bool]  # whose tokens compete after this pass
 
     @property
-    def is_prompt(self) -> bool:
-        """More than one new token in some row: there is something to compete about."""
-        return max(self.counts) > 1
+    def is_step(self) -> bool:
+        """One token for each row: decoding."""
+        return self.columns is None and max(self.counts) == 1
 
     def real(self, tensor: Tensor, row: int) -> Tensor:
         """One row of [rows, heads, q, dim] without its padding: [heads, count, dim]"""
@@ -33,27 +35,37 @@ class Arrival:
         if self.positions[0].device == device:
             return self
         columns = None if self.columns is None else [c.to(device) for c in self.columns]
-        return Arrival(self.counts, columns, [p.to(device) for p in self.positions])
+        return Arrival(self.counts, columns, [p.to(device) for p in self.positions], self.due)
 
 
 class Arrivals:
-    """Counts every row's tokens over the life of a cache."""
+    """Counts every row's tokens over the life of a cache, and says when they have to compete."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: Callable[[int], int], schedule: Schedule) -> None:
+        self.tokens = tokens  # the budget of a row that has seen so many tokens
+        self.schedule = schedule
         self.seen: list[int] = []  # tokens of each row so far, padding excluded
+        self.held: list[int] = []  # of these, how many the budget leaves to each key head on average
         self.columns = 0  # tokens of each row so far, padding included
         self.shown: Tensor | None = None  # [rows, columns] the last padding mask, if any
 
     def next(self, rows: int, q: int, padding: Tensor | None, device: torch.device) -> Arrival:
         if self.seen and len(self.seen) != rows:
             raise CacheMisuse(f"this cache holds {len(self.seen)} rows, but {rows} came; a cache serves one batch.")
-        self.seen = self.seen or [0] * rows
+        self.seen, self.held = self.seen or [0] * rows, self.held or [0] * rows
         columns = self._real_columns(padding, q)
         counts = [q] * rows if columns is None else [len(c) for c in columns]
         positions = [
             torch.arange(s, s + n, dtype=torch.int32, device=device) for s, n in zip(self.seen, counts, strict=True)
         ]
-        return Arrival(counts, columns, positions)
+        due = [self._due(row, count) for row, count in enumerate(counts)]
+        return Arrival(counts, columns, positions, due)
+
+    def _due(self, row: int, count: int) -> bool:
+        """A prompt always competes, a single token when the schedule says so."""
+        if count == 1 and self.seen[row]:
+            return self.schedule.due(self.held[row] + 1, self.tokens(self.seen[row] + 1))
+        return count > 0
 
     def _real_columns(self, padding: Tensor | None, q: int) -> list[Tensor] | None:
         if padding is None:
@@ -73,10 +85,13 @@ class Arrivals:
     def settle(self, arrival: Arrival, q: int, padding: Tensor | None) -> None:
         """The forward pass went through: its tokens count."""
         self.seen = [s + n for s, n in zip(self.seen, arrival.counts, strict=True)]
+        grown = [h + n for h, n in zip(self.held, arrival.counts, strict=True)]
+        limits = [self.tokens(s) if due else h for s, h, due in zip(self.seen, grown, arrival.due, strict=True)]
+        self.held = [min(h, limit) for h, limit in zip(grown, limits, strict=True)]
         self.columns += q
         self.shown = padding if padding is not None else self.shown
 
     def take(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
-        self.seen = [self.seen[row] for row in rows]
+        self.seen, self.held = [self.seen[row] for row in rows], [self.held[row] for row in rows]
         self.shown = None if self.shown is None else self.shown[list(rows)]

@@ -24,6 +24,7 @@ class Contestant:
     seen: Observation | None
     tokens: Tokens
     lengths: Sequence[int]
+    competes: bool  # or only has its notes brought up to date
 
 
 @dataclass
@@ -54,14 +55,14 @@ class Contest:
         if row.seen is None or self.method.memory is None:
             return row
         seen = remember(row.seen, self.method, self._tokens(row.seen))
-        return Contestant(seen, replace(row.tokens, notes=seen.notes), row.lengths)
+        return Contestant(seen, replace(row.tokens, notes=seen.notes), row.lengths, row.competes)
 
     def _tokens(self, seen: Observation) -> int:
         return self.method.tokens(self.budget, seen.cursor)
 
     def _shares(self, layers: list[Contestant]) -> list[int] | None:
         """One row's budget in every layer."""
-        if layers[0].seen is None:
+        if not layers[0].competes:
             return None
         budget = self._tokens(layers[0].seen)
         weights = [float(self.method.layers.weigh(layer.seen, budget)) for layer in layers]
@@ -70,7 +71,7 @@ class Contest:
     def _decide(self, index: int, rows: list[Contestant], shares: Sequence[int | None]) -> None:
         winners = []
         for number, (row, share) in enumerate(zip(rows, shares, strict=True)):
-            chosen = self._choice(number, row.seen, share) if row.seen else None
+            chosen = self._choice(number, row.seen, share) if row.competes else None
             kept = picked(row.tokens, row.lengths, chosen)
             winners.append(self._placed(index, row.seen, kept) if chosen and self.method.place else kept)
         self.store[index].fill(winners)

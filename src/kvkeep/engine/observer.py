@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -16,22 +17,48 @@ from kvkeep.types import Observation, Tokens
 
 
 class Observer:
-    """Remembers a prompt's newest queries while it comes in pieces."""
+    """Remembers the newest queries: of a prompt while it comes in pieces, of an answer if its tokens will compete."""
 
-    def __init__(self, method: Method, layers: list[int]):
+    def __init__(self, method: Method, layers: list[int], decoding: bool):
         self.method, self.layers = method, layers
-        self.voters: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries
+        self.wanted = 0 if method.memory and method.memory.sees_all else method.voters
+        self.decoding = decoding and self.wanted > 1 and not method.memory
+        self.voters: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries [heads, w, dim]
+        self.steps: dict[int, deque[Tensor]] = {}  # layer -> the queries of single steps since, all rows
 
     @property
     def nbytes(self) -> int:
-        return sum(queries.untyped_storage().nbytes() for queries in self.voters.values())
+        queries = [*self.voters.values(), *(query for steps in self.steps.values() for query in steps)]
+        return sum(query.untyped_storage().nbytes() for query in queries)
 
     def end_prompts(self, counts: Sequence[int]) -> None:
-        """A row that gets a single token is decoding: its prompt is over, and its queries are not needed any more."""
-        over = {row for row, count in enumerate(counts) if count == 1}
-        self.voters = {who: queries for who, queries in self.voters.items() if who[1] not in over}
+        """A row that gets a single token is decoding: its prompt is over, and nobody may need its queries any more."""
+        if not self.decoding:
+            over = {row for row, count in enumerate(counts) if count == 1}
+            self.voters = {who: queries for who, queries in self.voters.items() if who[1] not in over}
+
+    def note_step(self, index: int, query: Tensor) -> None:
+        """Remember a single step's queries, as cheaply as can be. query [rows, heads, 1, dim]"""
+        if self.decoding:
+            self.steps.setdefault(index, deque(maxlen=self.wanted + 1)).append(query.detach())
+
+    def forget_step(self, index: int) -> None:
+        """The step whose queries were noted last did not go through."""
+        if self.steps.get(index):
+            self.steps[index].pop()
+
+    def gather(self) -> None:
+        """Put the single steps' queries behind the voters they follow."""
+        for index, steps in self.steps.items():
+            if not steps:
+                continue
+            together = torch.cat(list(steps), 2)
+            for row, queries in enumerate(together):
+                self._voters(index, row, queries)
+        self.steps = {}
 
     def take(self, rows: Sequence[int]) -> None:
+        self.gather()
         old, layers = self.voters, self.layers
         self.voters = {(i, new): old[i, row] for i in layers for new, row in enumerate(rows) if (i, row) in old}
 
@@ -39,19 +66,21 @@ class Observer:
         self, index: int, new: Handover, arrival: Arrival, seen: Sequence[int], layer: LayerCache
     ) -> list[Contestant]:
         """Every row of a layer, its new tokens included. seen: tokens of each row before them"""
+        if index in self.steps:
+            self.gather()
         rows = []
         for row, count in enumerate(arrival.counts):
             tokens = layer.dense(row) if layer else self._incoming(row, new, arrival)
             lengths = layer.row_lengths(row) if layer else [count] * new.key.shape[1]
-            if not count or (count == 1 and seen[row]):  # nothing new, or decoding: this row does not compete
-                rows.append(Contestant(None, tokens, lengths))
+            if not count:
+                rows.append(Contestant(None, tokens, lengths, False))
                 continue
             queries = self._voters(index, row, arrival.real(new.query, row).detach())
             observed = Observation(
-                queries, tokens.keys, tokens.values, tokens.positions, tuple(lengths), seen[row] + count,
+                queries, tokens.keys, tokens.values, tokens.positions, tuple(lengths), seen[row] + count, count,
                 new.scale, new.softcap, new.sinks, tokens.notes, self.layers.index(index), len(self.layers),
             )  # fmt: skip
-            rows.append(Contestant(observed, tokens, lengths))
+            rows.append(Contestant(observed, tokens, lengths, arrival.due[row]))
         return rows
 
     def _incoming(self, row: int, new: Handover, arrival: Arrival) -> Tokens:
@@ -65,10 +94,8 @@ class Observer:
 
     def _voters(self, index: int, row: int, queries: Tensor) -> Tensor:
         """The row's newest queries, those of earlier pieces of the same prompt included."""
-        if self.method.memory:  # older queries are in the notes
-            return queries
-        if not (wanted := self.method.voters):
-            return queries[:, :0]
+        if not (wanted := self.wanted):  # nobody votes, or older queries are in the notes
+            return queries if self.method.memory else queries[:, :0]
         if (older := self.voters.get((index, row))) is not None:
             queries = torch.cat([older, queries], 1)
         self.voters[index, row] = queries[:, -wanted:].clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from kvkeep.cache import file
 from kvkeep.compress.method import parse
+from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError
 from kvkeep.model.adapter import OwnedLayer, devices, fingerprint
 from kvkeep.model.stock import restore, tensors_of
@@ -23,10 +25,14 @@ PARTS = ("keys", "values", "positions", "places", "notes")
 def save(cache: Cache, path: str | Path) -> None:
     if cache.underway is not None:
         raise CacheMisuse("a forward pass on this cache was cut short; reset() it, or go on with it, before saving.")
-    if parse(cache.method.name, **cache.method.parameters) != cache.method:
+    named = replace(parse(cache.method.name, **cache.method.parameters), schedule=cache.method.schedule)
+    if named != cache.method:
         raise CacheMisuse(
             f"'{cache.method.name}' is not a named method, so a file could not say how to go on; use a named one."
         )
+    cache.observer.gather()
+    for layer in cache.store.values():
+        layer.settle()
     tensors = {
         f"layer.{i}.{name}": part
         for i, layer in cache.store.items() if layer
@@ -40,7 +46,9 @@ def save(cache: Cache, path: str | Path) -> None:
         "parameters": dict(cache.method.parameters),
         "budget": cache.budget,
         "seen": cache.arrivals.seen,
+        "held": cache.arrivals.held,
         "columns": cache.arrivals.columns,
+        "schedule": cache.method.schedule.every,
         "layers": {str(i): _shape(layer) for i, layer in cache.store.items()},
         "stock": _stock(cache, tensors),
     }
@@ -73,7 +81,8 @@ def load(kind: type[Cache], path: str | Path, model: Any) -> Cache:
     if facts.get("model") != fingerprint(model):
         raise BadCacheFile(f"{path} was saved with another model ({facts.get('model_class')}); load it with that one.")
     try:
-        cache = kind(model, facts["method"], facts["budget"], **facts["parameters"])
+        schedule = Schedule(facts["schedule"])
+        cache = kind(model, facts["method"], facts["budget"], schedule=schedule, **facts["parameters"])
         _restore(cache, tensors, facts)
     except (KeyError, TypeError, KvkeepError) as e:
         raise BadCacheFile(f"{path} does not describe a cache this version understands ({e}); save it again.") from e
@@ -83,14 +92,15 @@ def load(kind: type[Cache], path: str | Path, model: Any) -> Cache:
 def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     where = devices(cache.model)
     tensors = {name: t.to(where.get(_layer_of(name), cache.model.device)) for name, t in tensors.items()}
-    cache.arrivals.seen, cache.arrivals.columns = facts["seen"], facts["columns"]
+    cache.arrivals.seen, cache.arrivals.held = facts["seen"], facts["held"]
+    cache.arrivals.columns = facts["columns"]
     cache.arrivals.shown = tensors.get("shown")
     for i, layer in cache.store.items():
         for name, value in facts["layers"][str(i)].items():
             setattr(layer, name, value)
         if layer.lengths:
             layer.flat = Tokens(*(tensors.get(f"layer.{i}.{part}") for part in PARTS))
-            layer.shorten(layer.lengths)
+            layer._mark_ends()
     for i, length in facts["stock"].items():
         restore(cache.layers[int(i)], tensors[f"stock.{i}.keys"], tensors[f"stock.{i}.values"], length)
     cache.observer.voters = {

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.layer import LayerCache
+from kvkeep.cache.layer import LayerCache, Paused
 from kvkeep.compress.method import Method, parse
+from kvkeep.compress.schedule import Schedule, as_schedule
 from kvkeep.engine import saving
 from kvkeep.engine.arrival import Arrival, Arrivals
 from kvkeep.engine.contest import Contest
 from kvkeep.engine.observer import Observer
 from kvkeep.engine.report import Report
+from kvkeep.engine.stepper import Stepper
 from kvkeep.engine.watch import Watch
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
 from kvkeep.kernels.reference import attend
@@ -34,9 +37,17 @@ class Cache(AdaptedCache):
     """Pass as `past_key_values` to a model's forward or generate."""
 
     def __init__(
-        self, model: Any, method: str | Method = "intentkv", budget: int | float | None = None, **parameters: Any
+        self,
+        model: Any,
+        method: str | Method = "intentkv",
+        budget: int | float | None = None,
+        *,
+        schedule: str | int | Schedule | None = None,
+        **parameters: Any,
     ):
         self.method = parse(method, **parameters)
+        if schedule is not None:
+            self.method = replace(self.method, schedule=as_schedule(schedule))
         if budget is None and self.method.scorer is not None:
             raise BadParameter(f"'{self.method.name}' needs a budget: tokens per key head (512) or a fraction (0.1).")
         self.budget = self.method.check(1.0 if budget is None else budget)
@@ -47,12 +58,13 @@ class Cache(AdaptedCache):
 
     def _clear(self) -> None:
         self.store = {i: LayerCache() for i in self.owned}
-        self.arrivals = Arrivals()
+        self.arrivals = Arrivals(lambda seen: self.method.tokens(self.budget, seen), self.method.schedule)
         self.arrival: Arrival | None = None  # the real tokens of the forward pass under way
         self.watch = Watch(self.name)
-        self.observer = Observer(self.method, self.owned)
-        # in a forward pass: the layers it went through and their lengths before it, None if they evicted
-        self.underway: dict[int, list[int] | None] | None = None
+        self.observer = Observer(self.method, self.owned, decoding=self.method.schedule.every is not None)
+        self.stepper = Stepper(self.method, self.budget, self.rotations, self.window)
+        # in a forward pass: the layers it went through and their state before it, None if it cannot be had back
+        self.underway: dict[int, Paused | None] | None = None
         self.contest = Contest(self.method, self.budget, self.store, self.rotations, self.window)
 
     @property
@@ -65,17 +77,27 @@ class Cache(AdaptedCache):
             self._arrive(new)
         arrival = self.arrival.to(new.key.device)
         layer = self.store[index]
-        self.underway[index] = layer.lengths
-        result = new.outcome(self._over_cache(layer, new, arrival)) if layer else new.stock()
-        self._check(index, new, arrival)
-        if arrival.is_prompt or not layer:
+        if layer and arrival.is_step and self.stepper.can(layer, arrival):
+            self.underway[index] = layer.pause()
+            result = new.outcome(self.stepper.step(index, layer, new))
+        else:
+            self.underway[index] = layer.pause()
+            result = new.outcome(self._over_cache(layer, new, arrival)) if layer else new.stock()
+            self._check(index, new, arrival)
+            self._compete(index, new, arrival, layer)
+        if index == self.owned[-1]:
+            self._leave(new)
+        return result
+
+    def _compete(self, index: int, new: Handover, arrival: Arrival, layer: LayerCache) -> None:
+        """Let the tokens of rows that are due compete; bring what is noted of the others up to date."""
+        if not layer or any(arrival.due) or self.method.memory:
             rows = self.observer.look(index, new, arrival, self.arrivals.seen, layer)
             self.watch.numbers(row.tokens.keys for row in rows)
             self.underway[index] = None  # what a contest drops does not come back
             self.contest.enter(index, rows)
-        if index == self.owned[-1]:
-            self._leave(new)
-        return result
+        else:
+            self.observer.note_step(index, new.query)
 
     def _arrive(self, new: Handover) -> None:
         """A forward pass begins: undo one that was cut short, then see which of the new tokens are real."""
@@ -84,6 +106,8 @@ class Cache(AdaptedCache):
         rows, _, q, _ = new.query.shape
         self.arrival = self.arrivals.next(rows, q, new.padding, new.key.device)
         self.observer.end_prompts(self.arrival.counts)
+        if self.arrival.is_step and self.stepper.able:
+            self.stepper.begin(self.arrival, self.arrivals.seen, new.key.device)
         self.underway = {}
 
     def _undo(self) -> None:
@@ -98,8 +122,9 @@ class Cache(AdaptedCache):
             )
         if not self.seen:
             return self.reset()
-        for index, lengths in self.underway.items():
-            self.store[index].shorten(lengths)
+        for index, state in self.underway.items():
+            self.store[index].resume(state)
+            self.observer.forget_step(index)
         self.contest.forget()
 
     def _check(self, index: int, new: Handover, arrival: Arrival) -> None:
@@ -168,8 +193,9 @@ class Cache(AdaptedCache):
             if not isinstance(mine, OwnedLayer):
                 theirs.__dict__.update(copy.deepcopy(mine.__dict__))
         twin.store.update({i: layer.copy() for i, layer in self.store.items()})
+        self.observer.gather()
         twin.observer.voters = {who: queries.clone() for who, queries in self.observer.voters.items()}
-        twin.arrivals, twin.watch.checked = copy.deepcopy(self.arrivals), set(self.watch.checked)
+        twin.arrivals, twin.watch.checked = copy.copy(self.arrivals), set(self.watch.checked)
         return twin
 
     def __deepcopy__(self, memo: dict) -> Cache:

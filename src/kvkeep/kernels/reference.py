@@ -22,8 +22,8 @@ def probabilities(
 ) -> Tensor:
     """Softmax in float32 of each query over the keys it may see; with `blind`, one that sees none gives zeros.
 
-    queries [heads, w, dim], keys [kv_heads, n, dim], allowed [kv_heads, w, n], sinks [heads]
-    -> [kv_heads, group, w, n]
+    queries [heads, w, dim], keys [kv_heads, n, dim], sinks [heads] -> [kv_heads, group, w, n]
+    allowed [kv_heads, w, m]: about the last m keys; all queries may see those before
     """
     logits = masked_logits(queries, keys, allowed, scale, softcap)
     if sinks is not None:
@@ -35,12 +35,14 @@ def probabilities(
 def masked_logits(queries: Tensor, keys: Tensor, allowed: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """Scaled (and capped) logits in float32, -inf where not allowed. Shapes as in `probabilities`."""
     kv_heads, group = keys.shape[0], queries.shape[0] // keys.shape[0]
-    grouped = queries.float().reshape(kv_heads, -1, queries.shape[-1])
+    grouped = (queries.float() * scale).reshape(kv_heads, -1, queries.shape[-1])
     with torch.autocast(keys.device.type, enabled=False):
-        logits = (grouped @ keys.float().transpose(1, 2)).mul_(scale).view(kv_heads, group, queries.shape[1], -1)
+        logits = (grouped @ keys.float().transpose(1, 2)).view(kv_heads, group, queries.shape[1], -1)
     if softcap is not None:
         logits = (logits / softcap).tanh_().mul_(softcap)
-    return logits.masked_fill_(~allowed[:, None], float("-inf"))
+    if allowed.shape[-1]:
+        logits[..., -allowed.shape[-1] :].masked_fill_(~allowed[:, None], float("-inf"))
+    return logits
 
 
 def column_mass(
@@ -70,6 +72,37 @@ def column_mass(
         allowed = positions[:, None, :reach] <= where[:, None]
         mass[:, :reach] += probabilities(part, keys[:, :reach], allowed, scale, softcap, sinks, blind).sum(2).mean(1)
     return mass
+
+
+def attend_step(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One query per row over equal heads, with its logits and probabilities shown.
+
+    queries [rows, heads, 1, dim], keys and values [rows, kv_heads, n, dim]
+    -> output [rows, heads, 1, dim], logits and probabilities [rows, kv_heads, group, n] float32
+    """
+    rows, heads, _, dim = queries.shape
+    grouped = (queries * scale).to(keys.dtype).reshape(rows, keys.shape[1], -1, dim)
+    logits = (grouped @ keys.transpose(-1, -2)).float()
+    if softcap is not None:
+        logits = (logits / softcap).tanh() * softcap
+    if sinks is None:
+        chances = logits.softmax(-1)
+    else:
+        extra = sinks.float().view(1, keys.shape[1], -1, 1).expand(rows, -1, -1, 1)
+        chances = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
+    output = chances.to(values.dtype) @ values
+    return output.reshape(rows, heads, 1, -1).to(queries.dtype), logits, chances
+
+
+def attend_even(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """`attend_step` for those who only want the output."""
+    if softcap is None and sinks is None:
+        return _even(queries.to(keys.dtype), keys, values.to(keys.dtype), scale).to(queries.dtype)
+    return attend_step(queries, keys, values, scale, softcap, sinks)[0]
 
 
 def attend(

@@ -22,14 +22,14 @@ class Rotation:
     interleaved: bool
 
     def turn(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Keys as if they stood `by` positions later. keys [n, dim], by [n]"""
+        """Keys as if they stood `by` positions later. keys [.., n, dim], by [.., n]"""
         pairs = len(self.frequencies)
-        angle = by.to(torch.float32)[:, None] * self.frequencies.to(keys.device, torch.float32)
+        angle = by.to(torch.float32)[..., None] * self.frequencies.to(keys.device, torch.float32)
         cos, sin = angle.cos(), angle.sin()
-        turning, rest = keys[:, : 2 * pairs].float(), keys[:, 2 * pairs :]
-        a, b = (turning[:, 0::2], turning[:, 1::2]) if self.interleaved else turning.chunk(2, -1)
+        turning, rest = keys[..., : 2 * pairs].float(), keys[..., 2 * pairs :]
+        a, b = (turning[..., 0::2], turning[..., 1::2]) if self.interleaved else turning.chunk(2, -1)
         turned = (a * cos - b * sin, b * cos + a * sin)
-        both = torch.stack(turned, -1).flatten(1) if self.interleaved else torch.cat(turned, -1)
+        both = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
         return torch.cat([both.to(keys.dtype), rest], -1)
 
 

@@ -6,15 +6,14 @@ last `window` queries vote, where the paper says "the last query".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvkeep.compress.observe import from_end, visible
+from kvkeep.compress.observe import attention, from_end
 from kvkeep.compress.window import Size, check_window
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.reference import probabilities
 from kvkeep.types import Observation
 
 
@@ -33,12 +32,18 @@ class WithoutGravity:
             raise BadParameter(f"mode='{self.mode}' is not known; use 'global' (long range) or 'local' (dialogue).")
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        queries = seen.queries[:, -self.window :]
+        near = min(budget // 2 if self.near is None else self.near, budget)
         first = torch.arange(seen.tokens, device=seen.keys.device).expand(seen.kv_heads, -1) < self.head
-        last = from_end(seen) < min(budget // 2 if self.near is None else self.near, budget)
-        hidden = last if self.mode == "global" else first
-        allowed = visible(seen, queries.shape[1]) & ~hidden[:, None]
-        votes = (
-            probabilities(queries, seen.keys, allowed, seen.scale, seen.softcap, seen.sinks, blind=True).sum(2).mean(1)
-        )
+        last = from_end(seen) < near
+        start, end = (0, max(0, seen.tokens - near)) if self.mode == "global" else (self.head, seen.tokens)
+        votes = torch.zeros_like(first, dtype=torch.float32)
+        if start < end:
+            votes[:, start:end] = self._votes(seen, start, end)
         return votes.masked_fill(first | last, 0.0)
+
+    def _votes(self, seen: Observation, start: int, end: int) -> Tensor:
+        """Votes as if only these tokens were there: hiding a stretch before the softmax is leaving it out."""
+        part = slice(start, end)
+        lengths = tuple(max(0, min(n, end) - start) for n in seen.lengths)
+        shown = replace(seen, keys=seen.keys[:, part], positions=seen.positions[:, part], lengths=lengths)
+        return attention(shown, self.window).sum(2).mean(1)

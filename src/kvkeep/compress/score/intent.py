@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.special import entr
 
 from kvkeep.compress.observe import attention
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
+
+STRETCH = 1024
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,27 @@ class Intent:
 
 def intention(rows: Tensor, smooth: int) -> Tensor:
     """The row before the biggest jump away from the window's first row. [heads, w, n] -> [heads]"""
-    sums = pad(rows.cumsum(1), (0, 0, 1, 0))
-    ends = torch.arange(rows.shape[1], device=rows.device).add(smooth).clamp_max(rows.shape[1])
-    smoothed = sums[:, ends] - sums[:, :-1]
-    smoothed = smoothed / smoothed.sum(-1, keepdim=True)
-    jumps = distance(smoothed, smoothed[:, :1]).diff(dim=1)
+    jumps = distance(rows, smoothing(rows, smooth)).diff(dim=1)
     if not jumps.shape[1]:
         return torch.zeros(len(rows), dtype=torch.long, device=rows.device)
     highest, where = jumps.max(1)
     return torch.where(highest > 0, where, 0)
 
 
-def distance(p: Tensor, q: Tensor) -> Tensor:
-    """Square root of the Jensen–Shannon divergence (natural log) over the last axis."""
-    middle = (p + q) / 2
-    return ((_kl(p, middle) + _kl(q, middle)) / 2).clamp_min(0).sqrt()
+def smoothing(rows: Tensor, smooth: int) -> Tensor:
+    """Weights that sum each row and its smooth - 1 successors, and bring the sum back to 1. [heads, w, w]"""
+    band = torch.ones(rows.shape[1], rows.shape[1], device=rows.device).triu().tril(smooth - 1)
+    return band / (band @ rows.sum(-1, keepdim=True)).clamp_min(1e-30)
 
 
-def _kl(p: Tensor, q: Tensor) -> Tensor:
-    return torch.where(p > 0, p * (p / q).log(), 0.0).sum(-1)
+def distance(rows: Tensor, weights: Tensor) -> Tensor:
+    """Square root of the Jensen–Shannon divergence (natural log) of every smoothed row from the first. [heads, w]
+
+    JSD(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2, summed over stretches that fit a processor's cache.
+    """
+    disorder, between = rows.new_zeros(rows.shape[:2]), rows.new_zeros(rows.shape[:2])
+    for part in rows.split(STRETCH, -1):
+        smoothed = weights @ part
+        disorder += entr(smoothed).sum(-1)
+        between += entr((smoothed + smoothed[:, :1]).mul_(0.5)).sum(-1)
+    return (between - (disorder + disorder[:, :1]) / 2).clamp_min(0).sqrt()

@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvkeep.kernels.reference import column_mass
-from kvkeep.types import Observation
+from kvkeep.types import Observation, Step
 
 
 @dataclass(frozen=True)
 class Mass:
     """Scores by what is remembered; `Accumulate` remembers it."""
 
+    looks = True
+
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         return seen.notes[..., 0]
+
+    def step(self, now: Step, budget: int) -> Tensor:
+        return now.tokens.notes[..., 0]
 
 
 @dataclass(frozen=True)
@@ -23,11 +28,13 @@ class Accumulate:
     """Adds the new queries' attention to every token's sum. Notes are [kv_heads, n, 1]."""
 
     width = 1
+    sees_all = True  # every query of a prompt adds to the sum
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        return (
-            seen.notes
-            + column_mass(seen.queries, seen.keys, seen.positions, seen.cursor, seen.scale, seen.softcap, seen.sinks)[
-                ..., None
-            ]
-        )
+        mass = column_mass(
+            seen.queries, seen.keys, seen.positions, seen.cursor, seen.scale, seen.softcap, seen.sinks
+        )  # fmt: skip
+        return seen.notes + mass[..., None]
+
+    def step(self, now: Step, budget: int) -> Tensor:
+        return now.tokens.notes + now.chances.mean(2)[..., None]

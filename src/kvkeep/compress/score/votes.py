@@ -13,7 +13,7 @@ from kvkeep.compress.observe import attention, from_end
 from kvkeep.compress.pool import pool
 from kvkeep.compress.window import check_window, shrunk
 from kvkeep.errors import BadParameter
-from kvkeep.types import Observation
+from kvkeep.types import Observation, Step
 
 
 @dataclass(frozen=True)
@@ -35,3 +35,18 @@ class Votes:
         if self.one_choice:
             votes = votes.mean(0, keepdim=True).expand_as(votes)
         return pool(votes, from_end(seen) >= (window if self.kept else 0), self.pool, self.pooling)
+
+
+@dataclass(frozen=True)
+class LastVote(Votes):
+    """One voter, one choice per layer: cheap enough for every step."""
+
+    window: int = 1
+    pool: int = 1
+    kept: bool = False
+    one_choice: bool = True
+    looks = True
+
+    def step(self, now: Step, budget: int) -> Tensor:
+        votes = now.chances.mean((1, 2), keepdim=True)[:, 0]
+        return votes.expand(-1, now.chances.shape[1], -1)

@@ -1,0 +1,103 @@
+"""One token in, one token out: a decode step over a full cache, in place and for all rows at once.
+
+Only for methods whose scorer can judge a single step, with equal heads and layers; others compete the general way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.layer import LayerCache
+from kvkeep.compress.allocate.heads import EqualHeads
+from kvkeep.compress.allocate.layers import EqualLayers
+from kvkeep.compress.method import Method
+from kvkeep.compress.place import Where
+from kvkeep.engine.arrival import Arrival
+from kvkeep.kernels.reference import attend_even, attend_step
+from kvkeep.model.attention import Handover
+from kvkeep.model.rotary import Rotation
+from kvkeep.types import NOWHERE, Step, Tokens
+
+
+@dataclass
+class Stepper:
+    method: Method
+    budget: int | float
+    rotations: dict[int, Rotation | None]
+    window: int
+
+    def __post_init__(self) -> None:
+        self.able = (
+            isinstance(self.budget, int)
+            and hasattr(self.method.scorer, "step")
+            and self.method.group is None
+            and self.method.reuse == 1
+            and isinstance(self.method.heads, EqualHeads)
+            and isinstance(self.method.layers, EqualLayers)
+        )
+        self.sinks: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> the first tokens' keys and places when last packed
+
+    def can(self, layer: LayerCache, arrival: Arrival) -> bool:
+        """Every row gets one token, has no room for it, and holds as much as every other."""
+        full = layer.is_even and layer.lengths[0] == self.budget
+        return self.able and full and arrival.columns is None and all(arrival.due)
+
+    def begin(self, arrival: Arrival, seen: list[int], device: torch.device) -> None:
+        """What all layers of a forward pass share: how far each row is, and where its first tokens belong."""
+        self.positions = torch.cat(arrival.positions)
+        self.cursors = self.positions + 1
+        self.places = self._places(seen, device) if self.method.place and self.method.guard.sinks else None
+
+    def _places(self, seen: list[int], device: torch.device) -> Tensor:
+        """Every row's sinks among the budget's tokens and the new one. [rows, sinks]"""
+        sinks, late, rows = self.method.guard.sinks, self.budget - self.method.guard.sinks, []
+        for before in seen:
+            kept = torch.cat([torch.arange(sinks), torch.arange(before - late, before + 1)])
+            rows.append(self.method.place(Where(kept, before + 1, self.budget, self.window))[:sinks])
+        return torch.stack(rows).to(device, torch.int32)
+
+    def step(self, index: int, layer: LayerCache, new: Handover) -> Tensor:
+        """-> attention's output [rows, heads, 1, dim]; the least worth keeping of each key head is gone"""
+        packed = layer.hole is None
+        device = new.key.device
+        positions = self.positions.to(device)
+        tokens, newest = layer.swap_in(new.key[:, :, 0].detach(), new.value[:, :, 0].detach(), positions)
+        if self.places is not None:
+            self._move_sinks(index, tokens, packed)
+        if self.method.scorer.looks:
+            output, *seen = attend_step(new.query, tokens.keys, tokens.values, new.scale, new.softcap, new.sinks)
+        else:
+            output = attend_even(new.query, tokens.keys, tokens.values, new.scale, new.softcap, new.sinks)
+            seen = [None, None]
+        now = Step(tokens, newest, *seen, self.cursors.to(device), new.scale)
+        if self.method.memory:
+            now = self._remember(layer, now)
+        layer.vacate(self._victims(now))
+        return output
+
+    def _remember(self, layer: LayerCache, now: Step) -> Step:
+        """New notes beside the tokens; the old ones stay as they were, in case the forward pass is cut short."""
+        notes = self.method.memory.step(now, self.budget)
+        layer.flat = replace(layer.flat, notes=notes.flatten(0, 2))
+        return replace(now, tokens=replace(now.tokens, notes=notes))
+
+    def _victims(self, now: Step) -> Tensor:
+        """The token each key head can best do without; of equals, the earliest. [rows, kv_heads]"""
+        worth = self.method.scorer.step(now, self.budget).float()
+        worth = worth.masked_fill(self.method.guard.step(now, self.budget), float("inf"))
+        lowest = worth <= worth.amin(-1, keepdim=True)
+        return torch.where(lowest, now.tokens.positions, NOWHERE).argmin(-1)
+
+    def _move_sinks(self, index: int, tokens: Tokens, packed: bool) -> None:
+        """Turn the first tokens' keys, always from where they were last packed, so that no error builds up."""
+        n = self.method.guard.sinks  # they are never dropped, so they lie first
+        if packed:
+            self.sinks[index] = tokens.keys[:, :, :n].clone(), tokens.places[:, :1, :n].clone()
+        keys, places = self.sinks[index]
+        wanted = self.places.to(places.device)[:, None]
+        if (turn := self.rotations[index]) is not None:
+            tokens.keys[:, :, :n] = turn.turn(keys, wanted - places)
+        tokens.places[:, :, :n] = wanted

@@ -1,0 +1,192 @@
+"""Eviction while decoding, replayed token by token (METHODS.md: system 3's "Generation", system 5's "Dynamic decoding",
+the table of comparisons).
+
+Q [Hq, T, d], K and V [Hk, T, d] of all T tokens; the first n are the prompt, read at once, the others come one at a
+time. Every replay_* returns T - n + 1 entries: what is kept after the prompt, then after each decode step, per key head
+an ascending list of true positions. Every trace_* yields (kept, ranked): ranked[head] is {position: value} over the
+tokens that were cached when the choice was made (the newest included, before any drop), so that near ties can be seen.
+The state is a dictionary per key head from true position to what that token carries.
+"""
+
+import math
+
+import numpy as np
+
+from .ahakv import gain
+from .common import attention, default_scale, dots, kept_window, pool1d, softmax, window_votes
+
+
+def recent_and_best(ranked, budget, recent):
+    """The `recent` last positions and the best B - recent of the earlier ones, ties to the later; all when they fit."""
+    cached = sorted(ranked)
+    if len(cached) <= budget:
+        return cached
+    others = cached[: len(cached) - recent]
+    best = sorted(others, key=lambda j: (-ranked[j], -j))[: budget - recent]
+    return sorted(best + cached[len(cached) - recent :])
+
+
+def rows_now(Q, K, t, cached, factor):
+    """Per query head, the attention {position: weight} of query t over the cached keys; factor multiplies raw q·k."""
+    heads = Q.shape[0]
+    group = heads // K.shape[0]
+    rows = []
+    for h in range(heads):
+        tokens = sorted(cached[h // group])
+        weights = softmax(dots(K[h // group, tokens], Q[h, t]) * factor)
+        rows.append({j: float(w) for j, w in zip(tokens, weights, strict=True)})
+    return rows
+
+
+def mean_of(rows):
+    """Average of several rows over the same positions."""
+    return {j: math.fsum(row[j] for row in rows) / len(rows) for j in rows[0]}
+
+
+def group_rows(rows, key_heads):
+    """Rows of the query heads -> per key head the mean of its group."""
+    group = len(rows) // key_heads
+    return [mean_of(rows[kh * group : (kh + 1) * group]) for kh in range(key_heads)]
+
+
+# ---------------------------------------------------------------- H2O
+
+
+def trace_h2o(Q, K, V, n, budget, scale=None):
+    key_heads, T = K.shape[0], K.shape[1]
+    scale = default_scale(scale, Q.shape[2])
+    votes = window_votes(Q[:, :n], K[:, :n], n, scale)  # causal attention of all n queries
+    mass = [{j: float(votes[h, j]) for j in range(n)} for h in range(key_heads)]
+    for t in range(n - 1, T):
+        if t >= n:
+            for h in range(key_heads):
+                mass[h][t] = 0.0
+            for h, row in enumerate(group_rows(rows_now(Q, K, t, mass, scale), key_heads)):
+                for j in row:
+                    mass[h][j] += row[j]
+        kept = [recent_and_best(mass[h], budget, budget // 2) for h in range(key_heads)]
+        ranked = mass
+        mass = [{j: mass[h][j] for j in kept[h]} for h in range(key_heads)]  # an evicted token takes its mass along
+        yield kept, ranked
+
+
+def replay_h2o(Q, K, V, n, budget, scale=None):
+    """B//2 most recent and the best of the others by attention mass, which grows by one row every step."""
+    return [kept for kept, _ in trace_h2o(Q, K, V, n, budget, scale)]
+
+
+# ---------------------------------------------------------------- TOVA
+
+
+def trace_tova(Q, K, V, n, budget, scale=None):
+    key_heads, T = K.shape[0], K.shape[1]
+    scale = default_scale(scale, Q.shape[2])
+    last = attention(Q[:, :n], K[:, :n], scale, 1)[:, 0]
+    row = mean_of([{j: float(a[j]) for j in range(n)} for a in last])  # over ALL query heads
+    kept = recent_and_best(row, budget, 0)  # keeping the best, ties to the later = dropping the worst, the earlier
+    yield [list(kept) for _ in range(key_heads)], [row] * key_heads
+    for t in range(n, T):
+        cached = kept + [t]
+        row = mean_of(rows_now(Q, K, t, [cached] * key_heads, scale))
+        kept = cached
+        if len(cached) > budget:
+            worst = min(cached, key=lambda j: (row[j], j))
+            kept = [j for j in cached if j != worst]
+        yield [list(kept) for _ in range(key_heads)], [row] * key_heads
+
+
+def replay_tova(Q, K, V, n, budget, scale=None):
+    """One choice for the layer: each step drops what the current query looks at least, itself not excepted."""
+    return [kept for kept, _ in trace_tova(Q, K, V, n, budget, scale)]
+
+
+# ---------------------------------------------------------------- AhaKV
+
+
+def trace_ahakv(Q, K, V, n, budget, scale=None, recent=32, pool=5, value_pool=5, step_gain=True, value_prior=True):
+    heads, T, d = Q.shape
+    key_heads = K.shape[0]
+    group = heads // key_heads
+    scale = default_scale(scale, d)
+    stay = min(recent, budget // 2)
+    rows, _ = kept_window(recent, budget, n)
+
+    def factor(seen):
+        return gain(seen, budget, d, scale) if step_gain else scale
+
+    def norm2(h, j):
+        return math.fsum(float(x) ** 2 for x in V[h, j])
+
+    F, gamma, ranked = [], [], []
+    for kh in range(key_heads):
+        S = np.zeros(n)
+        for h in range(kh * group, (kh + 1) * group):
+            for i in range(n - rows, n):
+                S[: i + 1] += softmax(dots(K[kh, : i + 1], Q[h, i]) * factor(i + 1)) / group
+        pooled = pool1d([norm2(kh, j) for j in range(n)], value_pool)
+        biggest = max(pooled)
+        prior = pooled / biggest if value_prior and biggest > 0 else np.ones(n)
+        score = pool1d(prior * S, pool)
+        ranked.append({j: float(score[j]) for j in range(n)})
+        F.append({j: float(S[j]) for j in range(n)})  # carried without pooling and without the prior
+        gamma.append({j: float(pooled[j]) for j in range(n)})  # carried as it is, not divided by the maximum
+    for t in range(n - 1, T):
+        if t >= n:
+            for kh in range(key_heads):
+                F[kh][t] = 0.0
+                gamma[kh][t] = norm2(kh, t)
+            for kh, row in enumerate(group_rows(rows_now(Q, K, t, F, factor(t + 1)), key_heads)):
+                for j in row:
+                    F[kh][j] += row[j]
+            ranked = [{j: F[kh][j] * (gamma[kh][j] if value_prior else 1.0) for j in F[kh]} for kh in range(key_heads)]
+        kept = [recent_and_best(ranked[kh], budget, stay) for kh in range(key_heads)]
+        F = [{j: F[kh][j] for j in kept[kh]} for kh in range(key_heads)]
+        gamma = [{j: gamma[kh][j] for j in kept[kh]} for kh in range(key_heads)]
+        yield kept, ranked
+
+
+def replay_ahakv(Q, K, V, n, budget, scale=None, recent=32, pool=5, value_pool=5, step_gain=True, value_prior=True):
+    """The recent and the best of the others: pooled γ̄·S after the prompt, γ·F (F grows by a row a step) afterwards."""
+    steps = trace_ahakv(Q, K, V, n, budget, scale, recent, pool, value_pool, step_gain, value_prior)
+    return [kept for kept, _ in steps]
+
+
+# ---------------------------------------------------------------- StreamingLLM, LM-Infinite
+
+
+def replay_streaming(n, T, budget, sinks, key_heads=1):
+    """First min(sinks, B) tokens and the most recent, every step."""
+    out = []
+    cached = list(range(n))
+    for t in range(n - 1, T):
+        if t >= n:
+            cached = cached + [t]
+        while len(cached) > budget:
+            cached.pop(min(sinks, budget))  # the oldest that is not a sink
+        out.append([list(cached) for _ in range(key_heads)])
+    return out
+
+
+# ---------------------------------------------------------------- any prefill method, with a buffer
+
+
+def replay_buffered(select, Q, K, V, n, budget, buffer, **params):
+    """The cache grows to B + buffer, then `select` (an oracle with qpos= and kpos=) brings it back to B.
+
+    `select` sees all queries so far and the cached keys in order, numbered 0..m-1, as in streams.stream.
+    """
+    key_heads, T = K.shape[0], K.shape[1]
+    kept = [list(range(n)) for _ in range(key_heads)]
+    if n > budget:
+        kept = select(Q[:, :n], K[:, :n], V[:, :n], budget, **params)
+    out = [[list(tokens) for tokens in kept]]
+    for t in range(n, T):
+        kept = [tokens + [t] for tokens in kept]
+        if len(kept[0]) > budget and len(kept[0]) >= budget + buffer:
+            cached_K = np.array([K[h, kept[h]] for h in range(key_heads)])
+            cached_V = np.array([V[h, kept[h]] for h in range(key_heads)])
+            seen = t + 1
+            chosen = select(Q[:, :seen], cached_K, cached_V, budget, qpos=range(seen), kpos=kept, **params)
+            kept = [[kept[h][j] for j in chosen[h]] for h in range(key_heads)]
+        out.append([list(tokens) for tokens in kept])
+    return out

@@ -1,0 +1,214 @@
+"""While the answer is written: who stays at every step, against a replay of the whole history."""
+
+import pytest
+import torch
+from conftest import make_llama
+from oracles.decoding import replay_ahakv, replay_buffered, replay_h2o, replay_streaming, replay_tova
+from oracles.protokv import oracle_protokv
+from oracles.snapkv import oracle_snapkv
+
+import kvkeep
+from kvkeep.compress.method import Method, parse
+from kvkeep.errors import BadParameter
+
+PROMPT, STEPS = 90, 300
+IDS = torch.arange(PROMPT + STEPS).mul(31).add(7).remainder(128)[None]
+
+
+def seen_by(model, ids):
+    """Queries, keys and values of every token. With one layer they do not depend on what is dropped."""
+    noted = []
+
+    def note(seen, budget):
+        noted.extend([seen.queries, seen.keys, seen.values])
+        return torch.zeros(seen.keys.shape[:2])
+
+    model(ids, past_key_values=kvkeep.Cache(model, Method("note", note, voters=10_000), 1))
+    return [t.double().numpy() for t in noted]
+
+
+def kept_at_every_step(model, *args, **options):
+    cache = kvkeep.Cache(model, *args, **options)
+    model(IDS[:, :PROMPT], past_key_values=cache)
+    kept = [cache.kept(0)[0]]
+    for t in range(PROMPT, PROMPT + STEPS):
+        model(IDS[:, t : t + 1], past_key_values=cache)
+        if t % 7 == 0:  # looking puts tokens in order; most steps must do without
+            cache.kept(0)
+        kept.append([sorted(head) for head in peek(cache)])
+    assert kept[-1] == cache.kept(0)[0]
+    return kept
+
+
+def peek(cache):
+    """Positions held, without putting anything in order."""
+    layer = cache.store[0]
+    if layer.hole is None:
+        return cache.kept(0)[0]
+    positions = layer.flat.positions.clone()
+    positions[layer.hole] = -1
+    return [[p for p in head if p >= 0] for head in positions.view(layer.kv_heads, -1).tolist()]
+
+
+def one_layer(heads, kv_heads):
+    return make_llama(num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("heads, kv_heads", [(8, 4), (4, 4), (4, 1)])
+@pytest.mark.parametrize("budget", [24, 120])
+def test_h2o_tova_and_ahakv_step_by_step(heads, kv_heads, budget):
+    model = one_layer(heads, kv_heads)
+    everything = seen_by(model, IDS)
+    for spec, replay in (("h2o", replay_h2o), ("tova", replay_tova), ("ahakv", replay_ahakv)):
+        expected = replay(*everything, PROMPT, budget)
+        kept = kept_at_every_step(model, spec, budget)
+        wrong = next((s for s, (a, b) in enumerate(zip(kept, expected, strict=True)) if a != b), None)
+        assert wrong is None, f"{spec} parts from its replay at step {wrong}"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("options", [{"step_gain": False}, {"value_prior": False}, {"recent": 5}])
+def test_ahakv_without_its_parts(options):
+    model = one_layer(8, 4)
+    expected = replay_ahakv(*seen_by(model, IDS), PROMPT, 30, **options)
+    assert kept_at_every_step(model, "ahakv", 30, **options) == expected
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec, sinks", [("streamingllm", 4), ("lm_infinite", 10)])
+def test_streaming_step_by_step(spec, sinks):
+    expected = replay_streaming(PROMPT, PROMPT + STEPS, 40, sinks, key_heads=4)
+    assert kept_at_every_step(one_layer(8, 4), spec, 40) == expected
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("buffer", [1, 16, 50])
+def test_buffered_snapkv_and_protokv(buffer):
+    model = one_layer(8, 4)
+    everything = seen_by(model, IDS)
+    expected = replay_buffered(oracle_snapkv, *everything, PROMPT, 40, buffer, window=12)
+    assert kept_at_every_step(model, "snapkv", 40, schedule=buffer, window=12) == expected
+    source = torch.Generator().manual_seed(0)
+    chance = {"W": (torch.randn(2, 8, generator=source) * 8**-0.5).double().numpy()}
+    chance["b"] = (torch.rand(2, generator=source) * 2 * torch.pi).double().numpy()
+    expected = replay_buffered(oracle_protokv, *everything, PROMPT, 40, buffer, **chance)
+    assert kept_at_every_step(model, "protokv", 40, schedule=buffer) == expected
+
+
+EVERY = [m for m in kvkeep.methods if m != "full"] + [
+    "h2o+adakv",
+    "snapkv+adakv+pyramid",
+    "snapkv+cake",
+    "tova+pyramid",
+]
+
+
+@pytest.mark.parametrize("schedule", ["step", 16])
+@pytest.mark.parametrize("spec", EVERY)
+def test_the_budget_holds_at_every_step(spec, schedule):
+    model, budget = make_llama(num_hidden_layers=2), 24
+    cache = kvkeep.Cache(model, spec, budget, schedule=schedule)
+    model(IDS[:, :60], past_key_values=cache)
+    sizes = []
+    for t in range(60, 200):
+        assert model(IDS[:, t : t + 1], past_key_values=cache).logits.isfinite().all()
+        held = cache.report().kept_per_head
+        assert held <= budget + (0 if schedule == "step" else 15), t
+        sizes.append(cache.nbytes)
+    assert max(sizes[30:]) <= 1.1 * max(sizes[:30]) and cache.get_seq_length() == 200
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", [*kvkeep.methods, "h2o+adakv"])
+def test_a_budget_that_never_binds_changes_nothing(spec):
+    model, ids = make_llama(), IDS[:, :40]
+    want = model.generate(ids, max_new_tokens=60, do_sample=False)
+    for schedule in ("step", "buffer", "prompt"):
+        cache = kvkeep.Cache(model, spec, 200, schedule=schedule)
+        assert model.generate(ids, past_key_values=cache, max_new_tokens=60, do_sample=False).equal(want)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", ["h2o", "tova", "ahakv", "streamingllm", "lm_infinite", "snapkv", "snapkv+adakv"])
+def test_padded_rows_step_as_they_do_alone(spec):
+    model, options = make_llama(), {"schedule": 8} if "snapkv" in spec else {}
+    rows = [IDS[:, :80], IDS[:, 100:143]]
+    padding = torch.ones(2, 80, dtype=torch.long)
+    padding[1, :37] = 0
+    batch = torch.cat([rows[0], torch.cat([torch.zeros(1, 37, dtype=torch.long), rows[1]], 1)])
+    together = kvkeep.Cache(model, spec, 30, **options)
+    tokens = model.generate(batch, attention_mask=padding, past_key_values=together, max_new_tokens=40, do_sample=False)
+    for row, ids in enumerate(rows):
+        alone = kvkeep.Cache(model, spec, 30, **options)
+        want = model.generate(ids, past_key_values=alone, max_new_tokens=40, do_sample=False)
+        assert tokens[row, -40:].equal(want[0, -40:])
+        assert all(together.kept(i)[row] == alone.kept(i)[0] for i in range(4))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", ["h2o", "ahakv", "tova", "streamingllm", "snapkv"])
+def test_turns_forks_and_files_carry_what_was_noted(spec, tmp_path):
+    model, options = make_llama(), {"schedule": 10} if spec == "snapkv" else {}
+    cache = kvkeep.Cache(model, spec, 30, **options)
+    for number, (start, stop) in enumerate(
+        ((0, 70), (70, 71), (71, 72), (72, 110), (110, 111), (111, 112), (112, 113))
+    ):
+        cache.save(tmp_path / str(number))
+        others = [cache.fork(), kvkeep.Cache.load(tmp_path / str(number), model)]
+        want = model(IDS[:, start:stop], past_key_values=cache).logits
+        for other in others:
+            got = model(IDS[:, start:stop], past_key_values=other).logits
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+            assert [other.kept(i) for i in range(4)] == [cache.kept(i) for i in range(4)]
+    assert cache.report().kept_per_head <= 30 + 9
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", ["h2o", "ahakv", "tova", "streamingllm", "snapkv", "snapkv+adakv"])
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+def test_a_generation_killed_midway_leaves_a_usable_cache(spec, error):
+    """Killed between two passes by a streamer, and in the middle of one: the next goes on as if nothing happened."""
+    model, options = make_llama(), {"schedule": 10} if "snapkv" in spec else {}
+
+    class Streamer:
+        seen = 0
+
+        def put(self, value):
+            self.seen += 1
+            if self.seen == 9:
+                raise error
+
+        def end(self):
+            pass
+
+    cache = kvkeep.Cache(model, spec, 30, **options)
+    with pytest.raises(error):
+        model.generate(IDS[:, :60], past_key_values=cache, max_new_tokens=50, do_sample=False, streamer=Streamer())
+    twin = cache.fork()
+    broken = model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(error()))
+    with pytest.raises(error):
+        model(IDS[:, :1], past_key_values=cache)
+    broken.remove()
+    for stop in (1, 2, 3):
+        ids = IDS[:, stop - 1 : stop]
+        torch.testing.assert_close(
+            model(ids, past_key_values=cache).logits, model(ids, past_key_values=twin).logits, atol=1e-5, rtol=0
+        )
+    assert [cache.kept(i) for i in range(4)] == [twin.kept(i) for i in range(4)]
+
+
+def test_schedules_by_name():
+    model = make_llama(num_hidden_layers=1)
+    assert kvkeep.Cache(model, "snapkv", 30).method.schedule.every is None
+    assert kvkeep.Cache(model, "snapkv", 30, schedule="buffer").method.schedule.every == 128
+    assert kvkeep.Cache(model, "h2o", 30).method.schedule.every == 1
+    assert kvkeep.Cache(model, "h2o", 30, schedule="prompt").method.schedule.every is None
+    for bad in (0, -1, "often", True):
+        with pytest.raises(BadParameter, match="schedule"):
+            kvkeep.Cache(model, "snapkv", 30, schedule=bad)
+    assert parse("tova").schedule.every == 1
