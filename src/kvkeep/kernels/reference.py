@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-AT_ONCE = 2**26  # attention probabilities held at a time while mass is summed: 256 MB
+AT_ONCE = {"cpu": 2**21}  # attention probabilities held at a time while mass is summed: what a processor's cache holds
+AT_ONCE_ELSEWHERE = 2**26  # 256 MB
 
 
 def probabilities(
@@ -60,18 +61,26 @@ def column_mass(
     queries [heads, q, dim], keys [kv_heads, n, dim], positions [kv_heads, n] -> [kv_heads, n] float32
     """
     q, n = queries.shape[1], keys.shape[1]
-    block = max(16, min(256, AT_ONCE // (queries.shape[0] * n)))
+    block = max(16, min(256, AT_ONCE.get(keys.device.type, AT_ONCE_ELSEWHERE) // (queries.shape[0] * n)))
     mass = keys.new_zeros(keys.shape[0], n, dtype=torch.float32)
     keys = keys.float()
+    even = cursor == n  # nothing was dropped: only the block's own keys can be too new for it
     blind = cursor > n  # some keys are gone, perhaps all that a query could see
     ahead = q - min(q, block)  # keys the first block cannot see, if the newest q keys are the queries' own
     for start in range(0, q, block):
         part = queries[:, start : start + block]
         reach = n - max(0, ahead - start)
         where = torch.arange(cursor - q + start, cursor - q + start + part.shape[1], device=keys.device)
-        allowed = positions[:, None, :reach] <= where[:, None]
-        mass[:, :reach] += probabilities(part, keys[:, :reach], allowed, scale, softcap, sinks, blind).sum(2).mean(1)
+        newest = positions[:, reach - part.shape[1] : reach] if even else positions[:, :reach]
+        allowed = newest[:, None] <= where[:, None]
+        mass[:, :reach] += total(probabilities(part, keys[:, :reach], allowed, scale, softcap, sinks, blind))
     return mass
+
+
+def total(rows: Tensor) -> Tensor:
+    """What each key gets from all rows, averaged over the group. [kv_heads, group, w, n] -> [kv_heads, n]"""
+    flat = rows.flatten(1, 2)
+    return torch.bmm(flat.new_full((len(flat), 1, flat.shape[1]), 1 / rows.shape[1]), flat)[:, 0]
 
 
 def attend_step(

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvkeep.compress.observe import attention, real
 from kvkeep.compress.pool import check_pool, pool
 from kvkeep.compress.window import check_window, shrunk
+from kvkeep.kernels.reference import total
 from kvkeep.types import Observation, Step
 
 
@@ -58,7 +59,7 @@ class RecentVotes:
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         decoding = seen.new == 1 < seen.cursor
         rows, tokens = 1 if decoding else max(1, shrunk(self.recent, budget)), real(seen)
-        votes = attention(sharpened(seen, rows, budget) if self.step_gain else seen, rows).sum(2).mean(1)
+        votes = total(attention(sharpened(seen, rows, budget) if self.step_gain else seen, rows))
         before, known = seen.notes.unbind(-1)
         size = pool(seen.values.float().square().sum(-1) * tokens, tokens, 1 if decoding else self.value_pool)
         return torch.stack([before + votes if decoding else votes, torch.where(known > 0, known, size)], -1)

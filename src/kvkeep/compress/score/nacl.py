@@ -15,6 +15,7 @@ from kvkeep.compress.observe import attention, from_end
 from kvkeep.compress.select import best_first
 from kvkeep.compress.window import check_window, shrunk
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.reference import total
 from kvkeep.types import Observation
 
 CERTAIN = 1e6  # above any vote plus noise: tokens chosen by rank come before tokens drawn
@@ -33,7 +34,7 @@ class VotesAndLuck:
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         window = shrunk(self.window, budget)
-        votes = attention(seen, max(1, window)).sum(2).mean(1)
+        votes = total(attention(seen, max(1, window)))
         free = budget - window
         ranked = free - int(self.random * free + 1e-9)
         candidates = votes.masked_fill(from_end(seen) < window, float("-inf"))

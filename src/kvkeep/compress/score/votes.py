@@ -13,6 +13,7 @@ from kvkeep.compress.observe import attention, from_end
 from kvkeep.compress.pool import pool
 from kvkeep.compress.window import check_window, shrunk
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.reference import total
 from kvkeep.types import Observation, Step
 
 
@@ -31,7 +32,7 @@ class Votes:
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         window = shrunk(self.window, budget) if self.kept else self.window
-        votes = attention(seen, max(1, window)).sum(2).mean(1)
+        votes = total(attention(seen, max(1, window)))
         if self.one_choice:
             votes = votes.mean(0, keepdim=True).expand_as(votes)
         return pool(votes, from_end(seen) >= (window if self.kept else 0), self.pool, self.pooling)
