@@ -5,6 +5,7 @@ most 1.6 %, and a decode step copies at most 64 tokens per head on average.
 
 A cache that drops one token for each that comes does not move the others: the newcomer takes the slot that is free
 (`swap_in`), and the one that goes leaves the next free slot (`vacate`). Order is restored when somebody looks.
+(Longer than most files: nobody else may touch these buffers.)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ GROWTH = 64
 class Paused:
     """A layer's state that appending or swapping one token changes."""
 
+    starts: list[int]
     lengths: list[int]
     hole: Tensor | None
     notes: Tensor | None
@@ -151,6 +153,17 @@ class LayerCache:
         """Every row and key head holds the same number of tokens."""
         return bool(self.lengths) and min(self.lengths) == max(self.lengths)
 
+    def even(self) -> Tokens:
+        """Views of everything as [rows, kv_heads, n, …]; only if `is_even`."""
+        self.settle()
+        n = self.lengths[0]
+        return self.flat.map(lambda t: t.view(self.rows, self.kv_heads, -1, *t.shape[1:])[:, :, :n])
+
+    def annotate(self, notes: Tensor) -> None:
+        """Put new notes beside even tokens; the old ones stay as they were for whoever holds them."""
+        self.flat = replace(self.flat, notes=self.flat.notes.clone())
+        self.even().notes.copy_(notes)
+
     def swap_in(self, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tokens, Tensor]:
         """Put one token of every row and key head into the free slot of each segment.
 
@@ -192,15 +205,17 @@ class LayerCache:
 
     def pause(self) -> Paused:
         """What it takes to undo the next append or swap."""
-        return Paused(self.lengths, self.hole, self.flat and self.flat.notes)
+        return Paused(self.starts, self.lengths, self.hole, self.flat and self.flat.notes)
 
     def resume(self, state: Paused) -> None:
         """Forget what was appended or swapped in since."""
         self.lengths = list(state.lengths)
-        if state.hole is None and self.hole is not None:  # swapping began with that token: its slot is the last
-            self.hole, self.room = None, [n + 1 for n in self.lengths]
-        elif state.hole is not None:
-            self.hole, self.flat = state.hole, replace(self.flat, notes=state.notes)
+        self.hole = state.hole
+        if state.notes is not None and self.starts == state.starts:
+            self.flat = replace(self.flat, notes=state.notes)
+        elif state.notes is not None:  # the buffers were repacked meanwhile, each segment's tokens in the same order
+            for start, before, length in zip(self.starts, state.starts, state.lengths, strict=True):
+                self.flat.notes[start : start + length] = state.notes[before : before + length]
         self._mark_ends()
 
     def take(self, rows: Sequence[int]) -> None:

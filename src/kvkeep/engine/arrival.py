@@ -30,6 +30,24 @@ class Arrival:
         """One row of [rows, heads, q, dim] without its padding: [heads, count, dim]"""
         return tensor[row] if self.columns is None else tensor[row][:, self.columns[row]]
 
+    def pack(self, queries: Tensor) -> Tensor:
+        """Every row's real queries moved to the end, zeros before. [rows, heads, q, dim]"""
+        if self.columns is None:
+            return queries
+        packed = torch.zeros_like(queries)
+        for row, count in enumerate(self.counts):
+            packed[row, :, queries.shape[2] - count :] = self.real(queries, row)
+        return packed
+
+    def unpack(self, output: Tensor) -> Tensor:
+        """Undo `pack`."""
+        if self.columns is None:
+            return output
+        spread = torch.zeros_like(output)
+        for row, (count, columns) in enumerate(zip(self.counts, self.columns, strict=True)):
+            spread[row, :, columns] = output[row, :, output.shape[2] - count :]
+        return spread
+
     def to(self, device: torch.device) -> Arrival:
         """The same, on the device of another layer."""
         if self.positions[0].device == device:

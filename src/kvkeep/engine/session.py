@@ -1,8 +1,9 @@
 """A transformers Cache that keeps, per row, layer and key head, only what its method chooses.
 
 After every forward pass of more than one token, each row's kept tokens and its new ones compete for the budget, judged
-by the row's newest queries. Single-token passes (decoding) only add. So a long prompt fed in chunks never holds more
-than budget + chunk tokens, and every turn of a conversation ends its prefill within the budget.
+by the row's newest queries. Single-token passes (decoding) add, and compete when the schedule says so. So a long prompt
+fed in chunks never holds more than budget + chunk tokens, and every turn of a conversation ends its prefill within the
+budget. (Longer than most files: it is the one class that answers to transformers' whole cache interface.)
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvkeep.kernels.reference import attend
 from kvkeep.model.adapter import AdaptedCache, OwnedLayer, trained_window
 from kvkeep.model.attention import Handover
 from kvkeep.model.rotary import rotations
+from kvkeep.model.stock import has_run
 
 
 class Cache(AdaptedCache):
@@ -77,13 +79,14 @@ class Cache(AdaptedCache):
             self._arrive(new)
         arrival = self.arrival.to(new.key.device)
         layer = self.store[index]
-        if layer and arrival.is_step and self.stepper.can(layer, arrival):
-            self.underway[index] = layer.pause()
-            result = new.outcome(self.stepper.step(index, layer, new))
+        self.underway[index] = layer.pause()
+        if self.stepper.can_swap(layer, arrival):
+            result = new.outcome(self.stepper.swap(index, layer, new))
+        elif self.stepper.can_grow(layer, arrival):
+            result = new.outcome(self.stepper.grow(layer, new, arrival))
         else:
-            self.underway[index] = layer.pause()
             result = new.outcome(self._over_cache(layer, new, arrival)) if layer else new.stock()
-            self._check(index, new, arrival)
+            self.watch.check(index, new, arrival, layer)
             self._compete(index, new, arrival, layer)
         if index == self.owned[-1]:
             self._leave(new)
@@ -106,16 +109,13 @@ class Cache(AdaptedCache):
         rows, _, q, _ = new.query.shape
         self.arrival = self.arrivals.next(rows, q, new.padding, new.key.device)
         self.observer.end_prompts(self.arrival.counts)
-        if self.arrival.is_step and self.stepper.able:
+        if self.arrival.is_step:
             self.stepper.begin(self.arrival, self.arrivals.seen, new.key.device)
         self.underway = {}
 
     def _undo(self) -> None:
         """Take back what a forward pass that did not end has done, or say that it cannot be."""
-        ahead = any(
-            not isinstance(layer, OwnedLayer) and layer.is_initialized and has_run(layer, self.seen)
-            for layer in self.layers
-        )
+        ahead = any(not isinstance(layer, OwnedLayer) and has_run(layer, self.seen) for layer in self.layers)
         if ahead or (self.seen and None in self.underway.values()):
             raise CacheMisuse(
                 "an earlier forward pass was cut short and left this cache unusable; reset() it or make a new one."
@@ -127,27 +127,13 @@ class Cache(AdaptedCache):
             self.observer.forget_step(index)
         self.contest.forget()
 
-    def _check(self, index: int, new: Handover, arrival: Arrival) -> None:
-        """Once per layer, compare what we see with what the model computes."""
-        if index in self.watch.checked:
-            return
-        row = max(range(len(arrival.counts)), key=arrival.counts.__getitem__)
-        if self.store[index]:
-            tokens = self.store[index].dense(row)
-            keys, values = tokens.keys[:, : min(self.store[index].row_lengths(row))], tokens.values
-        elif arrival.counts[row]:
-            keys, values = arrival.real(new.key, row), arrival.real(new.value, row)
-        else:
-            return
-        self.watch.compare(index, new, arrival.real(new.query, row)[:, -1], keys, values[:, : keys.shape[1]])
-
     def _over_cache(self, layer: LayerCache, new: Handover, arrival: Arrival) -> Tensor:
         layer.append(new.key.detach(), new.value.detach(), arrival.positions, arrival.columns)
         output = attend(
-            new.query if arrival.columns is None else packed_right(new.query, arrival),
-            layer.flat.keys, layer.flat.values, layer.segments, arrival.counts, new.scale, new.softcap, new.sinks,
+            arrival.pack(new.query), layer.flat.keys, layer.flat.values, layer.segments, arrival.counts,
+            new.scale, new.softcap, new.sinks,
         )  # fmt: skip
-        return output if arrival.columns is None else unpacked(output, arrival)
+        return arrival.unpack(output)
 
     def _leave(self, new: Handover) -> None:
         """The forward pass went through all layers: its tokens count."""
@@ -245,24 +231,3 @@ class Cache(AdaptedCache):
         raise CacheMisuse(
             "a compressed cache cannot be cropped: dropped tokens do not come back; fork() it before you add."
         )
-
-
-def packed_right(queries: Tensor, arrival: Arrival) -> Tensor:
-    """Move every row's real queries to the end. [rows, heads, q, dim]"""
-    packed = torch.zeros_like(queries)
-    for row, count in enumerate(arrival.counts):
-        packed[row, :, queries.shape[2] - count :] = arrival.real(queries, row)
-    return packed
-
-
-def unpacked(output: Tensor, arrival: Arrival) -> Tensor:
-    """Undo `packed_right`."""
-    spread = torch.zeros_like(output)
-    for row, (count, columns) in enumerate(zip(arrival.counts, arrival.columns or [], strict=True)):
-        spread[row, :, columns] = output[row, :, output.shape[2] - count :]
-    return spread
-
-
-def has_run(layer: Any, seen: int) -> bool:
-    """Whether a stock layer has read more than the cache as a whole."""
-    return hasattr(layer, "get_seq_length") and layer.get_seq_length() != seen

@@ -40,16 +40,21 @@ class Stepper:
         )
         self.sinks: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> the first tokens' keys and places when last packed
 
-    def can(self, layer: LayerCache, arrival: Arrival) -> bool:
+    def can_swap(self, layer: LayerCache, arrival: Arrival) -> bool:
         """Every row gets one token, has no room for it, and holds as much as every other."""
-        full = layer.is_even and layer.lengths[0] == self.budget
-        return self.able and full and arrival.columns is None and all(arrival.due)
+        return self.able and arrival.is_step and all(arrival.due) and layer.is_even and layer.lengths[0] == self.budget
+
+    def can_grow(self, layer: LayerCache, arrival: Arrival) -> bool:
+        """There is room for the new token, but the notes beside the others want to know of it."""
+        remembers = self.method.memory is not None and isinstance(self.budget, int)
+        return remembers and bool(layer) and arrival.is_step and not any(arrival.due) and layer.is_even
 
     def begin(self, arrival: Arrival, seen: list[int], device: torch.device) -> None:
         """What all layers of a forward pass share: how far each row is, and where its first tokens belong."""
         self.positions = torch.cat(arrival.positions)
         self.cursors = self.positions + 1
-        self.places = self._places(seen, device) if self.method.place and self.method.guard.sinks else None
+        moves = self.able and self.method.place and self.method.guard.sinks
+        self.places = self._places(seen, device) if moves else None
 
     def _places(self, seen: list[int], device: torch.device) -> Tensor:
         """Every row's sinks among the budget's tokens and the new one. [rows, sinks]"""
@@ -59,7 +64,17 @@ class Stepper:
             rows.append(self.method.place(Where(kept, before + 1, self.budget, self.window))[:sinks])
         return torch.stack(rows).to(device, torch.int32)
 
-    def step(self, index: int, layer: LayerCache, new: Handover) -> Tensor:
+    def grow(self, layer: LayerCache, new: Handover, arrival: Arrival) -> Tensor:
+        """Append, attend, and bring the notes up to date. -> attention's output [rows, heads, 1, dim]"""
+        layer.append(new.key.detach(), new.value.detach(), arrival.positions, None)
+        tokens = layer.even()
+        output, *seen = attend_step(new.query, tokens.keys, tokens.values, new.scale, new.softcap, new.sinks)
+        newest = torch.full(tokens.keys.shape[:2], tokens.keys.shape[2] - 1, device=tokens.keys.device)
+        now = Step(tokens, newest, *seen, self.cursors.to(tokens.keys.device), new.scale)
+        layer.annotate(self.method.memory.step(now, self.budget))
+        return output
+
+    def swap(self, index: int, layer: LayerCache, new: Handover) -> Tensor:
         """-> attention's output [rows, heads, 1, dim]; the least worth keeping of each key head is gone"""
         packed = layer.hole is None
         device = new.key.device

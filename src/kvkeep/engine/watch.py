@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kvkeep.cache.layer import LayerCache
+from kvkeep.engine.arrival import Arrival
 from kvkeep.errors import BadTensor, UnsupportedModel
 from kvkeep.kernels.reference import probabilities
 from kvkeep.model.attention import Handover
@@ -20,6 +22,18 @@ class Watch:
         self.checked: set[int] = set()  # layers whose attention was found to be what we take it for
         self.errors: list[Tensor] = []
         self.strange: list[Tensor] = []
+
+    def check(self, index: int, new: Handover, arrival: Arrival, layer: LayerCache) -> None:
+        """Look at the row with the most new tokens, over what its layer holds or, if that is nothing yet, over them."""
+        row = max(range(len(arrival.counts)), key=arrival.counts.__getitem__)
+        if index in self.checked or not arrival.counts[row]:
+            return
+        if layer:
+            tokens, shortest = layer.dense(row), min(layer.row_lengths(row))
+            keys, values = tokens.keys[:, :shortest], tokens.values[:, :shortest]
+        else:
+            keys, values = arrival.real(new.key, row), arrival.real(new.value, row)
+        self.compare(index, new, arrival.real(new.query, row)[:, -1], keys, values)
 
     def compare(self, layer: int, new: Handover, query: Tensor, keys: Tensor, values: Tensor) -> None:
         """Compute one query's output from what was handed over and by the model's own attention; note the difference.

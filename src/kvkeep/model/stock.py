@@ -23,3 +23,12 @@ def restore(layer: Any, keys: Tensor, values: Tensor, length: int) -> None:
     layer.keys, layer.values = keys, values
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length = length
+
+
+def has_run(layer: Any, seen: int) -> bool:
+    """Whether a layer has read more, or less, than the cache as a whole."""
+    return (
+        bool(getattr(layer, "is_initialized", False))
+        and hasattr(layer, "get_seq_length")
+        and layer.get_seq_length() != seen
+    )
