@@ -830,7 +830,7 @@ def test_prefill_does_not_read_back_from_every_layer(monkeypatch):
 def test_positions_live_where_the_layers_keys_live(model):
     """Under a device map, a layer's index lies on that layer's device, not on the first one's."""
     cache = kvkeep.Cache(model, "full")
-    cache.watch = SimpleNamespace(checked={0, 1, 2}, numbers=lambda *_: None, settle=lambda: None)
+    cache.watch = SimpleNamespace(check=lambda *_: None, numbers=lambda *_: None, settle=lambda: None)
     for index, device in enumerate(("cpu", "meta", "meta")):
         q, kv = torch.zeros(1, 4, 5, 16, device=device), torch.zeros(1, 2, 5, 16, device=device)
         cache.attend(index, Handover(q, kv, kv, None, lambda q=q: (q.transpose(1, 2), None), 0.25, None, None))

@@ -52,6 +52,11 @@ class Observation:
     layers: int = 1
 
     @property
+    def is_step(self) -> bool:
+        """A single token came on top of others: decoding."""
+        return self.new == 1 < self.cursor
+
+    @property
     def kv_heads(self) -> int:
         return self.keys.shape[0]
 

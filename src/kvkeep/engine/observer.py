@@ -75,7 +75,9 @@ class Observer:
             if not count:
                 rows.append(Contestant(None, tokens, lengths, False))
                 continue
-            queries = self._voters(index, row, arrival.real(new.query, row).detach())
+            queries = arrival.real(new.query, row).detach()
+            if count > 1 or not seen[row] or self.decoding:
+                queries = self._voters(index, row, queries)
             observed = Observation(
                 queries, tokens.keys, tokens.values, tokens.positions, tuple(lengths), seen[row] + count, count,
                 new.scale, new.softcap, new.sinks, tokens.notes, self.layers.index(index), len(self.layers),

@@ -144,6 +144,7 @@ class Cache(AdaptedCache):
                 self.reset()
             raise
         self.arrivals.settle(self.arrival, new.query.shape[2], new.padding)
+        self.stepper.finish()
         self.underway = self.arrival = None
         self.contest.forget()
 

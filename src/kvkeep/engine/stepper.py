@@ -38,6 +38,7 @@ class Stepper:
             and isinstance(self.method.heads, EqualHeads)
             and isinstance(self.method.layers, EqualLayers)
         )
+        self.moving = []
         self.sinks: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> the first tokens' keys and places when last packed
 
     def can_swap(self, layer: LayerCache, arrival: Arrival) -> bool:
@@ -51,16 +52,17 @@ class Stepper:
 
     def begin(self, arrival: Arrival, seen: list[int], device: torch.device) -> None:
         """What all layers of a forward pass share: how far each row is, and where its first tokens belong."""
+        self.moving: list[tuple[int, Tokens, bool]] = []
         self.positions = torch.cat(arrival.positions)
         self.cursors = self.positions + 1
-        moves = self.able and self.method.place and self.method.guard.sinks
+        moves = self.able and self.method.place and self.method.guard.sinks and min(seen) >= self.budget
         self.places = self._places(seen, device) if moves else None
 
     def _places(self, seen: list[int], device: torch.device) -> Tensor:
-        """Every row's sinks among the budget's tokens and the new one. [rows, sinks]"""
+        """Where every row's sinks belong among the tokens that stay after this one. [rows, sinks]"""
         sinks, late, rows = self.method.guard.sinks, self.budget - self.method.guard.sinks, []
         for before in seen:
-            kept = torch.cat([torch.arange(sinks), torch.arange(before - late, before + 1)])
+            kept = torch.cat([torch.arange(sinks), torch.arange(before + 1 - late, before + 1)])
             rows.append(self.method.place(Where(kept, before + 1, self.budget, self.window))[:sinks])
         return torch.stack(rows).to(device, torch.int32)
 
@@ -80,8 +82,6 @@ class Stepper:
         device = new.key.device
         positions = self.positions.to(device)
         tokens, newest = layer.swap_in(new.key[:, :, 0].detach(), new.value[:, :, 0].detach(), positions)
-        if self.places is not None:
-            self._move_sinks(index, tokens, packed)
         if self.method.scorer.looks:
             output, *seen = attend_step(new.query, tokens.keys, tokens.values, new.scale, new.softcap, new.sinks)
         else:
@@ -91,6 +91,8 @@ class Stepper:
         if self.method.memory:
             now = self._remember(layer, now)
         layer.vacate(self._victims(now))
+        if self.places is not None:
+            self.moving.append((index, tokens, packed))
         return output
 
     def _remember(self, layer: LayerCache, now: Step) -> Step:
@@ -105,6 +107,12 @@ class Stepper:
         worth = worth.masked_fill(self.method.guard.step(now, self.budget), float("inf"))
         lowest = worth <= worth.amin(-1, keepdim=True)
         return torch.where(lowest, now.tokens.positions, NOWHERE).argmin(-1)
+
+    def finish(self) -> None:
+        """All layers are through: where keys are moved, move those that stay for the next token."""
+        for index, tokens, packed in self.moving:
+            self._move_sinks(index, tokens, packed)
+        self.moving = []
 
     def _move_sinks(self, index: int, tokens: Tokens, packed: bool) -> None:
         """Turn the first tokens' keys, always from where they were last packed, so that no error builds up."""

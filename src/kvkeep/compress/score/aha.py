@@ -35,7 +35,7 @@ class Aha:
         if self.value_prior:
             largest = size.amax(1, keepdim=True)
             votes = votes * torch.where(largest > 0, size / largest.clamp_min(1e-30), 1.0)
-        return pool(votes, tokens, self.pool)
+        return votes if seen.is_step else pool(votes, tokens, self.pool)
 
     def step(self, now: Step, budget: int) -> Tensor:
         votes, size = now.tokens.notes.unbind(-1)
@@ -57,12 +57,11 @@ class RecentVotes:
         check_pool("value_pool", self.value_pool)
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        decoding = seen.new == 1 < seen.cursor
-        rows, tokens = 1 if decoding else max(1, shrunk(self.recent, budget)), real(seen)
+        rows, tokens = 1 if seen.is_step else max(1, shrunk(self.recent, budget)), real(seen)
         votes = total(attention(sharpened(seen, rows, budget) if self.step_gain else seen, rows))
         before, known = seen.notes.unbind(-1)
-        size = pool(seen.values.float().square().sum(-1) * tokens, tokens, 1 if decoding else self.value_pool)
-        return torch.stack([before + votes if decoding else votes, torch.where(known > 0, known, size)], -1)
+        size = pool(seen.values.float().square().sum(-1) * tokens, tokens, 1 if seen.is_step else self.value_pool)
+        return torch.stack([before + votes if seen.is_step else votes, torch.where(known > 0, known, size)], -1)
 
     def step(self, now: Step, budget: int) -> Tensor:
         votes, size = now.tokens.notes.unbind(-1)
