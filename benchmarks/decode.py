@@ -25,9 +25,11 @@ def main() -> None:
     model, _ = load()
     torch.manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (1, options.tokens))
-    specs = ["snapkv", "snapkv+adakv", "snapkv+pyramid", "snapkv+adakv+pyramid", "full"]
-    caches = {spec: kvkeep.Cache(model, spec, options.budget) for spec in specs}
-    times: dict[str, list[float]] = {spec: [] for spec in specs}
+    specs = [(name, "prompt") for name in ("snapkv", "snapkv+adakv", "snapkv+pyramid", "snapkv+adakv+pyramid", "full")]
+    specs += [(name, "step") for name in ("streamingllm", "lm_infinite", "tova", "h2o", "ahakv")]
+    specs += [(name, "buffer") for name in ("snapkv", "protokv", "snapkv+adakv")]
+    caches = {spec: kvkeep.Cache(model, spec[0], options.budget, schedule=spec[1]) for spec in specs}
+    times: dict[tuple[str, str], list[float]] = {spec: [] for spec in specs}
     with torch.inference_mode():
         for cache in caches.values():
             model(ids, past_key_values=cache, logits_to_keep=1)
@@ -36,11 +38,14 @@ def main() -> None:
                 start = time.perf_counter()
                 model(ids[:, step : step + 1], past_key_values=cache)
                 times[spec].append(time.perf_counter() - start)
-    base = statistics.median(times["snapkv"])
-    print(f"{options.tokens} tokens, budget {options.budget}, {options.steps} steps, medians")
+    print(
+        f"{options.tokens} tokens, budget {options.budget}, {options.steps} steps, interleaved; ratios to snapkv/prompt"
+    )
+    base = times["snapkv", "prompt"]
     for spec in specs:
-        middle = statistics.median(times[spec])
-        print(f"{spec:24} {1000 * middle:7.1f} ms  {middle / base:5.2f} × snapkv   {caches[spec].nbytes / 1e6:6.1f} MB")
+        middle = statistics.median(mine / theirs for mine, theirs in zip(times[spec], base, strict=True))
+        mean = sum(times[spec]) / sum(base)
+        print(f"{'/'.join(spec):30} median {middle:5.3f}  mean {mean:5.3f}   {caches[spec].nbytes / 1e6:6.1f} MB")
 
 
 if __name__ == "__main__":

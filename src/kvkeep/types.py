@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 NOWHERE = 2**31 - 1  # position of padding where key heads hold different numbers of tokens: later than any query
@@ -74,8 +75,15 @@ class Step:
     newest: Tensor  # [rows, kv_heads] where among the n it is
     logits: Tensor | None  # [rows, kv_heads, group, n] float32, as the model's softmax got them; None if nobody asked
     chances: Tensor | None  # what that softmax made of them
-    cursors: Tensor  # [rows] tokens of text seen so far
+    value: Tensor  # [rows, kv_heads, dim] of the new token
+    lengths: list[int]  # tokens of text each row has seen so far
     scale: float
+
+    def per_row(self, numbers: list) -> Tensor | float:
+        """One number per row, in a shape that fits [rows, kv_heads, n]; a plain number where there is one row."""
+        if len(numbers) == 1:
+            return numbers[0]
+        return torch.tensor(numbers, device=self.newest.device)[:, None, None]
 
 
 @dataclass(frozen=True)

@@ -53,47 +53,54 @@ class Stepper:
     def begin(self, arrival: Arrival, seen: list[int], device: torch.device) -> None:
         """What all layers of a forward pass share: how far each row is, and where its first tokens belong."""
         self.moving: list[tuple[int, Tokens, bool]] = []
+        self.turns: dict[int, tuple[Tensor, Tensor]] = {}
         self.positions = torch.cat(arrival.positions)
-        self.cursors = self.positions + 1
+        self.lengths = [before + 1 for before in seen]
         moves = self.able and self.method.place and self.method.guard.sinks and min(seen) >= self.budget
-        self.places = self._places(seen, device) if moves else None
+        self.places = self._places(device) if moves else None
 
-    def _places(self, seen: list[int], device: torch.device) -> Tensor:
-        """Where every row's sinks belong among the tokens that stay after this one. [rows, sinks]"""
+    def _places(self, device: torch.device) -> Tensor | None:
+        """Where every row's sinks belong among the tokens that stay after this one; None where they always stood.
+
+        [rows, sinks]
+        """
         sinks, late, rows = self.method.guard.sinks, self.budget - self.method.guard.sinks, []
-        for before in seen:
-            kept = torch.cat([torch.arange(sinks), torch.arange(before + 1 - late, before + 1)])
-            rows.append(self.method.place(Where(kept, before + 1, self.budget, self.window))[:sinks])
-        return torch.stack(rows).to(device, torch.int32)
+        for length in self.lengths:
+            kept = torch.cat([torch.arange(sinks), torch.arange(length - late, length)])
+            rows.append(self.method.place(Where(kept, length, self.budget, self.window))[:sinks])
+        places = torch.stack(rows)
+        return None if bool((places == torch.arange(sinks)).all()) else places.to(device, torch.int32)
 
     def grow(self, layer: LayerCache, new: Handover, arrival: Arrival) -> Tensor:
         """Append, attend, and bring the notes up to date. -> attention's output [rows, heads, 1, dim]"""
         layer.append(new.key.detach(), new.value.detach(), arrival.positions, None)
         tokens = layer.even()
-        output, *seen = attend_step(new.query, tokens.keys, tokens.values, new.scale, new.softcap, new.sinks)
         newest = torch.full(tokens.keys.shape[:2], tokens.keys.shape[2] - 1, device=tokens.keys.device)
-        now = Step(tokens, newest, *seen, self.cursors.to(tokens.keys.device), new.scale)
+        output, now = self._attend(new, tokens, newest)
         layer.annotate(self.method.memory.step(now, self.budget))
         return output
 
     def swap(self, index: int, layer: LayerCache, new: Handover) -> Tensor:
         """-> attention's output [rows, heads, 1, dim]; the least worth keeping of each key head is gone"""
         packed = layer.hole is None
-        device = new.key.device
-        positions = self.positions.to(device)
+        positions = self.positions.to(new.key.device)
         tokens, newest = layer.swap_in(new.key[:, :, 0].detach(), new.value[:, :, 0].detach(), positions)
-        if self.method.scorer.looks:
-            output, *seen = attend_step(new.query, tokens.keys, tokens.values, new.scale, new.softcap, new.sinks)
-        else:
-            output = attend_even(new.query, tokens.keys, tokens.values, new.scale, new.softcap, new.sinks)
-            seen = [None, None]
-        now = Step(tokens, newest, *seen, self.cursors.to(device), new.scale)
+        output, now = self._attend(new, tokens, newest)
         if self.method.memory:
             now = self._remember(layer, now)
         layer.vacate(self._victims(now))
         if self.places is not None:
             self.moving.append((index, tokens, packed))
         return output
+
+    def _attend(self, new: Handover, tokens: Tokens, newest: Tensor) -> tuple[Tensor, Step]:
+        logits = chances = None
+        how = (new.query, tokens.keys, tokens.values, new.scale, new.softcap, new.sinks)
+        if self.method.scorer.looks:
+            output, logits, chances = attend_step(*how)
+        else:
+            output = attend_even(*how)
+        return output, Step(tokens, newest, logits, chances, new.value[:, :, 0].detach(), self.lengths, new.scale)
 
     def _remember(self, layer: LayerCache, now: Step) -> Step:
         """New notes beside the tokens; the old ones stay as they were, in case the forward pass is cut short."""
@@ -121,6 +128,8 @@ class Stepper:
             self.sinks[index] = tokens.keys[:, :, :n].clone(), tokens.places[:, :1, :n].clone()
         keys, places = self.sinks[index]
         wanted = self.places.to(places.device)[:, None]
-        if (turn := self.rotations[index]) is not None:
-            tokens.keys[:, :, :n] = turn.turn(keys, wanted - places)
+        if (rotation := self.rotations[index]) is not None:
+            if id(rotation) not in self.turns:  # layers alike turn alike
+                self.turns[id(rotation)] = rotation.angles(wanted - places)
+            tokens.keys[:, :, :n] = rotation.rotated(keys, *self.turns[id(rotation)])
         tokens.places[:, :, :n] = wanted

@@ -23,9 +23,15 @@ class Rotation:
 
     def turn(self, keys: Tensor, by: Tensor) -> Tensor:
         """Keys as if they stood `by` positions later. keys [.., n, dim], by [.., n]"""
+        return self.rotated(keys, *self.angles(by))
+
+    def angles(self, by: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of turning `by` positions. [.., n, pairs]"""
+        angle = by.to(torch.float32)[..., None] * self.frequencies.to(by.device, torch.float32)
+        return angle.cos(), angle.sin()
+
+    def rotated(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         pairs = len(self.frequencies)
-        angle = by.to(torch.float32)[..., None] * self.frequencies.to(keys.device, torch.float32)
-        cos, sin = angle.cos(), angle.sin()
         turning, rest = keys[..., : 2 * pairs].float(), keys[..., 2 * pairs :]
         a, b = (turning[..., 0::2], turning[..., 1::2]) if self.interleaved else turning.chunk(2, -1)
         turned = (a * cos - b * sin, b * cos + a * sin)
@@ -44,12 +50,15 @@ def rotations(model: Any, layers: list[int]) -> dict[int, Rotation | None]:
         )
     without = getattr(config, "no_rope_layers", None)
     found: dict[int, Rotation | None] = {}
+    of_kind: dict[str | None, Rotation] = {}
     for layer in layers:
         if without and not without[layer]:
             found[layer] = None
             continue
         kind = config.layer_types[layer] if getattr(config, "layer_types", None) else None
-        found[layer] = _rotation(model, embedding, kind, name)
+        if kind not in of_kind:
+            of_kind[kind] = _rotation(model, embedding, kind, name)
+        found[layer] = of_kind[kind]
     return found
 
 

@@ -6,6 +6,7 @@ the softmax; tokens with large values count more. While decoding, each step's ro
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,24 +65,25 @@ class RecentVotes:
         return torch.stack([before + votes if seen.is_step else votes, torch.where(known > 0, known, size)], -1)
 
     def step(self, now: Step, budget: int) -> Tensor:
-        votes, size = now.tokens.notes.unbind(-1)
         chances = now.chances
         if self.step_gain:
-            gain = gains(now.cursors, budget, now.tokens.keys.shape[-1], now.scale)
-            chances = (now.logits * gain[:, None, None, None]).softmax(-1)
-        at = now.newest[..., None]
-        value = now.tokens.values.gather(2, at[..., None].expand(-1, -1, -1, now.tokens.values.shape[-1]))
-        return torch.stack([votes + chances.mean(2), size.scatter(2, at, value.float().square().sum(-1))], -1)
+            factors = [gain(length, budget, now.value.shape[-1], now.scale) for length in now.lengths]
+            factor = now.per_row(factors)
+            chances = (now.logits * (factor if isinstance(factor, float) else factor[..., None])).softmax(-1)
+        notes = now.tokens.notes.clone()
+        notes[..., 0] += chances.mean(2)
+        notes[..., 1].scatter_(2, now.newest[..., None], now.value.float().square().sum(-1, keepdim=True))
+        return notes
 
 
-def gains(lengths: Tensor, budget: int, dim: int, scale: float) -> Tensor:
+def gain(length: int, budget: int, dim: int, scale: float) -> float:
     """Step gain: once i > B tokens are seen, the scale is sqrt(2 ln(i/B)/dim) instead of the model's. As a factor."""
-    gain = (2 * (lengths.double() / budget).log().clamp_min(0) / dim).sqrt() / scale
-    return torch.where(lengths > budget, gain, 1.0).float()
+    return math.sqrt(2 * math.log(length / budget) / dim) / scale if length > budget else 1.0
 
 
 def sharpened(seen: Observation, rows: int, budget: int) -> Observation:
     """The same observation with each of the last queries scaled by its step gain."""
     queries = seen.queries[:, -rows:].float()
-    lengths = torch.arange(seen.cursor - queries.shape[1] + 1, seen.cursor + 1, device=queries.device)
-    return replace(seen, queries=queries * gains(lengths, budget, queries.shape[-1], seen.scale)[:, None])
+    lengths = range(seen.cursor - queries.shape[1] + 1, seen.cursor + 1)
+    factors = [gain(length, budget, queries.shape[-1], seen.scale) for length in lengths]
+    return replace(seen, queries=queries * torch.tensor(factors, device=queries.device)[:, None])
