@@ -89,18 +89,31 @@ def run(
 
 @app.command(epilog=EPILOG)
 def methods(as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False) -> None:
-    """List the methods: name, paper, what each keeps, its parameters and their defaults."""
+    """List the methods: paper, what each keeps, parameters, when tokens compete, where we deviate."""
     rows = [
-        {"name": name, "paper": each.paper, "keeps": each.keeps, "parameters": dict(each.parameters)}
+        {
+            "name": name,
+            "paper": each.paper,
+            "keeps": each.keeps,
+            "parameters": dict(each.parameters),
+            "competes": {None: "after prompts", 1: "every step"}.get(each.schedule.every),
+            "deviates": each.deviates,
+        }
         for name, each in kvkeep.methods.items()
     ]
     if as_json:
         show.print_json(rows)
         return
-    for row in rows:
-        row["parameters"] = ", ".join(f"{key}={value}" for key, value in row["parameters"].items())
-    cells = [[text or "–" for text in row.values()] for row in rows]
-    show.print_table(["method", "paper", "keeps", "parameters"], cells)
+    show.print_table(["method", "keeps", "parameters"], [_cells(row) for row in rows])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """One method in three columns that fit a narrow terminal."""
+    keeps = f"{row['keeps']} (competes {row['competes']})"
+    if row["deviates"]:
+        keeps += f"\nDeviates: {row['deviates']}."
+    parameters = "\n".join(f"{key}={value}" for key, value in row["parameters"].items())
+    return [f"{row['name']}\n{row['paper']}".rstrip(), keeps, parameters or "–"]
 
 
 @app.command(epilog=EPILOG)

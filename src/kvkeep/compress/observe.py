@@ -41,3 +41,8 @@ def from_end(seen: Observation) -> Tensor:
     if len(set(seen.lengths)) == 1:
         return (seen.lengths[0] - 1 - index).expand(seen.kv_heads, -1)
     return torch.tensor(seen.lengths, device=index.device)[:, None] - 1 - index
+
+
+def entropy(chances: Tensor) -> Tensor:
+    """-Σ p ln p over the last axis; several times faster than torch.special.entr on a processor."""
+    return -torch.linalg.vecdot(chances, chances.clamp_min(1e-38).log_())

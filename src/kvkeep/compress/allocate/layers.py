@@ -13,7 +13,7 @@ from math import floor as floor_of
 import torch
 from torch import Tensor
 
-from kvkeep.compress.observe import attention, from_end
+from kvkeep.compress.observe import attention, entropy, from_end
 from kvkeep.compress.window import check_window, shrunk
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
@@ -94,7 +94,7 @@ class CakeLayers(ByWeight):
 
     def weigh(self, seen: Observation, budget: int) -> Tensor:
         rows = self._rows(seen, budget)
-        disorder = torch.special.entr(rows).sum((1, 2)).mean()
+        disorder = entropy(rows).sum(1).mean()
         movement = rows.var(1).sum(1).mean() if rows.shape[1] > 1 else rows.new_zeros(())
         return disorder ** (1 / self.tau1) * movement ** (1 / self.tau2)
 
@@ -111,7 +111,7 @@ class EntropyLayers(ByWeight):
     def weigh(self, seen: Observation, budget: int) -> Tensor:
         rows = self._rows(seen, budget)
         total = rows.sum(-1, keepdim=True)
-        return torch.special.entr(torch.where(total > 0, rows / total.clamp_min(1e-30), 0.0)).sum(-1).mean()
+        return entropy(torch.where(total > 0, rows / total.clamp_min(1e-30), 0.0)).mean()
 
 
 def poured(weights: list[float], amount: float, room: int) -> list[float]:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.special import entr
 
-from kvkeep.compress.observe import attention
+from kvkeep.compress.observe import attention, entropy
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
@@ -67,6 +66,6 @@ def distance(rows: Tensor, weights: Tensor) -> Tensor:
     disorder, between = rows.new_zeros(rows.shape[:2]), rows.new_zeros(rows.shape[:2])
     for part in rows.split(STRETCH, -1):
         smoothed = weights @ part
-        disorder += entr(smoothed).sum(-1)
-        between += entr((smoothed + smoothed[:, :1]).mul_(0.5)).sum(-1)
+        disorder += entropy(smoothed)
+        between += entropy((smoothed + smoothed[:, :1]).mul_(0.5))
     return (between - (disorder + disorder[:, :1]) / 2).clamp_min(0).sqrt()
