@@ -46,3 +46,14 @@ def from_end(seen: Observation) -> Tensor:
 def entropy(chances: Tensor) -> Tensor:
     """-Σ p ln p over the last axis; several times faster than torch.special.entr on a processor."""
     return -torch.linalg.vecdot(chances, chances.clamp_min(1e-38).log_())
+
+
+def mean_and_variance(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Over the rows of [.., w, n]: [.., n] twice; the sample variance, nought for a single row.
+
+    Sums are products with a row of ones: much faster on a processor than reducing a middle axis.
+    """
+    w = rows.shape[-2]
+    mean = rows.new_full((1, w), 1 / w) @ rows
+    variance = rows.new_full((1, w), 1 / max(1, w - 1)) @ (rows - mean).square_()
+    return mean.squeeze(-2), variance.squeeze(-2)

@@ -20,18 +20,15 @@ def outlier_degree(seen: Observation, kappa: int) -> Tensor:
     """
     tokens = real(seen)
     unit = normalize(seen.keys.float(), dim=-1) * tokens[..., None]
-    total = (unit * _near_sum(unit, kappa)).sum(-1)
-    alike = total / _near_sum(tokens[..., None].float(), kappa)[..., 0].clamp_min(1)
-    count = tokens.sum(1, keepdim=True)
-    mean = (alike * tokens).sum(1, keepdim=True) / count
-    spread = (((alike - mean) ** 2) * tokens).sum(1, keepdim=True).div(count).sqrt()
+    total, near = unit.square().sum(-1), tokens.float()
+    count = near.clone()
+    for step in range(1, min(kappa, seen.tokens - 1) + 1):
+        pairs = torch.linalg.vecdot(unit[:, step:], unit[:, :-step])
+        for sums, one, other in ((total, pairs, pairs), (count, near[:, :-step], near[:, step:])):
+            sums[:, step:] += one
+            sums[:, :-step] += other
+    alike = total / count.clamp_min(1)
+    n = tokens.sum(1, keepdim=True)
+    mean = (alike * tokens).sum(1, keepdim=True) / n
+    spread = (((alike - mean) ** 2) * tokens).sum(1, keepdim=True).div(n).sqrt()
     return torch.where(spread > 1e-7, (mean - alike) / spread.clamp_min(1e-7), 0.0)
-
-
-def _near_sum(x: Tensor, reach: int) -> Tensor:
-    """Sum over each token's neighbours up to `reach` away. [kv_heads, n, …]"""
-    total = x.clone()
-    for step in range(1, min(reach, x.shape[1] - 1) + 1):
-        total[:, step:] += x[:, :-step]
-        total[:, :-step] += x[:, step:]
-    return total

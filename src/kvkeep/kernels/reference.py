@@ -63,7 +63,7 @@ def column_mass(
     q, n = queries.shape[1], keys.shape[1]
     block = max(16, min(256, AT_ONCE.get(keys.device.type, AT_ONCE_ELSEWHERE) // (queries.shape[0] * n)))
     mass = keys.new_zeros(keys.shape[0], n, dtype=torch.float32)
-    keys = keys.float()
+    keys = keys.float().transpose(1, 2).contiguous().transpose(1, 2)  # laid out for products with many small blocks
     even = cursor == n  # nothing was dropped: only the block's own keys can be too new for it
     blind = cursor > n  # some keys are gone, perhaps all that a query could see
     ahead = q - min(q, block)  # keys the first block cannot see, if the newest q keys are the queries' own

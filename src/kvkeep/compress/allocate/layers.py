@@ -13,7 +13,7 @@ from math import floor as floor_of
 import torch
 from torch import Tensor
 
-from kvkeep.compress.observe import attention, entropy, from_end
+from kvkeep.compress.observe import attention, entropy, from_end, mean_and_variance
 from kvkeep.compress.window import check_window, shrunk
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
@@ -95,7 +95,7 @@ class CakeLayers(ByWeight):
     def weigh(self, seen: Observation, budget: int) -> Tensor:
         rows = self._rows(seen, budget)
         disorder = entropy(rows).sum(1).mean()
-        movement = rows.var(1).sum(1).mean() if rows.shape[1] > 1 else rows.new_zeros(())
+        movement = mean_and_variance(rows)[1].sum(1).mean()
         return disorder ** (1 / self.tau1) * movement ** (1 / self.tau2)
 
 

@@ -84,15 +84,19 @@ class Prototypes:
 
 
 def prototypes(keys: Tensor, home: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """Mean key of each home; a home without tokens points nowhere. [kv_heads, count, dim]"""
+    """Direction of the mean key of each home, and a last number that puts homes without tokens out of reach.
+
+    [kv_heads, count, dim + 1]
+    """
     weights = tokens.to(keys.dtype)
     index = home[..., None].expand_as(keys)
     total = keys.new_zeros(len(keys), count, keys.shape[-1]).scatter_add(1, index, keys * weights[..., None])
     size = keys.new_zeros(len(keys), count).scatter_add(1, home, weights)
-    return torch.where((size > 0)[..., None], total / size.clamp_min(1)[..., None], float("nan"))
+    centre = normalize(total, dim=-1)  # only its direction matters
+    return torch.cat([centre, -4.0 * (size == 0)[..., None]], -1)
 
 
 def nearest(keys: Tensor, centres: Tensor) -> Tensor:
     """The prototype of highest cosine, ties to the lower number. [kv_heads, n]"""
-    cosine = normalize(keys, dim=-1) @ normalize(centres, dim=-1).transpose(1, 2)
-    return cosine.nan_to_num(-2.0).argmax(-1)
+    direction = torch.nn.functional.pad(normalize(keys, dim=-1), (0, 1), value=1.0)
+    return (direction @ centres.transpose(1, 2)).argmax(-1)

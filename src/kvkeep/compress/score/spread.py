@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from kvkeep.compress.observe import attention, from_end
+from kvkeep.compress.observe import attention, from_end, mean_and_variance
 from kvkeep.compress.pool import pool
 from kvkeep.compress.window import check_window, shrunk
 from kvkeep.errors import BadParameter
@@ -30,7 +29,5 @@ class MeanAndVariance:
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         window = shrunk(self.window, budget)
-        rows = attention(seen, max(1, window))
-        steady = rows.mean(2)
-        moving = rows.var(2) if rows.shape[2] > 1 else torch.zeros_like(steady)
+        steady, moving = mean_and_variance(attention(seen, max(1, window)))
         return pool((steady + self.gamma * moving).mean(1), from_end(seen) >= window, self.pool)
