@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-AT_ONCE = {"cpu": 2**21}  # attention probabilities held at a time while mass is summed: what a processor's cache holds
+AT_ONCE = {"cpu": 2**22}  # attention probabilities held at a time while mass is summed: what a processor's cache holds
 AT_ONCE_ELSEWHERE = 2**26  # 256 MB
 
 
@@ -61,7 +61,8 @@ def column_mass(
     queries [heads, q, dim], keys [kv_heads, n, dim], positions [kv_heads, n] -> [kv_heads, n] float32
     """
     q, n = queries.shape[1], keys.shape[1]
-    block = max(16, min(256, AT_ONCE.get(keys.device.type, AT_ONCE_ELSEWHERE) // (queries.shape[0] * n)))
+    at_once = AT_ONCE.get(keys.device.type, AT_ONCE_ELSEWHERE)
+    block = max(16, min(256, at_once // (queries.shape[0] * n) // 16 * 16))
     mass = keys.new_zeros(keys.shape[0], n, dtype=torch.float32)
     keys = keys.float().transpose(1, 2).contiguous().transpose(1, 2)  # laid out for products with many small blocks
     even = cursor == n  # nothing was dropped: only the block's own keys can be too new for it
