@@ -212,3 +212,18 @@ def test_schedules_by_name():
         with pytest.raises(BadParameter, match="schedule"):
             kvkeep.Cache(model, "snapkv", 30, schedule=bad)
     assert parse("tova").schedule.every == 1
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", ["streamingllm", "h2o"])
+def test_looking_at_one_layer_changes_nothing(spec):
+    """Looking puts that layer's tokens in order, and not the others'; the next steps must not mind."""
+    model = make_llama()
+    looked, left = (kvkeep.Cache(model, spec, 24) for _ in range(2))
+    for cache in (looked, left):
+        model(IDS[:, :60], past_key_values=cache)
+    for t in range(60, 90):
+        if t % 4 == 0:
+            looked.kept(t % 3)
+        got, want = (model(IDS[:, t : t + 1], past_key_values=cache).logits for cache in (looked, left))
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)

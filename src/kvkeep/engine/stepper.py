@@ -39,7 +39,7 @@ class Stepper:
             and isinstance(self.method.layers, EqualLayers)
         )
         self.moving = []
-        self.sinks: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> the first tokens' keys and places when last packed
+        self.sinks: dict[int, tuple] = {}  # layer -> the first tokens' keys and places when last packed, and when
 
     def can_swap(self, layer: LayerCache, arrival: Arrival) -> bool:
         """Every row gets one token, has no room for it, and holds as much as every other."""
@@ -53,7 +53,7 @@ class Stepper:
     def begin(self, arrival: Arrival, seen: list[int], device: torch.device) -> None:
         """What all layers of a forward pass share: how far each row is, and where its first tokens belong."""
         self.moving: list[tuple[int, Tokens, bool]] = []
-        self.turns: dict[int, tuple[Tensor, Tensor]] = {}
+        self.turns: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.positions = torch.cat(arrival.positions)
         self.lengths = [before + 1 for before in seen]
         moves = self.able and self.method.place and self.method.guard.sinks and min(seen) >= self.budget
@@ -125,11 +125,12 @@ class Stepper:
         """Turn the first tokens' keys, always from where they were last packed, so that no error builds up."""
         n = self.method.guard.sinks  # they are never dropped, so they lie first
         if packed:
-            self.sinks[index] = tokens.keys[:, :, :n].clone(), tokens.places[:, :1, :n].clone()
-        keys, places = self.sinks[index]
+            self.sinks[index] = tokens.keys[:, :, :n].clone(), tokens.places[:, :1, :n].clone(), tuple(self.lengths)
+        keys, places, when = self.sinks[index]
         wanted = self.places.to(places.device)[:, None]
         if (rotation := self.rotations[index]) is not None:
-            if id(rotation) not in self.turns:  # layers alike turn alike
-                self.turns[id(rotation)] = rotation.angles(wanted - places)
-            tokens.keys[:, :, :n] = rotation.rotated(keys, *self.turns[id(rotation)])
+            alike = (id(rotation), when)  # layers packed at the same time turn alike
+            if alike not in self.turns:
+                self.turns[alike] = rotation.angles(wanted - places)
+            tokens.keys[:, :, :n] = rotation.rotated(keys, *self.turns[alike])
         tokens.places[:, :, :n] = wanted
