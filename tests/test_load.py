@@ -104,8 +104,9 @@ def test_an_interrupted_fetch_leaves_nothing(home, fake_fetch, monkeypatch, step
 
 def test_ctrl_c_in_a_real_process_leaves_nothing(home):
     code = """
-        import time
+        import signal, time
         from kvkeep.model import default
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is born deaf to it
         def slow(folder):
             (folder / "half.whl").write_bytes(b"half")
             print("downloading", flush=True)
