@@ -102,7 +102,7 @@ class LayerCache:
                 if buffer is not None:
                     buffer[start : start + len(part)] = part
         self.rows, self.kv_heads = len(rows), len(rows[0])
-        self._mark_ends()
+        self.mark_ends()
 
     def append(self, keys: Tensor, values: Tensor, positions: Sequence[Tensor], real: Sequence[Tensor] | None) -> None:
         """Add new tokens at the end of every segment.
@@ -144,7 +144,7 @@ class LayerCache:
         self.lengths = [length + count for length in self.lengths]
         self.ends += count
 
-    def _mark_ends(self) -> None:
+    def mark_ends(self) -> None:
         """Note the first free slot of every segment on the device, so that decoding never waits for the host."""
         self.ends = torch.tensor([start + length for start, length in self.segments], device=self.flat.keys.device)
 
@@ -216,7 +216,7 @@ class LayerCache:
         elif state.notes is not None:  # the buffers were repacked meanwhile, each segment's tokens in the same order
             for start, before, length in zip(self.starts, state.starts, state.lengths, strict=True):
                 self.flat.notes[start : start + length] = state.notes[before : before + length]
-        self._mark_ends()
+        self.mark_ends()
 
     def take(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, repeats allowed: beam search and batch selection."""

@@ -104,12 +104,18 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="A JSON list in
     if as_json:
         show.print_json(rows)
         return
-    show.print_table(["method", "keeps", "parameters"], [_cells(row) for row in rows])
+    from kvkeep.compress.presets import CROSSINGS
+
+    crossed = [
+        {"name": f"+{name}", "paper": c.paper, "keeps": c.keeps, "parameters": c.defaults, "deviates": c.deviates}
+        for name, c in CROSSINGS.items()
+    ]
+    show.print_table(["method", "keeps", "parameters"], [_cells(row) for row in rows + crossed])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     """One method in three columns that fit a narrow terminal."""
-    keeps = f"{row['keeps']} (competes {row['competes']})"
+    keeps = f"{row['keeps']} (competes {row['competes']})" if "competes" in row else row["keeps"]
     if row["deviates"]:
         keeps += f"\nDeviates: {row['deviates']}."
     parameters = "\n".join(f"{key}={value}" for key, value in row["parameters"].items())

@@ -103,6 +103,7 @@ def cake(window=32, gamma=200.0, pool=5, tau1=1.0, tau2=1.0):
 
 
 GROUPED = "the query heads of a key head vote with their average"
+ONCE = "layers are compared once, when all are read, and held whole until then"
 SIGN = "equation 5's sign follows the text"
 METHODS = Registry("method", {
     "full": Named(full, "", "everything"),
@@ -115,7 +116,8 @@ METHODS = Registry("method", {
         "first tokens stay (keep_head=False evicts them, as printed); 64 queries vote, not one; modes as in the text",
     ),
     "ahakv": Named(
-        ahakv, "AhaKV", "what recent queries attend to, sharpened with length, weighted by the values' size", GROUPED,
+        ahakv, "AhaKV", "what recent queries attend to, sharpened with length, weighted by the values' size",
+        f"while decoding scores are not smoothed, and a new token's value counts by itself; {GROUPED}",
     ),
     "protokv": Named(
         protokv, "ProtoKV", "whole clusters of keys, those that the window's logits favour", f"{SIGN}; {GROUPED}",
@@ -144,7 +146,7 @@ METHODS = Registry("method", {
     ),
     "cake": Named(
         cake, "arXiv:2503.12491", "what the window attends to, always or at times; layers share by its entropy",
-        f"layers are compared once, when all are read; tau 1 and 1, which the authors tune per model; {GROUPED}",
+        f"{ONCE}; tau 1 and 1, which the authors tune per model; {GROUPED}",
     ),
 })  # fmt: skip
 
@@ -158,7 +160,10 @@ CROSSINGS = Registry("crossing", {
     ),
     "cake": Named(
         lambda tau1=1.0, tau2=1.0: {"layers": CakeLayers(tau1, tau2)}, "arXiv:2503.12491",
-        "layers share by entropy and variance of attention",
+        "layers share by entropy and variance of attention", f"{ONCE}; tau 1 and 1, which the authors tune per model",
     ),
-    "entropy": Named(lambda: {"layers": EntropyLayers()}, "ActQKV", "layers share by entropy of attention"),
+    "entropy": Named(
+        lambda: {"layers": EntropyLayers()}, "ActQKV", "layers share by entropy of attention",
+        f"the paper's density of chunks, read here from the window's attention; {ONCE}",
+    ),
 })  # fmt: skip

@@ -100,7 +100,7 @@ def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) ->
             setattr(layer, name, value)
         if layer.lengths:
             layer.flat = Tokens(*(tensors.get(f"layer.{i}.{part}") for part in PARTS))
-            layer._mark_ends()
+            layer.mark_ends()
     for i, length in facts["stock"].items():
         restore(cache.layers[int(i)], tensors[f"stock.{i}.keys"], tensors[f"stock.{i}.values"], length)
     cache.observer.voters = {

@@ -38,7 +38,7 @@ class Stepper:
             and isinstance(self.method.heads, EqualHeads)
             and isinstance(self.method.layers, EqualLayers)
         )
-        self.moving = []
+        self.moving: list[tuple[int, Tokens, bool]] = []
         self.sinks: dict[int, tuple] = {}  # layer -> the first tokens' keys and places when last packed, and when
 
     def can_swap(self, layer: LayerCache, arrival: Arrival) -> bool:
@@ -52,7 +52,7 @@ class Stepper:
 
     def begin(self, arrival: Arrival, seen: list[int], device: torch.device) -> None:
         """What all layers of a forward pass share: how far each row is, and where its first tokens belong."""
-        self.moving: list[tuple[int, Tokens, bool]] = []
+        self.moving = []
         self.turns: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.positions = torch.cat(arrival.positions)
         self.lengths = [before + 1 for before in seen]
