@@ -69,10 +69,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step of one layer, all rows at once; every key head holds the same n tokens, in no order."""
+    """One decode step, all rows at once (a row of another layer is just another row).
 
-    tokens: Tokens  # [rows, kv_heads, n, …], the new one included
-    newest: Tensor  # [rows, kv_heads] where among the n it is
+    Every key head holds the same n tokens, the new one included, in no order.
+    """
+
+    positions: Tensor  # [rows, kv_heads, n] where each token stood in the text
+    notes: Tensor | None  # [rows, kv_heads, n, k] what the method remembers of each
+    newest: Tensor  # [rows, kv_heads] which of the n is the new one
     logits: Tensor | None  # [rows, kv_heads, group, n] float32, as the model's softmax got them; None if nobody asked
     chances: Tensor | None  # what that softmax made of them
     value: Tensor  # [rows, kv_heads, dim] of the new token
@@ -80,8 +84,8 @@ class Step:
     scale: float
 
     def per_row(self, numbers: list) -> Tensor | float:
-        """One number per row, in a shape that fits [rows, kv_heads, n]; a plain number where there is one row."""
-        if len(numbers) == 1:
+        """One number per row, in a shape that fits [rows, kv_heads, n]; a plain number where all are the same."""
+        if len(set(numbers)) == 1:
             return numbers[0]
         return torch.tensor(numbers, device=self.newest.device)[:, None, None]
 

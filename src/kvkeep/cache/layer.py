@@ -4,14 +4,14 @@ Segments lie row by row, head by head. Room for growth is a 64th of a segment, s
 most 1.6 %, and a decode step copies at most 64 tokens per head on average.
 
 A cache that drops one token for each that comes does not move the others: the newcomer takes the slot that is free
-(`swap_in`), and the one that goes leaves the next free slot (`vacate`). Order is restored when somebody looks.
+(`swap_in`), and the one that goes leaves the next free slot (swap.py). Order is restored when somebody looks.
 (Longer than most files: nobody else may touch these buffers.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -27,10 +27,8 @@ GROWTH = 64
 class Paused:
     """A layer's state that appending or swapping one token changes."""
 
-    starts: list[int]
     lengths: list[int]
     hole: Tensor | None
-    notes: Tensor | None
 
 
 class LayerCache:
@@ -57,7 +55,7 @@ class LayerCache:
     @property
     def index_nbytes(self) -> int:
         """Bytes of what is known of each token beside its key and value."""
-        return _bytes(*self.flat.parts[2:]) if self.flat else 0
+        return sum(t.nbytes for t in self.flat.parts[2:] if t is not None) if self.flat else 0
 
     @property
     def token_nbytes(self) -> int:
@@ -82,6 +80,8 @@ class LayerCache:
 
     def dense(self, row: int) -> Tokens:
         """One row as [kv_heads, longest, …]; shorter heads are padded, their positions with NOWHERE."""
+        if self.is_even and len(set(self.room)) == 1:
+            return self.even().map(lambda t: t[row])
         heads = [piece.parts for piece in self.row(row)]
         fills = (0, 0, NOWHERE, NOWHERE, 0)
         parts = [
@@ -121,8 +121,11 @@ class LayerCache:
         self.fill(grown, GROWTH)
 
     def _has_room(self, count: int) -> bool:
-        writable = torch.is_inference_mode_enabled() or not self.flat.keys.is_inference()
-        return writable and all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
+        return self._writable and all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
+
+    @property
+    def _writable(self) -> bool:
+        return torch.is_inference_mode_enabled() or not self.flat.keys.is_inference()
 
     def _new(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tokens:
         """Tokens of one head as they arrive: standing where they stood, nothing noted yet."""
@@ -159,37 +162,25 @@ class LayerCache:
         n = self.lengths[0]
         return self.flat.map(lambda t: t.view(self.rows, self.kv_heads, -1, *t.shape[1:])[:, :, :n])
 
-    def annotate(self, notes: Tensor) -> None:
-        """Put new notes beside even tokens; the old ones stay as they were for whoever holds them."""
-        self.flat = replace(self.flat, notes=self.flat.notes.clone())
-        self.even().notes.copy_(notes)
-
-    def swap_in(self, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tokens, Tensor]:
-        """Put one token of every row and key head into the free slot of each segment.
-
-        keys, values [rows, kv_heads, dim], positions [rows]
-        -> all n + 1 tokens as [rows, kv_heads, n + 1, …] in no order, and the newcomers' places among them
-        """
-        if self.hole is None:
-            self._open()
-        shape = (self.rows, self.kv_heads)
-        where = positions[:, None].expand(*shape).reshape(-1)
-        new = self._new(keys.flatten(0, 1), values.flatten(0, 1), where)
-        for buffer, part in zip(self.flat.parts, new.parts, strict=True):
-            if buffer is not None:
-                buffer.index_copy_(0, self.hole, part.to(buffer.dtype))
-        return self.flat.map(lambda t: t.view(*shape, -1, *t.shape[1:])), (self.hole - self.firsts).view(shape)
-
-    def _open(self) -> None:
-        """Repack with one slot more than there are tokens in every segment."""
+    def open(self) -> None:
+        """Repack with one slot more than there are tokens in every segment, free for the next."""
         rows = [self.row(row) for row in range(self.rows)]
         self.fill(rows, spare=1)
         self.hole = self.ends
         self.firsts = torch.tensor(self.starts, device=self.ends.device)
 
-    def vacate(self, places: Tensor) -> None:
-        """Free these slots: one per row and key head. places [rows, kv_heads]"""
-        self.hole = self.firsts + places.flatten()
+    def swap_in(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put one token's key and value of every row and key head into the free slot of each segment.
+
+        keys, values [rows, kv_heads, dim] -> all n + 1 of them as [rows, kv_heads, n + 1, dim] in no order
+        """
+        if self.hole is None or not self._writable:
+            self.settle()
+            self.open()
+        both = (self.flat.keys, keys), (self.flat.values, values)
+        for buffer, new in both:
+            buffer.index_copy_(0, self.hole, new.flatten(0, 1).to(buffer.dtype))
+        return tuple(buffer.view(self.rows, self.kv_heads, -1, buffer.shape[-1]) for buffer, _ in both)
 
     def settle(self) -> None:
         """Close the hole and put every segment in order of position."""
@@ -205,17 +196,12 @@ class LayerCache:
 
     def pause(self) -> Paused:
         """What it takes to undo the next append or swap."""
-        return Paused(self.starts, self.lengths, self.hole, self.flat and self.flat.notes)
+        return Paused(self.lengths, self.hole)
 
     def resume(self, state: Paused) -> None:
         """Forget what was appended or swapped in since."""
         self.lengths = list(state.lengths)
         self.hole = state.hole
-        if state.notes is not None and self.starts == state.starts:
-            self.flat = replace(self.flat, notes=state.notes)
-        elif state.notes is not None:  # the buffers were repacked meanwhile, each segment's tokens in the same order
-            for start, before, length in zip(self.starts, state.starts, state.lengths, strict=True):
-                self.flat.notes[start : start + length] = state.notes[before : before + length]
         self.mark_ends()
 
     def take(self, rows: Sequence[int]) -> None:

@@ -63,8 +63,8 @@ class Guard:
     def step(self, now: Step, budget: int) -> Tensor:
         """The same while decoding, told by position: a token of these is never dropped. [rows, kv_heads, n] bool"""
         sinks, late = self.ends(budget)
-        stays = now.tokens.positions >= now.per_row([length - late for length in now.lengths])
-        return stays | (now.tokens.positions < sinks) if sinks else stays
+        stays = now.positions >= now.per_row([length - late for length in now.lengths])
+        return stays | (now.positions < sinks) if sinks else stays
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         """[kv_heads, n] bool"""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from kvkeep.cache.layer import LayerCache
 from kvkeep.compress.method import Method
 from kvkeep.compress.pipeline import compress, remember, shares
@@ -102,4 +104,8 @@ def picked(tokens: Tokens, lengths: Sequence[int], chosen: Selection | None) -> 
     """The chosen tokens of each key head; all of them where nothing was chosen."""
     if chosen is None:
         return [tokens.map(lambda t, h=h, n=n: t[h, :n]) for h, n in enumerate(lengths)]
+    if len(set(chosen.lengths)) == 1:
+        heads = torch.arange(len(chosen.lengths), device=chosen.index.device)[:, None]
+        together = tokens.map(lambda t: t[heads, chosen.index])
+        return [together.map(lambda t, h=h: t[h]) for h in range(len(chosen.lengths))]
     return [tokens.map(lambda t, h=h, n=n: t[h][chosen.index[h, :n]]) for h, n in enumerate(chosen.lengths)]

@@ -83,7 +83,7 @@ class Cache(AdaptedCache):
         if self.stepper.can_swap(layer, arrival):
             result = new.outcome(self.stepper.swap(index, layer, new))
         elif self.stepper.can_grow(layer, arrival):
-            result = new.outcome(self.stepper.grow(layer, new, arrival))
+            result = new.outcome(self.stepper.grow(index, layer, new, arrival))
         else:
             result = new.outcome(self._over_cache(layer, new, arrival)) if layer else new.stock()
             self.watch.check(index, new, arrival, layer)
@@ -110,7 +110,7 @@ class Cache(AdaptedCache):
         self.arrival = self.arrivals.next(rows, q, new.padding, new.key.device)
         self.observer.end_prompts(self.arrival.counts)
         if self.arrival.is_step:
-            self.stepper.begin(self.arrival, self.arrivals.seen, new.key.device)
+            self.stepper.begin(self.arrival, self.arrivals.seen)
         self.underway = {}
 
     def _undo(self) -> None:
@@ -125,6 +125,7 @@ class Cache(AdaptedCache):
         for index, state in self.underway.items():
             self.store[index].resume(state)
             self.observer.forget_step(index)
+        self.stepper.forget()
         self.contest.forget()
 
     def _over_cache(self, layer: LayerCache, new: Handover, arrival: Arrival) -> Tensor:
@@ -143,8 +144,8 @@ class Cache(AdaptedCache):
             if not self.seen:
                 self.reset()
             raise
-        self.arrivals.settle(self.arrival, new.query.shape[2], new.padding)
         self.stepper.finish()
+        self.arrivals.settle(self.arrival, new.query.shape[2], new.padding)
         self.underway = self.arrival = None
         self.contest.forget()
 

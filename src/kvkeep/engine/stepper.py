@@ -1,16 +1,20 @@
-"""One token in, one token out: a decode step over a full cache, in place and for all rows at once.
+"""One token in, one token out: a decode step over a full cache, in place, for all rows and layers at once.
 
-Only for methods whose scorer can judge a single step, with equal heads and layers; others compete the general way.
+A layer only takes the newcomer in and attends; what goes is decided when the last layer is through, for layers alike in
+one batch (cache/swap.py). So a pass that is cut short has changed nothing. Only for methods whose scorer can judge a
+single step, with equal heads and layers; others compete the general way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.layer import LayerCache
+from kvkeep.cache.swap import Swap
 from kvkeep.compress.allocate.heads import EqualHeads
 from kvkeep.compress.allocate.layers import EqualLayers
 from kvkeep.compress.method import Method
@@ -19,7 +23,34 @@ from kvkeep.engine.arrival import Arrival
 from kvkeep.kernels.reference import attend_even, attend_step
 from kvkeep.model.attention import Handover
 from kvkeep.model.rotary import Rotation
-from kvkeep.types import NOWHERE, Step, Tokens
+from kvkeep.types import NOWHERE, Step
+
+
+@dataclass(frozen=True)
+class Went:
+    """What one layer left behind for the decision."""
+
+    layer: LayerCache
+    logits: Tensor | None
+    chances: Tensor | None
+    value: Tensor  # [rows, kv_heads, dim]
+    scale: float
+    rotation: Rotation | None
+    swapped: bool  # the cache is full: one token has to go
+
+    @property
+    def kind(self) -> tuple:
+        """Layers of one kind can be decided for together."""
+        like = self.layer.flat.keys
+        return self.swapped, like.device, self.layer.kv_heads, like.shape, self.scale, id(self.rotation)
+
+
+@dataclass
+class Moving:
+    """The first tokens' keys as they were packed, and where they stood: turned from there, no error builds up."""
+
+    keys: Tensor  # [layers, rows, kv_heads, sinks, dim]
+    places: Tensor  # [rows, sinks]
 
 
 @dataclass
@@ -38,8 +69,8 @@ class Stepper:
             and isinstance(self.method.heads, EqualHeads)
             and isinstance(self.method.layers, EqualLayers)
         )
-        self.moving: list[tuple[int, Tokens, bool]] = []
-        self.sinks: dict[int, tuple] = {}  # layer -> the first tokens' keys and places when last packed, and when
+        self.went: list[Went] = []
+        self.swaps: dict[tuple, tuple[Swap, Moving | None]] = {}
 
     def can_swap(self, layer: LayerCache, arrival: Arrival) -> bool:
         """Every row gets one token, has no room for it, and holds as much as every other."""
@@ -50,16 +81,15 @@ class Stepper:
         remembers = self.method.memory is not None and isinstance(self.budget, int)
         return remembers and bool(layer) and arrival.is_step and not any(arrival.due) and layer.is_even
 
-    def begin(self, arrival: Arrival, seen: list[int], device: torch.device) -> None:
+    def begin(self, arrival: Arrival, seen: list[int]) -> None:
         """What all layers of a forward pass share: how far each row is, and where its first tokens belong."""
-        self.moving = []
-        self.turns: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self.forget()
         self.positions = torch.cat(arrival.positions)
         self.lengths = [before + 1 for before in seen]
         moves = self.able and self.method.place and self.method.guard.sinks and min(seen) >= self.budget
-        self.places = self._places(device) if moves else None
+        self.places = self._places() if moves else None
 
-    def _places(self, device: torch.device) -> Tensor | None:
+    def _places(self) -> Tensor | None:
         """Where every row's sinks belong among the tokens that stay after this one; None where they always stood.
 
         [rows, sinks]
@@ -69,68 +99,108 @@ class Stepper:
             kept = torch.cat([torch.arange(sinks), torch.arange(length - late, length)])
             rows.append(self.method.place(Where(kept, length, self.budget, self.window))[:sinks])
         places = torch.stack(rows)
-        return None if bool((places == torch.arange(sinks)).all()) else places.to(device, torch.int32)
+        return None if bool((places == torch.arange(sinks)).all()) else places.to(torch.int32)
 
-    def grow(self, layer: LayerCache, new: Handover, arrival: Arrival) -> Tensor:
-        """Append, attend, and bring the notes up to date. -> attention's output [rows, heads, 1, dim]"""
+    def grow(self, index: int, layer: LayerCache, new: Handover, arrival: Arrival) -> Tensor:
+        """Append and attend. -> attention's output [rows, heads, 1, dim]"""
         layer.append(new.key.detach(), new.value.detach(), arrival.positions, None)
         tokens = layer.even()
-        newest = torch.full(tokens.keys.shape[:2], tokens.keys.shape[2] - 1, device=tokens.keys.device)
-        output, now = self._attend(new, tokens, newest)
-        layer.annotate(self.method.memory.step(now, self.budget))
-        return output
+        return self._attend(index, layer, new, tokens.keys, tokens.values, swapped=False)
 
     def swap(self, index: int, layer: LayerCache, new: Handover) -> Tensor:
-        """-> attention's output [rows, heads, 1, dim]; the least worth keeping of each key head is gone"""
-        packed = layer.hole is None
-        positions = self.positions.to(new.key.device)
-        tokens, newest = layer.swap_in(new.key[:, :, 0].detach(), new.value[:, :, 0].detach(), positions)
-        output, now = self._attend(new, tokens, newest)
-        if self.method.memory:
-            now = self._remember(layer, now)
-        layer.vacate(self._victims(now))
-        if self.places is not None:
-            self.moving.append((index, tokens, packed))
-        return output
+        """Take in one token more than the budget, and attend. -> attention's output [rows, heads, 1, dim]"""
+        keys, values = layer.swap_in(new.key[:, :, 0].detach(), new.value[:, :, 0].detach())
+        return self._attend(index, layer, new, keys, values, swapped=True)
 
-    def _attend(self, new: Handover, tokens: Tokens, newest: Tensor) -> tuple[Tensor, Step]:
+    def _attend(
+        self, index: int, layer: LayerCache, new: Handover, keys: Tensor, values: Tensor, swapped: bool
+    ) -> Tensor:
         logits = chances = None
-        how = (new.query, tokens.keys, tokens.values, new.scale, new.softcap, new.sinks)
+        how = (new.query, keys, values, new.scale, new.softcap, new.sinks)
         if self.method.scorer.looks:
             output, logits, chances = attend_step(*how)
         else:
             output = attend_even(*how)
-        return output, Step(tokens, newest, logits, chances, new.value[:, :, 0].detach(), self.lengths, new.scale)
+        value, rotation = new.value[:, :, 0].detach(), self.rotations.get(index)
+        self.went.append(Went(layer, logits, chances, value, new.scale, rotation, swapped))
+        return output
 
-    def _remember(self, layer: LayerCache, now: Step) -> Step:
-        """New notes beside the tokens; the old ones stay as they were, in case the forward pass is cut short."""
-        notes = self.method.memory.step(now, self.budget)
-        layer.flat = replace(layer.flat, notes=notes.flatten(0, 2))
-        return replace(now, tokens=replace(now.tokens, notes=notes))
+    def finish(self) -> None:
+        """All layers are through: note what they saw, and let go of what each key head can best do without."""
+        for kind, alike in _alike(self.went).items():
+            if alike[0].swapped:
+                self._let_go(kind, alike)
+            else:
+                self._note(alike)
+        self.forget()
+
+    def forget(self) -> None:
+        """What layers left behind is done with, or was never to be."""
+        self.went = []
+
+    def _note(self, alike: Sequence[Went]) -> None:
+        """There was room: only what is remembered of the tokens changes."""
+        tokens = [one.layer.even() for one in alike]
+        positions, notes = (torch.cat(parts) for parts in zip(*((t.positions, t.notes) for t in tokens), strict=True))
+        newest = torch.full(positions.shape[:2], positions.shape[2] - 1, device=positions.device)
+        noted = self.method.memory.step(self._step(alike, positions, notes, newest), self.budget)
+        for mine, new in zip(tokens, noted.chunk(len(alike)), strict=True):
+            mine.notes.copy_(new)
+
+    def _let_go(self, kind: tuple, alike: Sequence[Went]) -> None:
+        swap, moving = self.swaps.get(kind, (None, None))
+        if swap is None or not swap.stands or len(swap.layers) != len(alike):
+            swap = Swap([one.layer for one in alike])
+            moving = None
+        swap.arrive(self.positions.to(swap.positions.device))
+        now = self._step(alike, swap.positions, swap.notes, swap.newest)
+        if self.method.memory:
+            now = replace(now, notes=self.method.memory.step(now, self.budget))
+        swap.leave(self._victims(now), now.notes)
+        if self.places is not None:
+            moving = moving or self._moving(swap)
+            self._move(swap, moving, alike[0].rotation)
+        self.swaps[kind] = swap, moving
+
+    def _step(self, alike: Sequence[Went], positions: Tensor, notes: Tensor | None, newest: Tensor) -> Step:
+        """Layers alike as one batch."""
+        logits, chances = (
+            torch.cat([getattr(one, part) for one in alike]) if self.method.scorer.looks else None
+            for part in ("logits", "chances")
+        )
+        value = torch.cat([one.value for one in alike])
+        return Step(positions, notes, newest, logits, chances, value, self.lengths * len(alike), alike[0].scale)
 
     def _victims(self, now: Step) -> Tensor:
         """The token each key head can best do without; of equals, the earliest. [rows, kv_heads]"""
         worth = self.method.scorer.step(now, self.budget).float()
         worth = worth.masked_fill(self.method.guard.step(now, self.budget), float("inf"))
         lowest = worth <= worth.amin(-1, keepdim=True)
-        return torch.where(lowest, now.tokens.positions, NOWHERE).argmin(-1)
+        return torch.where(lowest, now.positions, NOWHERE).argmin(-1)
 
-    def finish(self) -> None:
-        """All layers are through: where keys are moved, move those that stay for the next token."""
-        for index, tokens, packed in self.moving:
-            self._move_sinks(index, tokens, packed)
-        self.moving = []
+    def _moving(self, swap: Swap) -> Moving:
+        n, rows = self.method.guard.sinks, swap.layers[0].rows
+        return Moving(torch.stack([_first(layer, n) for layer in swap.layers]), swap.places[:rows, 0, :n].clone())
 
-    def _move_sinks(self, index: int, tokens: Tokens, packed: bool) -> None:
-        """Turn the first tokens' keys, always from where they were last packed, so that no error builds up."""
-        n = self.method.guard.sinks  # they are never dropped, so they lie first
-        if packed:
-            self.sinks[index] = tokens.keys[:, :, :n].clone(), tokens.places[:, :1, :n].clone(), tuple(self.lengths)
-        keys, places, when = self.sinks[index]
-        wanted = self.places.to(places.device)[:, None]
-        if (rotation := self.rotations[index]) is not None:
-            alike = (id(rotation), when)  # layers packed at the same time turn alike
-            if alike not in self.turns:
-                self.turns[alike] = rotation.angles(wanted - places)
-            tokens.keys[:, :, :n] = rotation.rotated(keys, *self.turns[alike])
-        tokens.places[:, :, :n] = wanted
+    def _move(self, swap: Swap, moving: Moving, rotation: Rotation | None) -> None:
+        """Turn the first tokens' keys to where the next token wants them."""
+        n = moving.places.shape[1]
+        wanted = self.places.to(moving.places.device)
+        if rotation is not None:
+            turned = rotation.turn(moving.keys, (wanted - moving.places)[:, None])
+            for layer, keys in zip(swap.layers, turned, strict=True):
+                _first(layer, n).copy_(keys)
+        swap.places[:, :, :n] = wanted.repeat(len(swap.layers), 1)[:, None]
+
+
+def _alike(went: Sequence[Went]) -> dict[tuple, list[Went]]:
+    """Layers in batches of one kind."""
+    kinds: dict[tuple, list[Went]] = {}
+    for one in went:
+        kinds.setdefault(one.kind, []).append(one)
+    return kinds
+
+
+def _first(layer: LayerCache, n: int) -> Tensor:
+    """The keys of a full layer's sinks: never dropped, so they lie first. [rows, kv_heads, n, dim]"""
+    return layer.flat.keys.view(layer.rows, layer.kv_heads, -1, layer.flat.keys.shape[-1])[:, :, :n]

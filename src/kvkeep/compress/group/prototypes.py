@@ -99,4 +99,4 @@ def prototypes(keys: Tensor, home: Tensor, tokens: Tensor, count: int) -> Tensor
 def nearest(keys: Tensor, centres: Tensor) -> Tensor:
     """The prototype of highest cosine, ties to the lower number. [kv_heads, n]"""
     direction = torch.nn.functional.pad(normalize(keys, dim=-1), (0, 1), value=1.0)
-    return (direction @ centres.transpose(1, 2)).argmax(-1)
+    return (direction @ centres.transpose(1, 2)).max(-1).indices

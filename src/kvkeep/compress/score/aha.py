@@ -39,7 +39,7 @@ class Aha:
         return votes if seen.is_step else pool(votes, tokens, self.pool)
 
     def step(self, now: Step, budget: int) -> Tensor:
-        votes, size = now.tokens.notes.unbind(-1)
+        votes, size = now.notes.unbind(-1)
         return votes * size if self.value_prior else votes
 
 
@@ -70,7 +70,7 @@ class RecentVotes:
             factors = [gain(length, budget, now.value.shape[-1], now.scale) for length in now.lengths]
             factor = now.per_row(factors)
             chances = (now.logits * (factor if isinstance(factor, float) else factor[..., None])).softmax(-1)
-        notes = now.tokens.notes.clone()
+        notes = now.notes.clone()
         notes[..., 0] += chances.mean(2)
         notes[..., 1].scatter_(2, now.newest[..., None], now.value.float().square().sum(-1, keepdim=True))
         return notes

@@ -20,7 +20,7 @@ class Mass:
         return seen.notes[..., 0]
 
     def step(self, now: Step, budget: int) -> Tensor:
-        return now.tokens.notes[..., 0]
+        return now.notes[..., 0]
 
 
 @dataclass(frozen=True)
@@ -37,4 +37,4 @@ class Accumulate:
         return seen.notes + mass[..., None]
 
     def step(self, now: Step, budget: int) -> Tensor:
-        return now.tokens.notes + now.chances.mean(2)[..., None]
+        return now.notes + now.chances.mean(2)[..., None]

@@ -19,4 +19,4 @@ class Recency:
         return -from_end(seen).float()
 
     def step(self, now: Step, budget: int) -> Tensor:
-        return now.tokens.positions
+        return now.positions
