@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "cache": {"types", "errors", "kernels"},
     "model": LOW | {"kernels", "cache"},
     "engine": LOW | {"kernels", "cache", "compress", "model"},
+    "evaluate": LOW | {"compress", "model", "engine"},
     "cli": LOW | {"kernels", "cache", "compress", "model", "engine"},
 }
 

@@ -9,7 +9,8 @@ KvkeepError
 ├── UnsupportedModel    attention that cannot be observed correctly
 ├── CacheMisuse         a cache used in a way its contents do not allow
 ├── BadCacheFile        a saved cache that is damaged or belongs to another model
-└── ModelUnavailable    a model that could not be fetched or loaded
+├── ModelUnavailable    a model that could not be fetched or loaded
+└── MissingExtra        an optional package that is not installed
 """
 
 
@@ -50,4 +51,8 @@ class BadCacheFile(KvkeepError, ValueError):
 
 
 class ModelUnavailable(KvkeepError, OSError):
+    pass
+
+
+class MissingExtra(KvkeepError, ImportError):
     pass

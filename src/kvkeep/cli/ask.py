@@ -14,6 +14,7 @@ from kvkeep.cli.inputs import Plan
 from kvkeep.cli.show import Outcome, busy
 from kvkeep.errors import BadInput
 from kvkeep.model.load import hush, load
+from kvkeep.model.prompt import encode
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,7 @@ class Asker:
 
     def encode(self, text: str, max_new_tokens: int) -> torch.Tensor:
         """Prompt ids [1, tokens], through the model's chat template where it has one."""
-        if self.tokenizer.chat_template:
-            chat = [{"role": "user", "content": text}]
-            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=not self.tokenizer.chat_template).input_ids
+        ids = encode(self.tokenizer, text)
         window = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         over = ids.shape[1] + max_new_tokens - (window or 0)
         if window and over > 0:

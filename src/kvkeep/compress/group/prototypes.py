@@ -61,7 +61,9 @@ class Prototypes:
             ranked = best_first(outlier_degree(seen, self.kappa).masked_fill(~tokens, float("-inf")))
             anchor = anchor.scatter(1, ranked[:, : self.anchors], True) & tokens
         home = torch.where(anchor, bucket, stretch)
-        return nearest(keys, prototypes(keys, home, tokens, int(2**self.bits + min(self.chunks, seen.tokens))))
+        centres, size = prototypes(keys, home, tokens, int(2**self.bits + min(self.chunks, seen.tokens)))
+        company = (size.gather(1, home) != 1).any(0).nonzero()[:, 0]  # who is alone at home is its own prototype
+        return home.index_copy(1, company, nearest(keys[:, company], centres))
 
     def _buckets(self, keys: Tensor) -> Tensor:
         """Signs of random Fourier features, read as a number. [kv_heads, n]"""
@@ -83,17 +85,17 @@ class Prototypes:
         return torch.stack(rows)
 
 
-def prototypes(keys: Tensor, home: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """Direction of the mean key of each home, and a last number that puts homes without tokens out of reach.
+def prototypes(keys: Tensor, home: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Direction of the mean key of each home, with a last number that puts homes without tokens out of reach.
 
-    [kv_heads, count, dim + 1]
+    -> [kv_heads, count, dim + 1], and how many tokens each has [kv_heads, count]
     """
     weights = tokens.to(keys.dtype)
     index = home[..., None].expand_as(keys)
     total = keys.new_zeros(len(keys), count, keys.shape[-1]).scatter_add(1, index, keys * weights[..., None])
     size = keys.new_zeros(len(keys), count).scatter_add(1, home, weights)
     centre = normalize(total, dim=-1)  # only its direction matters
-    return torch.cat([centre, -4.0 * (size == 0)[..., None]], -1)
+    return torch.cat([centre, -4.0 * (size == 0)[..., None]], -1), size
 
 
 def nearest(keys: Tensor, centres: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""ANSWERS -> NUMBERS: tasks, how they are scored, and what a run cost."""

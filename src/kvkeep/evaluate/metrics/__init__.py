@@ -1,0 +1,50 @@
+"""How answers are scored. METRICS[name](prediction, reference or references, **other fields of the row) -> float.
+
+"math" and "aime" are ours; the others are what the named project computes, in its unit.
+"""
+
+from kvkeep.evaluate.metrics import choice, infinitebench, longbench, math, needle, ruler, truncate
+from kvkeep.registry import Registry
+
+METRICS = Registry(
+    "metric",
+    {
+        "math": math.math_answer,
+        "aime": math.aime_answer,
+        "math500_kvpress": math.math500_kvpress,
+        "aime25_kvpress": math.aime25_kvpress,
+        "math_rkv_grader": math.math_rkv_grader,
+        "longbench_qa_f1": longbench.qa_f1,
+        "longbench_qa_f1_zh": longbench.qa_f1_zh,
+        "longbench_rouge_l": longbench.rouge,
+        "longbench_rouge_l_zh": longbench.rouge_zh,
+        "longbench_classification": longbench.classification,
+        "longbench_count": longbench.count,
+        "longbench_retrieval": longbench.retrieval,
+        "longbench_retrieval_zh": longbench.retrieval_zh,
+        "longbench_code_sim": longbench.code_sim,
+        "longbench_code_sim_levenshtein": longbench.code_sim_levenshtein,
+        "longbench_scorer": longbench.scorer,
+        "ruler_string_match_all": ruler.string_match_all,
+        "ruler_string_match_part": ruler.string_match_part,
+        "infinitebench_code_debug": infinitebench.code_debug,
+        "infinitebench_code_run": infinitebench.code_run,
+        "infinitebench_kv_retrieval": infinitebench.kv_retrieval,
+        "infinitebench_longbook_choice_eng": infinitebench.longbook_choice,
+        "infinitebench_longbook_qa_chn": infinitebench.longbook_qa_chinese,
+        "infinitebench_longbook_qa_eng": infinitebench.longbook_qa,
+        "infinitebench_longbook_sum_eng": infinitebench.longbook_sum,
+        "infinitebench_longdialogue_qa_eng": infinitebench.longdialogue_qa,
+        "infinitebench_math_calc": infinitebench.math_calc,
+        "infinitebench_math_find": infinitebench.math_find,
+        "infinitebench_number_string": infinitebench.first_integer,
+        "infinitebench_passkey": infinitebench.first_integer,
+        "niah_kvcachefactory_heatmap": needle.heatmap,
+        "niah_kvcachefactory_rouge1": needle.rouge1_of_ten,
+        "niah_kvpress_rouge": needle.kvpress_rouge,
+        "lm_eval_multiple_choice": choice.accuracy,
+        "lm_eval_acc_norm": choice.accuracy_per_character,
+        "lm_eval_acc_bytes": choice.accuracy_per_byte,
+        "truncation": truncate.tokens_kept,
+    },
+)

@@ -1,0 +1,47 @@
+"""MATH-500 and AIME: a short problem, a long answer that ends in a box."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import BadInput
+from kvkeep.evaluate.metrics.answer import last_box
+from kvkeep.evaluate.sample import Sample
+from kvkeep.evaluate.tasks.lines import records, text
+
+
+def math500(path: str | Path) -> list[Sample]:
+    """Lines with `problem` or `question`, and `answer` or a worked `solution`."""
+    return _samples(path, "math500", "math", _final)
+
+
+def aime(path: str | Path) -> list[Sample]:
+    """Lines with `problem` or `question`, and an integer `answer`."""
+    return _samples(path, "aime", "aime", _integer)
+
+
+def _samples(path: str | Path, task: str, metric: str, answer: Any) -> list[Sample]:
+    samples, seen = [], {}
+    for number, (where, record) in enumerate(records(path)):
+        name = str(record.get("id", record.get("unique_id", number)))
+        if name in seen:
+            raise BadInput(f"{where} has the id '{name}' of {seen[name]}; give every problem its own.")
+        seen[name] = where
+        samples.append(Sample(task, name, text(record, where, "problem", "question"), (answer(record, where),), metric))
+    if not samples:
+        raise BadInput(f"{str(path)!r} has no problems in it.")
+    return samples
+
+
+def _final(record: dict[str, Any], where: str) -> str:
+    """The answer alone: what is boxed in a worked solution, else what follows its last "The answer is:"."""
+    full = text(record, where, "answer", "solution")
+    return last_box(full) or full.rpartition("The answer is:")[2].strip()
+
+
+def _integer(record: dict[str, Any], where: str) -> str:
+    answer = text(record, where, "answer")
+    if not answer.strip().isdecimal():
+        raise BadInput(f"{where}: the answer {answer!r} is not a whole number, as AIME's are.")
+    return answer.strip()

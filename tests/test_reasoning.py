@@ -1,0 +1,129 @@
+"""Long answers: problems in, graded rows out, memory watched at every step."""
+
+import json
+
+import pytest
+import torch
+from conftest import make_llama
+
+import kvkeep
+from kvkeep.errors import BadInput, BadParameter
+from kvkeep.evaluate.reasoning import Writing, solve, summary
+from kvkeep.evaluate.sample import Sample
+from kvkeep.evaluate.tasks.math import aime, math500
+
+BUFFER = 64
+
+
+@pytest.mark.parametrize("spec", [name for name in kvkeep.methods if name != "full"])
+def test_two_thousand_tokens_in_flat_memory(spec):
+    model, budget = make_llama(num_hidden_layers=2, max_position_embeddings=4096), 48
+    own = kvkeep.methods[spec].schedule.every
+    cache = kvkeep.Cache(model, spec, budget, schedule=None if own else BUFFER)
+    sizes, allowed = [], budget + (0 if own else BUFFER - 1)
+    with torch.inference_mode():
+        token = model(torch.arange(100)[None] % 128, past_key_values=cache).logits[:, -1:].argmax(-1)
+        for step in range(2000):
+            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            report = cache.report()
+            assert report.kept_per_head <= allowed, step
+            sizes.append(report.bytes + report.index_bytes)
+    assert max(sizes[500:]) <= max(sizes[:500]) and cache.get_seq_length() == 2100
+
+
+class Words:
+    """A tokenizer of letters: the least a runner needs."""
+
+    chat_template = None
+
+    def __call__(self, text, return_tensors, add_special_tokens):
+        return type("Ids", (), {"input_ids": torch.tensor([[ord(c) % 128 for c in text]])})
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(97 + int(i) % 26) for i in ids)
+
+
+def problem(text="What is 1 + 1?", answer="2", **fields):
+    return Sample("math500", "0", text, (answer,), "math", **fields)
+
+
+def test_a_row_says_what_was_held():
+    model = make_llama(max_position_embeddings=512)
+    (row,) = solve(model, Words(), [problem()], Writing("h2o", 20, max_new_tokens=90))
+    assert (row["method"], row["budget"], row["schedule"]) == ("h2o", 20, 1)
+    assert row["most_kept"] == 20 and row["new_tokens"] == 90 and row["cut"] and not row["answered"]
+    assert 0 < row["most_bytes"] < row["full_bytes"] and row["score"] == 0.0
+    total = summary([row, {**row, "score": 1.0, "answered": True}])
+    assert (total["accuracy"], total["answered"], total["cut_without_answer"]) == (0.5, 1, 1)
+    assert total["problems"] == 1 and total["rows"] == 2
+
+
+def test_rows_are_graded_by_the_metric():
+    class Boxed(Words):
+        def decode(self, ids, skip_special_tokens):
+            return "so it is \\boxed{\\frac{4}{2}}"
+
+    (row,) = solve(make_llama(), Boxed(), [problem()], Writing("tova", 20, max_new_tokens=5))
+    assert row["score"] == 1.0 and row["answered"]
+
+
+def test_samples_differ_and_come_again():
+    model, how = make_llama(), Writing("h2o", 20, max_new_tokens=20, temperature=1.0, samples=2)
+    rows, again = ([row["answer"] for row in solve(model, Words(), [problem()], how)] for _ in range(2))
+    assert rows == again and rows[0] != rows[1]
+
+
+def test_an_answer_stays_inside_the_window_unless_keys_are_moved():
+    model = make_llama(max_position_embeddings=200)
+    lengths = {}
+    for spec in ("h2o", "streamingllm"):
+        (row,) = solve(model, Words(), [problem()], Writing(spec, 20, max_new_tokens=300))
+        lengths[spec] = row["prompt_tokens"] * (spec == "h2o") + row["max_new_tokens"]
+    assert lengths == {"h2o": 200, "streamingllm": 300}
+    with pytest.raises(BadInput, match="fills the model's window of 200"):
+        list(solve(model, Words(), [problem("x" * 200)], Writing("h2o", 20)))
+
+
+@pytest.mark.parametrize("wrong", [{"samples": 2}, {"samples": 0}, {"max_new_tokens": 0}, {"ask": "Answer!"}])
+def test_settings_that_make_no_sense(wrong):
+    with pytest.raises(BadParameter):
+        Writing("h2o", 20, **wrong)
+
+
+def write(path, *lines):
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path
+
+
+def test_both_formats_are_read(tmp_path):
+    worked = {"question": "q", "answer": "Half is $\\boxed{\\frac{1}{2}}$. The answer is: \\frac{1}{2}"}
+    official = {"problem": "p", "solution": "long", "answer": "p - q", "unique_id": "test/1.json"}
+    first, second = math500(write(tmp_path / "math.jsonl", worked, "", official))
+    assert (first.references, first.id) == (("\\frac{1}{2}",), "0")
+    assert (second.references, second.id, second.question) == (("p - q",), "test/1.json", "p")
+    (one,) = aime(write(tmp_path / "aime.jsonl", {"id": 60, "problem": "p", "answer": "033"}))
+    assert one.references == ("033",) and one.metric == "aime"
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 is not an object"),
+        ({"problem": "p"}, "line 2 has no answer"),
+        ({"answer": "3"}, "line 2 has no problem or question"),
+        ({"id": "a", "problem": "p", "answer": "3"}, "line 2 has the id 'a' of aime.jsonl, line 1"),
+        ({"problem": "p", "answer": "x"}, "line 2: the answer 'x' is not a whole number"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    good = {"id": "a", "problem": "p", "answer": "3"}
+    with pytest.raises(BadInput, match=message):
+        aime(write(tmp_path / "aime.jsonl", good, line))
+
+
+def test_no_file_and_an_empty_one(tmp_path):
+    with pytest.raises(BadInput, match="cannot be read"):
+        math500(tmp_path / "none.jsonl")
+    with pytest.raises(BadInput, match="has no problems"):
+        math500(write(tmp_path / "empty.jsonl", ""))
