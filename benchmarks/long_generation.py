@@ -1,7 +1,7 @@
 """Does memory stay flat while 2,000 tokens are written? python benchmarks/long_generation.py [--methods h2o snapkv]
 
 Every method with a schedule of its own keeps it; the others re-select every 128 steps. The bound is checked after every
-single step; the process's resident memory is read every 250.
+single step; every 250 the memory in use is read: of the GPU where there is one, else of the process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=600)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--device")
     options = parser.parse_args()
     hush()
-    model, tokenizer = load()
+    model, _ = load(options.model, device=options.device)
     print(f"{options.prompt} tokens of prompt, {options.steps} written, budget {options.budget}")
     print(
-        f"{'method':14} {'every':>6} {'most kept':>10} {'allowed':>8} {'most MB':>8} {'MB at end':>10} {'RSS grew':>9}"
+        f"{'method':14} {'every':>6} {'most kept':>10} {'allowed':>8} {'most MB':>8} {'MB at end':>10} {'in use grew':>12}"
     )
     for name in options.methods:
         print(line(model, name, options), flush=True)
@@ -39,7 +41,7 @@ def line(model, name: str, options: argparse.Namespace) -> str:
     cache = kvkeep.Cache(model, name, options.budget, schedule=None if own else BUFFER)
     allowed = options.budget + (0 if own else BUFFER - 1)
     torch.manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (1, options.prompt))
+    ids = torch.randint(0, model.config.vocab_size, (1, options.prompt)).to(model.device)
     kept, sizes, resident = [], [], []
     with torch.inference_mode():
         token = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
@@ -50,16 +52,18 @@ def line(model, name: str, options: argparse.Namespace) -> str:
             sizes.append(report.bytes + report.index_bytes)
             assert kept[-1] <= allowed, f"{name} held {kept[-1]} at step {step}"
             if step % 250 == 249:
-                resident.append(rss())
+                resident.append(in_use(model.device))
     grew = (resident[-1] - resident[0]) / 1e6
     return (
         f"{name:14} {own or BUFFER:6} {max(kept):10.1f} {allowed:8} {max(sizes) / 1e6:8.1f} {sizes[-1] / 1e6:10.1f} "
-        f"{grew:+6.1f} MB"
+        f"{grew:+9.1f} MB"
     )
 
 
-def rss() -> int:
-    """Bytes this process holds in memory (Linux)."""
+def in_use(device: torch.device) -> int:
+    """Bytes of live tensors on a GPU; without one, what this process holds in memory (Linux)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

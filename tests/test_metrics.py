@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.errors import KvkeepError, UnknownName
+from kvkeep.errors import KvkeepError, MissingExtra, UnknownName
 from kvkeep.evaluate.metrics import METRICS, longbench, truncate
 from kvkeep.evaluate.metrics.answer import extract_answer, last_box
 from kvkeep.evaluate.metrics.math import aime_answer, math_answer
