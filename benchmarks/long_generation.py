@@ -29,9 +29,8 @@ def main() -> None:
     hush()
     model, _ = load(options.model, device=options.device)
     print(f"{options.prompt} tokens of prompt, {options.steps} written, budget {options.budget}")
-    print(
-        f"{'method':14} {'every':>6} {'most kept':>10} {'allowed':>8} {'most MB':>8} {'MB at end':>10} {'in use grew':>12}"
-    )
+    heads = f"{'method':14} {'every':>6} {'most kept':>10} {'allowed':>8} {'most MB':>8} {'MB at end':>10}"
+    print(f"{heads} {'in use grew':>12}")
     for name in options.methods:
         print(line(model, name, options), flush=True)
 
