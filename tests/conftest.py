@@ -4,7 +4,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import kvkeep
+
 torch.set_num_threads(1)
+EVICTING = [name for name, method in kvkeep.methods.items() if method.recall is None]
+FETCHING = [name for name, method in kvkeep.methods.items() if method.recall] + ["protokv+recall"]
 
 
 def make_llama(seed: int = 0, **changes) -> LlamaForCausalLM:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import EVICTING, make_llama
 from oracles.decoding import replay_ahakv, replay_buffered, replay_h2o, replay_streaming, replay_tova
 from oracles.protokv import oracle_protokv
 from oracles.snapkv import oracle_snapkv
@@ -96,7 +96,7 @@ def test_buffered_snapkv_and_protokv(buffer):
     assert kept_at_every_step(model, "protokv", 40, schedule=buffer) == expected
 
 
-EVERY = [m for m in kvkeep.methods if m != "full"] + [
+EVERY = [m for m in EVICTING if m != "full"] + [
     "h2o+adakv",
     "snapkv+adakv+pyramid",
     "snapkv+cake",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import EVICTING
 from families import CASES, FAMILIES, SIZES, WINDOW, build, prompt, randomised
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -21,7 +22,7 @@ from kvkeep.compress.observe import attention
 from kvkeep.errors import CacheMisuse, KvkeepError, UnsupportedModel
 from kvkeep.model.adapter import OwnedLayer
 
-METHODS = [*kvkeep.methods, "snapkv+adakv", "intentkv+pyramid", "tova+adakv+pyramid"]
+METHODS = [*EVICTING, "snapkv+adakv", "intentkv+pyramid", "tova+adakv+pyramid"]
 BUDGET, TOKENS, STEPS = 16, 60, 8
 
 families = pytest.mark.parametrize(("name", "kind"), CASES, ids=["-".join(case) for case in CASES])

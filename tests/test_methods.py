@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import EVICTING, make_llama
 
 import kvkeep
 from kvkeep.compress.method import parse
 from kvkeep.compress.presets import CROSSINGS
 from kvkeep.errors import BadParameter
 
-METHODS = list(kvkeep.methods)
+METHODS = EVICTING
 
 
 def legal(spec: str) -> bool:

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import EVICTING
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d, max_pool1d
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,7 +97,7 @@ def legal(name: str) -> bool:
     return True
 
 
-EVERY = [name + cross for name in kvkeep.methods for cross in ("", "+adakv", "+pyramid") if legal(name + cross)]
+EVERY = [name + cross for name in EVICTING for cross in ("", "+adakv", "+pyramid") if legal(name + cross)]
 HARD = ["snapkv", "snapkv+adakv", "snapkv+pyramid", "intentkv+adakv+pyramid"]
 BACKENDS = ["sdpa", "eager"]
 

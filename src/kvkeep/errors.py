@@ -10,7 +10,8 @@ KvkeepError
 ├── CacheMisuse         a cache used in a way its contents do not allow
 ├── BadCacheFile        a saved cache that is damaged or belongs to another model
 ├── ModelUnavailable    a model that could not be fetched or loaded
-└── MissingExtra        an optional package that is not installed
+├── MissingExtra        an optional package that is not installed
+└── StoreFull           no room left for tokens that are put away
 """
 
 
@@ -55,4 +56,8 @@ class ModelUnavailable(KvkeepError, OSError):
 
 
 class MissingExtra(KvkeepError, ImportError):
+    pass
+
+
+class StoreFull(KvkeepError, MemoryError):
     pass

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.compress.method import Method, parse
 from kvkeep.compress.pipeline import compress, remember
+from kvkeep.compress.recall.once import recall_once
 from kvkeep.errors import BadParameter, BadTensor
 from kvkeep.types import Observation, Selection
 
@@ -50,7 +51,10 @@ def select(
         notes=notes, layer=layer, layers=layers,
     )  # fmt: skip
     tokens = chosen_method.tokens(budget, n)
-    kept = compress(remember(seen, chosen_method, tokens), chosen_method, tokens)
+    if chosen_method.recall:
+        kept = recall_once(seen, chosen_method, tokens)
+    else:
+        kept = compress(remember(seen, chosen_method, tokens), chosen_method, tokens)
     return kept or Selection(positions, seen.lengths)
 
 

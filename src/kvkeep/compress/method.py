@@ -10,6 +10,7 @@ from typing import Any
 
 from kvkeep.compress.allocate.heads import EqualHeads
 from kvkeep.compress.allocate.layers import EqualLayers
+from kvkeep.compress.recall.plan import Recall
 from kvkeep.compress.schedule import Schedule
 from kvkeep.compress.window import Guard
 from kvkeep.errors import BadParameter
@@ -31,6 +32,7 @@ class Method:
     voters: int = 0  # how many of the newest queries are looked at; a method with memory sees them all
     schedule: Schedule = Schedule()  # when tokens compete while decoding
     reuse: int = 1  # this many neighbouring layers share the first one's choice
+    recall: Recall | None = None  # None: what is dropped is gone; else it is put away, and fetched when asked for
     paper: str = ""
     keeps: str = ""
     deviates: str = ""  # where this is not what the paper says
@@ -48,7 +50,7 @@ class Method:
         """Refuse a budget that can never hold what this method always keeps."""
         budget = check_budget(budget)
         if isinstance(budget, int):
-            self.guard.check(budget, self.name)
+            (self.recall or self.guard).check(budget, self.name)
         return budget
 
 
@@ -126,6 +128,12 @@ def _like(name: str, value: Any, default: Any) -> Any:
 def _cross(method: Method, crossing: str, change: dict[str, Any], base: str) -> Method:
     """Make one change, unless it makes no sense."""
     spec = f"'{base}+{crossing}' cannot work"
+    if method.recall is not None:
+        raise BadParameter(f"{spec}: '{base}' drops nothing, so there is no budget to share.")
+    if "recall" in change:
+        if not hasattr(method.group, "members"):
+            raise BadParameter(f"{spec}: '{base}' has no clusters to put away; 'protokv+recall' does.")
+        return replace(method, scorer=None, group=None, voters=0, recall=change["recall"](method))
     if method.scorer is None:
         raise BadParameter(f"{spec}: '{base}' keeps everything, so there is no budget to share.")
     if not getattr(method.scorer, "scores", True) and getattr(change.get("heads"), "needs_scores", False):

@@ -8,6 +8,9 @@ from kvkeep.compress.group.blocks import Blocks
 from kvkeep.compress.group.prototypes import Prototypes
 from kvkeep.compress.method import Method, Named
 from kvkeep.compress.place import Capped, Contiguous, Gap
+from kvkeep.compress.recall.cut import Chunks, Clusters, Events, Grouped, Marked
+from kvkeep.compress.recall.index import Bounds, Centres, EachToken, Representatives
+from kvkeep.compress.recall.plan import Recall, check_probe
 from kvkeep.compress.schedule import Schedule
 from kvkeep.compress.score.aha import Aha, RecentVotes
 from kvkeep.compress.score.gravity import WithoutGravity
@@ -102,6 +105,84 @@ def cake(window=32, gamma=200.0, pool=5, tau1=1.0, tau2=1.0):
     return Method("cake", scorer, Guard(window=window), layers=CakeLayers(tau1, tau2, window), voters=window)
 
 
+def actqkv(
+    window=256,
+    sinks: int | None = None,
+    local: int | None = None,
+    chunk: int | None = None,
+    representatives=4,
+    probe="bias",
+    density=True,
+):
+    check_probe(probe)
+    index = Representatives(representatives, cosine=True, bias=probe == "bias")
+    return Method(
+        "actqkv", None, recall=Recall(Chunks(chunk, 32), index, window, sinks=sinks, near=local, density=density)
+    )
+
+
+def infllm(window=256, sinks: int | None = None, local: int | None = None, block: int | None = None, representatives=4):
+    index = Representatives(representatives)
+    return Method("infllm", None, recall=Recall(Chunks(block, 128), index, window, sinks=sinks, near=local))
+
+
+def qllm(
+    window=256,
+    sinks: int | None = None,
+    local: int | None = None,
+    block: int | None = None,
+    representatives=4,
+    weight=4.0,
+):
+    index = Representatives(representatives, weight=weight)
+    return Method("qllm", None, recall=Recall(Chunks(block, 128), index, window, sinks=sinks, near=local))
+
+
+def tokenselect(window=256, sinks: int | None = None, local: int | None = None, similar=0.9):
+    recall = Recall(Chunks(1), EachToken(), window, "side by side", sinks, local, similar=similar)
+    return Method("tokenselect", None, recall=recall)
+
+
+def emllm(
+    window=256,
+    sinks: int | None = None,
+    local: int | None = None,
+    gamma=1.0,
+    refine=True,
+    longest=128,
+    contiguity=0.3,
+    representatives=4,
+):
+    events, index = Events(gamma, longest, refine=refine), Representatives(representatives)
+    recall = Recall(events, index, window, sinks=sinks, near=local, neighbours=contiguity, needs="surprise")
+    return Method("emllm", None, recall=recall)
+
+
+def quest(page: int | None = None, sinks=0, local: int | None = None):
+    return Method("quest", None, recall=Recall(Chunks(page, 16), Bounds(), None, "true", sinks, local, usual=(0, 16)))
+
+
+def clusterkv(tokens=80, iterations=20, sinks: int | None = None, local: int | None = None, pack: int | None = None):
+    recall = Recall(Clusters(tokens, pack, iterations), Centres(), None, "true", sinks, local, usual=(16, 128))
+    return Method("clusterkv", None, recall=recall)
+
+
+def squeezed(tokens=20, iterations=20, window: int | None = None, threshold=0.5, pack: int | None = None):
+    index = Centres(estimate=True, threshold=threshold)
+    recall = Recall(Clusters(tokens, pack, iterations), index, None, "true", 0, window, usual=(0, 100))
+    return Method("squeezed", None, recall=recall)
+
+
+def sentencekv(sinks: int | None = None, local: int | None = None, longest=128):
+    recall = Recall(Marked(longest), Centres(), None, "true", sinks, local, usual=(32, 32), needs="sentences")
+    return Method("sentencekv", None, recall=recall)
+
+
+def recalled(sinks: int | None = None, local: int | None = None, pack: int | None = None):
+    """Clusters of keys put away instead of dropped, and fetched whole."""
+    return lambda method: Recall(Grouped(method.group, pack), Centres(), None, "true", sinks, local, usual=(4, 32))
+
+
 GROUPED = "the query heads of a key head vote with their average"
 ONCE = "layers are compared once, when all are read, and held whole until then"
 SIGN = "equation 5's sign follows the text"
@@ -148,6 +229,42 @@ METHODS = Registry("method", {
         cake, "arXiv:2503.12491", "what the window attends to, always or at times; layers share by its entropy",
         f"{ONCE}; tau 1 and 1, which the authors tune per model; {GROUPED}",
     ),
+    "actqkv": Named(
+        actqkv, "ActQKV", "everything; chunks are fetched for a probe of surprising queries",
+        "statistics per layer and sequence; the question's queries join the window's (the authors' code adds a term)",
+    ),
+    "infllm": Named(
+        infllm, "arXiv:2402.04617", "everything; blocks are fetched for the mean query of a window",
+        "representatives and blocks are one choice for all heads",
+    ),
+    "qllm": Named(
+        qllm, "arXiv:2406.07528", "everything; blocks are fetched for the window and, above all, for the question",
+        "the question's queries come from reading it alone",
+    ),
+    "tokenselect": Named(
+        tokenselect, "arXiv:2411.02886", "everything; tokens are fetched by the votes of all heads, side by side",
+        "logits are scaled; scores are not smoothed",
+    ),
+    "emllm": Named(
+        emllm, "arXiv:2407.09450", "everything; events between surprises are fetched, and those beside them",
+        "text is cut in pieces, layer by layer; the buffer of neighbours does not outlive its window",
+    ),
+    "quest": Named(
+        quest, "arXiv:2406.10774", "everything; pages are fetched by a bound on their attention, for every token",
+        f"no layer is exempt; {GROUPED}",
+    ),
+    "clusterkv": Named(
+        clusterkv, "arXiv:2412.03213", "everything; clusters of keys are fetched by their centre, for every token",
+        f"first centres lie at equal distances; no layer is exempt; {GROUPED}",
+    ),
+    "squeezed": Named(
+        squeezed, "arXiv:2411.09688", "everything; clusters whose centre passes a threshold are fetched",
+        "the threshold is a share of even attention, within the budget; the authors calibrate one",
+    ),
+    "sentencekv": Named(
+        sentencekv, "arXiv:2504.00970", "everything; sentences are fetched by their mean key, for every token",
+        "nothing is dropped first; the query alone asks, not its sentence's mean",
+    ),
 })  # fmt: skip
 
 CROSSINGS = Registry("crossing", {
@@ -165,5 +282,9 @@ CROSSINGS = Registry("crossing", {
     "entropy": Named(
         lambda: {"layers": EntropyLayers()}, "ActQKV", "layers share by entropy of attention",
         f"the paper's density of chunks, read here from the window's attention; {ONCE}",
+    ),
+    "recall": Named(
+        lambda sinks=None, local=None, pack=None: {"recall": recalled(sinks, local, pack)}, "ProtoKV, table 3",
+        "clusters are put away, not dropped, and fetched for every token", "the paper gives no formula: by mean key",
     ),
 })  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvkeep.cache.layer import LayerCache
+from kvkeep.cache.shelf import Shelf
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Report:
     index_bytes: (
         int  # beside them: where kept tokens stood, what is noted of them, queries a prompt in pieces still needs
     )
+    host_bytes: int  # keys and values put away in host memory or on disk, by methods that drop nothing
     layers: int  # compressed layers; sliding-window and linear ones are not counted
     kv_heads: int
     tokens: list[list[list[int]]]  # [layer][row][key head]
@@ -39,8 +41,30 @@ class Report:
             bytes=sum(layer.nbytes for layer in layers),
             full_bytes=sum(each) * sum(tokens_seen),
             index_bytes=sum(layer.index_nbytes for layer in layers) + queries,
+            host_bytes=0,
             layers=len(layers),
             kv_heads=max((layer.kv_heads for layer in layers), default=0),
+            tokens=tokens,
+        )
+
+    @classmethod
+    def recalled(
+        cls, method: str, budget: int | float, tokens_seen: Sequence[int], shelves: Mapping[int, Sequence[Shelf]]
+    ) -> Report:
+        """Of a cache that drops nothing: what is kept is what it last attended to."""
+        flat = [shelf for rows in shelves.values() for shelf in rows]
+        tokens = [[[shelf.device_tokens] * len(shelf.near[0]) for shelf in rows] for rows in shelves.values()]
+        return cls(
+            method=method,
+            budget=budget,
+            tokens_seen=list(tokens_seen),
+            kept_per_head=sum(shelf.device_tokens for shelf in flat) / max(1, len(flat)),
+            bytes=sum(shelf.nbytes for shelf in flat),
+            full_bytes=sum(sum(t[:, :1].nbytes for t in shelf.near) * shelf.seen for shelf in flat),
+            index_bytes=sum(shelf.index_nbytes for shelf in flat),
+            host_bytes=sum(shelf.host.nbytes for shelf in flat),
+            layers=len(shelves),
+            kv_heads=max((len(shelf.near[0]) for shelf in flat), default=0),
             tokens=tokens,
         )
 
@@ -50,11 +74,13 @@ class Report:
     def __str__(self) -> str:
         seen = "+".join(map(str, self.tokens_seen)) or "0"
         share = f"{self.bytes / self.full_bytes:.1%}" if self.full_bytes else "–"
+        away = [f"  put away          {human(self.host_bytes)}"] if self.host_bytes else []
         return "\n".join([
             f"{self.method}, budget {self.budget}",
             f"  tokens seen       {seen}",
             f"  kept per key head {self.kept_per_head:.1f} on average ({self.layers} layers × {self.kv_heads} heads)",
             f"  keys and values   {human(self.bytes)} of {human(self.full_bytes)} ({share})",
+            *away,
         ])  # fmt: skip
 
 

@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.cache.host import Purse
 from kvkeep.cache.layer import LayerCache, Paused
+from kvkeep.cache.spill import Spill
 from kvkeep.compress.method import Method, parse
 from kvkeep.compress.schedule import Schedule, as_schedule
 from kvkeep.engine import saving
 from kvkeep.engine.arrival import Arrival, Arrivals
 from kvkeep.engine.contest import Contest
 from kvkeep.engine.observer import Observer
+from kvkeep.engine.recaller import Recaller
 from kvkeep.engine.report import Report
 from kvkeep.engine.stepper import Stepper
 from kvkeep.engine.watch import Watch
@@ -45,16 +48,21 @@ class Cache(AdaptedCache):
         budget: int | float | None = None,
         *,
         schedule: str | int | Schedule | None = None,
+        host_limit: int | None = None,
+        disk: str | Path | None = None,
         **parameters: Any,
     ):
+        """host_limit: bytes that tokens put away may take; disk: a folder for what exceeds them."""
         self.method = parse(method, **parameters)
         if schedule is not None:
             self.method = replace(self.method, schedule=as_schedule(schedule))
-        if budget is None and self.method.scorer is not None:
+        if budget is None and (self.method.scorer or self.method.recall):
             raise BadParameter(f"'{self.method.name}' needs a budget: tokens per key head (512) or a fraction (0.1).")
         self.budget = self.method.check(1.0 if budget is None else budget)
         super().__init__(model)
-        self.rotations = rotations(model, self.owned) if self.method.place else {}
+        moves = self.method.place or (self.method.recall and self.method.recall.moves)
+        self.rotations = rotations(model, self.owned) if moves else {}
+        self.purse = Purse(host_limit, Spill(disk) if disk is not None else None)
         self.window = trained_window(model)
         self._clear()
 
@@ -68,6 +76,9 @@ class Cache(AdaptedCache):
         # in a forward pass: the layers it went through and their state before it, None if it cannot be had back
         self.underway: dict[int, Paused | None] | None = None
         self.contest = Contest(self.method, self.budget, self.store, self.rotations, self.window)
+        self.recaller = (
+            Recaller(self.method, self.budget, self.rotations, self.owned, self.purse) if self.method.recall else None
+        )
 
     @property
     def seen(self) -> int:
@@ -80,7 +91,10 @@ class Cache(AdaptedCache):
         arrival = self.arrival.to(new.key.device)
         layer = self.store[index]
         self.underway[index] = layer.pause()
-        if self.stepper.can_swap(layer, arrival):
+        if self.recaller:
+            result = self.recaller.attend(index, new, arrival)
+            self.watch.check(index, new, arrival, layer)
+        elif self.stepper.can_swap(layer, arrival):
             result = new.outcome(self.stepper.swap(index, layer, new))
         elif self.stepper.can_grow(layer, arrival):
             result = new.outcome(self.stepper.grow(index, layer, new, arrival))
@@ -111,6 +125,8 @@ class Cache(AdaptedCache):
         self.observer.end_prompts(self.arrival.counts)
         if self.arrival.is_step:
             self.stepper.begin(self.arrival, self.arrivals.seen)
+        if self.recaller:
+            self.recaller.begin()
         self.underway = {}
 
     def _undo(self) -> None:
@@ -123,7 +139,8 @@ class Cache(AdaptedCache):
         if not self.seen:
             return self.reset()
         for index, state in self.underway.items():
-            self.store[index].resume(state)
+            if self.store[index]:
+                self.store[index].resume(state)
             self.observer.forget_step(index)
         self.stepper.forget()
         self.contest.forget()
@@ -145,6 +162,8 @@ class Cache(AdaptedCache):
                 self.reset()
             raise
         self.stepper.finish()
+        if self.recaller:
+            self.recaller.finish()
         self.arrivals.settle(self.arrival, new.query.shape[2], new.padding)
         self.underway = self.arrival = None
         self.contest.forget()
@@ -158,16 +177,22 @@ class Cache(AdaptedCache):
         """Where the kept tokens stood in the text: [row][key head] -> ascending positions, padding not counted."""
         if layer not in self.store:
             raise CacheMisuse(f"layer {layer} is not compressed; the compressed ones are {self.owned}.")
+        if self.recaller:
+            return [shelf.positions() for shelf in self.recaller.shelves.get(layer, [])]
         store = self.store[layer]
         return [[head.positions.tolist() for head in store.row(row)] for row in range(store.rows)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values of the compressed layers, measured on their storages."""
+        if self.recaller:
+            return sum(shelf.nbytes for rows in self.recaller.shelves.values() for shelf in rows)
         return sum(layer.nbytes for layer in self.store.values())
 
     def report(self) -> Report:
         """What is held, and what a full cache would hold."""
+        if self.recaller:
+            return Report.recalled(self.method.name, self.budget, self.arrivals.seen, self.recaller.shelves)
         layers = [self.store[i] for i in self.owned]
         return Report.of(self.method.name, self.budget, self.arrivals.seen, layers, self.observer.nbytes)
 
@@ -183,6 +208,10 @@ class Cache(AdaptedCache):
         twin.store.update({i: layer.copy() for i, layer in self.store.items()})
         self.observer.gather()
         twin.observer.voters = {who: queries.clone() for who, queries in self.observer.voters.items()}
+        if self.recaller:
+            twin.purse = twin.recaller.purse = self.purse
+            twin.recaller.shelves = {i: list(rows) for i, rows in self.recaller.shelves.items()}
+            twin.recaller.marks, twin.recaller.question = list(self.recaller.marks), dict(self.recaller.question)
         twin.arrivals, twin.watch.checked = copy.copy(self.arrivals), set(self.watch.checked)
         return twin
 
@@ -208,8 +237,11 @@ class Cache(AdaptedCache):
         if not self.arrivals.seen:
             return
         for layer in self.store.values():
-            layer.take(rows)
+            if layer:
+                layer.take(rows)
         self.observer.take(rows)
+        if self.recaller:
+            self.recaller.take(rows)
         self.arrivals.take(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

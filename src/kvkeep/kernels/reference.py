@@ -199,3 +199,49 @@ def _one(
 def lower_right(q: int, n: int, device: torch.device) -> Tensor:
     """Causal mask of the last q of n tokens: query i sees the first n - q + i + 1. [q, n] bool"""
     return torch.ones(q, n, dtype=torch.bool, device=device).tril(n - q)
+
+
+def attend_apart(
+    queries: Tensor,
+    turned: Tensor,
+    far: tuple[Tensor, Tensor] | None,
+    near: tuple[Tensor, Tensor],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    band: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """Queries over far keys, which they meet `turned`, and near ones that end with their own; one softmax over both.
+
+    queries, turned [heads, w, dim]; far and near: keys and values [kv_heads, n, dim]
+    -> output [heads, w, dim]; with a band, what each near key got from queries at most so far behind it (never from
+    its own), averaged over all heads [n]
+    """
+    (near_keys, near_values), (heads, w, dim), n = near, queries.shape, near[0].shape[1]
+    kv_heads = len(near_keys)
+    grouped = [(q * scale).to(near_keys.dtype).reshape(kv_heads, -1, dim) for q in (queries, turned)]
+    logits = (grouped[0] @ near_keys.transpose(1, 2)).float()
+    values = near_values
+    if far is not None:
+        logits = torch.cat([(grouped[1] @ far[0].transpose(1, 2)).float(), logits], -1)
+        values = torch.cat([far[1], near_values], 1)
+    if softcap is not None:
+        logits = (logits / softcap).tanh_().mul_(softcap)
+    if w > 1:
+        own = torch.ones(w, w, dtype=torch.bool, device=queries.device).triu(1)
+        logits.view(kv_heads, -1, w, logits.shape[-1])[..., -w:].masked_fill_(own, float("-inf"))
+    if sinks is not None:
+        extra = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, w).reshape(kv_heads, -1, 1)
+        chances = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
+    else:
+        chances = logits.softmax(-1)
+    output = (chances.to(values.dtype) @ values).view(heads, w, -1).to(queries.dtype)
+    return output, _banded(chances[..., -n:], heads, w, band) if band else None
+
+
+def _banded(chances: Tensor, heads: int, w: int, band: int) -> Tensor:
+    """Sum over queries 1 … band behind each key, mean over heads. chances [kv_heads, group * w, n], its own last"""
+    n = chances.shape[-1]
+    mean = chances.reshape(heads, w, n).mean(0)
+    behind = torch.arange(n - w, n, device=mean.device)[:, None] - torch.arange(n, device=mean.device)
+    return mean.masked_fill_((behind < 1) | (behind > band), 0.0).sum(0)

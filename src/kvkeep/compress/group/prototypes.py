@@ -41,7 +41,7 @@ class Prototypes:
             raise BadParameter(f"prototypes='{self.kind}' is not known; use 'both', 'chunks' or 'lsh'.")
 
     def __call__(self, seen: Observation, scores: Tensor, free: Tensor) -> Units:
-        member = self._clusters(seen)
+        member = self.members(seen)
         counted = real(seen).to(scores.dtype)
         units = int(2**self.bits + min(self.chunks, seen.tokens))
         total, count = (
@@ -49,7 +49,7 @@ class Prototypes:
         )
         return Units(member, total / count.clamp_min(1))
 
-    def _clusters(self, seen: Observation) -> Tensor:
+    def members(self, seen: Observation) -> Tensor:
         """The cluster of every token: buckets first, then stretches. [kv_heads, n]"""
         keys, tokens = seen.keys.float(), real(seen)
         bucket = self._buckets(keys)

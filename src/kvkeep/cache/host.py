@@ -1,0 +1,135 @@
+"""Keys and values put away in host memory: exactly once, in slabs that are never changed, so that copies share them.
+
+On a GPU machine slabs are pinned, fetched on a stream of their own, and the units fetched last stay on the device. With
+a folder, slabs beyond the memory limit are written to disk and read from there (memory-mapped).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.spill import Spill
+from kvkeep.errors import StoreFull
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Purse:
+    """Host memory that all layers of a cache share: so many bytes, and no more."""
+
+    def __init__(self, limit: int | None = None, spill: Spill | None = None) -> None:
+        self.limit, self.spill, self.spent = limit, spill, 0
+
+    def take(self, size: int) -> bool:
+        """Pay for a slab; False where it has to go to disk."""
+        if self.limit is not None and self.spent + size > self.limit:
+            if self.spill is not None:
+                return False
+            raise StoreFull(
+                f"put-away tokens would take {self.spent + size:,} bytes of host memory, and the limit is "
+                f"{self.limit:,}; raise host_limit, or give disk= a folder to spill to. What was read is still there."
+            )
+        self.spent += size
+        return True
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Tokens put away together. keys, values [kv_heads, n, dim] on the host (or mapped from a file)"""
+
+    keys: Tensor
+    values: Tensor
+    on_disk: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[1]
+
+
+class Host:
+    """One layer of one row: everything put away, in the order it was."""
+
+    def __init__(self, purse: Purse, device: torch.device, slabs: tuple[Slab, ...] = ()) -> None:
+        self.purse, self.device, self.slabs = purse, device, slabs
+        self.ends = list(accumulate(slab.tokens for slab in slabs))
+        self.lately: OrderedDict[tuple, Pair] = OrderedDict()  # on the device: what was fetched last
+
+    @property
+    def tokens(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Everything, wherever it lies."""
+        return sum(slab.nbytes for slab in self.slabs)
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes of the purse, those on disk not counted."""
+        return sum(slab.nbytes for slab in self.slabs if not slab.on_disk)
+
+    def put(self, keys: Tensor, values: Tensor) -> Host:
+        """The same store with more in it; this one stays as it is. keys, values [kv_heads, n, dim]"""
+        pair = (keys.detach(), values.detach())
+        if self.purse.take(sum(t.nbytes for t in pair)):
+            slab = Slab(*(self._home(t) for t in pair))
+        else:
+            slab = Slab(*self.purse.spill.write(*(t.cpu() for t in pair)), on_disk=True)
+        return Host(self.purse, self.device, (*self.slabs, slab))
+
+    def _home(self, tensor: Tensor) -> Tensor:
+        """A copy in host memory that owns exactly its own bytes."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
+        return copy.copy_(tensor)
+
+    def fetch(self, index: Tensor) -> Pair:
+        """Tokens by number, ascending, [1 or kv_heads, k] -> keys and values [kv_heads, k, dim] on the device"""
+        if self.device.type == "cpu" and len(self.slabs) == 1:
+            return self._gathered(self.slabs[0], index)
+        if len(index) == 1:
+            return self._runs(index[0].tolist())
+        heads = [self._runs(row, slice(h, h + 1)) for h, row in enumerate(index.tolist())]
+        return tuple(torch.cat(same) for same in zip(*heads, strict=True))
+
+    def everything(self) -> Pair:
+        return tuple(
+            torch.cat([getattr(slab, part) for slab in self.slabs], 1).to(self.device) for part in ("keys", "values")
+        )
+
+    def _gathered(self, slab: Slab, index: Tensor) -> Pair:
+        index = index.expand(len(slab.keys), -1)[..., None]
+        return tuple(t.gather(1, index.expand(-1, -1, t.shape[-1])) for t in (slab.keys, slab.values))
+
+    def _runs(self, numbers: list[int], heads: slice = slice(None)) -> Pair:
+        """Stretches of neighbouring tokens, copied as they lie."""
+        pieces: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for first, last in runs(numbers):
+            while first < last:
+                slab = bisect_right(self.ends, first)
+                before = self.ends[slab - 1] if slab else 0
+                stop = min(last, self.ends[slab])
+                for part, into in zip((self.slabs[slab].keys, self.slabs[slab].values), pieces, strict=True):
+                    into.append(part[heads, first - before : stop - before])
+                first = stop
+        return tuple(torch.cat(part, 1).to(self.device, non_blocking=True) for part in pieces)
+
+
+def runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as stretches [first, last). 3 4 5 9 -> (3, 6) (9, 10)"""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1][1] += 1
+        else:
+            found.append([number, number + 1])
+    return [(first, last) for first, last in found]

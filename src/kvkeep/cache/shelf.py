@@ -1,0 +1,78 @@
+"""One layer of one row of a cache that drops nothing: what is near, and what is put away.
+
+A shelf is never changed. Every forward pass makes new ones, so a pass that is cut short has done nothing, and copies of
+a cache share all they can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.host import Host, Pair
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What was fetched last, still on the device."""
+
+    probe: Tensor | None  # who asked
+    index: Tensor  # [1 or kv_heads, k] numbers of the tokens put away
+    pair: Pair  # keys and values [kv_heads, k, dim]
+
+
+@dataclass(frozen=True)
+class Shelf:
+    near: Pair  # keys as they came and values, [kv_heads, n, dim]: the newest tokens, without a gap
+    host: Host
+    seen: int = 0
+    mass: Tensor | None = None  # [n] attention the near tokens got, if units have representatives
+    sinks: Pair | None = None  # the first tokens, once any token is put away
+    about: tuple[Tensor, ...] = ()  # descriptions of the units put away, [1 or kv_heads, units, …] each
+    sizes: tuple[Tensor, ...] = ()  # tokens of each unit, [1 or kv_heads, units] each
+    where: tuple[Tensor, ...] = ()  # where the tokens put away stood in the text, [1 or kv_heads, n] each
+    moments: Any = None  # of all queries so far
+    density: tuple[float, int] | None = None  # mean entropy of the matches while writing, over how many steps
+    fetched: Fetched | None = None
+
+    @property
+    def nearby(self) -> int:
+        return self.near[0].shape[1]
+
+    @property
+    def first(self) -> int:
+        """Where the oldest near token stands in the text."""
+        return self.seen - self.nearby
+
+    @property
+    def device_tokens(self) -> int:
+        """Tokens per key head on the device."""
+        sinks = self.sinks[0].shape[1] if self.sinks else 0
+        return self.nearby + sinks + (self.fetched.index.shape[1] if self.fetched else 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values on the device."""
+        pairs = [self.near, *filter(None, [self.sinks, self.fetched and self.fetched.pair])]
+        return sum(t.nbytes for pair in pairs for t in pair)
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of what is known of tokens and units, beside them."""
+        known = [*self.about, *self.sizes, *self.where, *([] if self.mass is None else [self.mass])]
+        return sum(t.nbytes for t in known if t is not None)
+
+    def positions(self) -> list[list[int]]:
+        """Where the tokens last attended to stood in the text, per key head, ascending."""
+        near = list(range(self.first, self.seen))
+        sinks = list(range(self.sinks[0].shape[1] if self.sinks else 0))
+        fetched: list[list[int]] = [[]]
+        if self.fetched is not None:
+            where = torch.cat(self.where, 1)
+            index = self.fetched.index.to(where.device).expand(max(len(where), len(self.fetched.index)), -1)
+            fetched = where.expand(len(index), -1).gather(1, index).sort(1).values.tolist()
+        heads = len(self.near[0])
+        return [sinks + fetched[h % len(fetched)] + near for h in range(heads)]

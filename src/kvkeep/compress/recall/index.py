@@ -1,0 +1,172 @@
+"""What is known of units while they are away, and what they are worth to those who ask.
+
+An index has `describe` (once, when tokens are put away) and `worth` (for every window of queries). Descriptions are
+[heads, units, …] where every key head chooses for itself, [1, units, …] where all choose together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kvkeep.compress.recall.probe import Moments, activation_bias, joined
+from kvkeep.errors import BadParameter
+
+UNWANTED = float("-inf")
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Tokens on their way out."""
+
+    keys: Tensor  # [kv_heads, n, dim] without their position where keys are moved
+    mass: Tensor | None  # [n] attention each got from the queries that followed it closely
+    member: Tensor  # [1 or kv_heads, n] unit of each
+    count: int  # units
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A window of queries, turned to where the put-away keys can be seen from."""
+
+    queries: Tensor  # [heads, w, dim]
+    kv_heads: int
+    scale: float
+    moments: Moments | None = None  # of all queries so far, this window's included
+    question: Tensor | None = None  # [x, kv_heads * dim] what the text is read for
+    reading: bool = True  # a prompt; else a token that is being written
+
+
+@dataclass(frozen=True)
+class Representatives:
+    """A few tokens speak for a chunk: those that the tokens after them attended to most. InfLLM, Q-LLM, ActQKV."""
+
+    count: int = 4
+    cosine: bool = False
+    bias: bool = False  # the probe is made of surprising queries, not of all alike
+    weight: float = 0.0  # of the question beside the window; 0: it joins the window while a prompt is read
+    wants_mass = True
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise BadParameter(f"representatives={self.count}: a chunk needs one at least.")
+
+    @property
+    def wants_moments(self) -> bool:
+        return self.bias
+
+    def describe(self, leaving: Leaving) -> Tensor:
+        """The mean of a unit's representatives, all heads side by side. [1, units, kv_heads * dim]"""
+        member = leaving.member[0]
+        keys = joined(leaving.keys, len(leaving.keys))
+        vectors = normalize(keys, dim=-1) if self.cosine else keys
+        speaks = chosen_in_units(leaving.mass, member, leaving.count, self.count).to(vectors.dtype)
+        total = vectors.new_zeros(leaving.count, vectors.shape[1])
+        total.index_add_(0, member, vectors * speaks[:, None])
+        size = vectors.new_zeros(leaving.count).index_add_(0, member, speaks)
+        return (total / size[:, None])[None]
+
+    def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
+        """[1, units]"""
+        window = joined(asking.queries, asking.kv_heads)
+        if asking.question is not None and asking.reading and not self.weight:
+            window = torch.cat([window, asking.question])
+        probe = activation_bias(window, asking.moments) if self.bias else window.mean(0)
+        worth = about @ (normalize(probe, dim=0) if self.cosine else probe)
+        if asking.question is not None and self.weight:
+            worth = worth + self.weight * (about @ asking.question.mean(0))
+        return worth
+
+
+@dataclass(frozen=True)
+class EachToken:
+    """Every token for itself: heads vote with their softmax over all that is away. TokenSelect.
+
+    The keys speak for themselves: the index is where they lie.
+    """
+
+    wants_mass = wants_moments = False
+
+    def describe(self, leaving: Leaving) -> None:
+        return None
+
+    def worth(self, asking: Asking, about: Sequence[Tensor], sizes: Tensor) -> Tensor:
+        """about: the keys put away, [kv_heads, n, dim] each -> [1, tokens]"""
+        heads, _, dim = asking.queries.shape
+        query = asking.queries.float().mean(1).view(asking.kv_heads, -1, dim) * asking.scale
+        logits = torch.cat([query @ keys.to(query.device, torch.float32).transpose(1, 2) for keys in about], -1)
+        return logits.softmax(-1).sum((0, 1))[None]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The least and the most each number of a page's keys can be: no product with a query exceeds it. Quest."""
+
+    wants_mass = wants_moments = False
+
+    def describe(self, leaving: Leaving) -> Tensor:
+        """[kv_heads, units, 2, dim]"""
+        heads, n, dim = leaving.keys.shape
+        member = leaving.member.expand(heads, -1)[..., None].expand(-1, -1, dim)
+        keys = leaving.keys.float()
+        ends = [
+            keys.new_empty(heads, leaving.count, dim).scatter_reduce(1, member, keys, how, include_self=False)
+            for how in ("amin", "amax")
+        ]
+        return torch.stack(ends, 2)
+
+    def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
+        """The bound, averaged over the group. [kv_heads, units]"""
+        query = asking.queries.float().mean(1).view(asking.kv_heads, -1, asking.queries.shape[-1])
+        low, high = about.unbind(2)
+        return (query.clamp_min(0).mean(1)[:, None] * high).sum(-1) + (query.clamp_max(0).mean(1)[:, None] * low).sum(
+            -1
+        )
+
+
+@dataclass(frozen=True)
+class Centres:
+    """The mean key of each unit. ClusterKV, SentenceKV, ProtoKV's recall; with `estimate`, Squeezed Attention.
+
+    estimate: what one key of the unit would get of a softmax over all that is away
+    threshold: units below this share of an even softmax are not worth fetching, budget or not
+    """
+
+    estimate: bool = False
+    threshold: float = 0.0
+    wants_mass = wants_moments = False
+
+    def describe(self, leaving: Leaving) -> Tensor:
+        """[kv_heads, units, dim]"""
+        heads, n, dim = leaving.keys.shape
+        member = leaving.member.expand(heads, -1)
+        keys = leaving.keys.float()
+        total = keys.new_zeros(heads, leaving.count, dim).scatter_add(1, member[..., None].expand_as(keys), keys)
+        size = keys.new_zeros(heads, leaving.count).scatter_add(1, member, torch.ones_like(member, dtype=keys.dtype))
+        return total / size.clamp_min(1)[..., None]
+
+    def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
+        """[kv_heads, units]"""
+        query = asking.queries.float().mean(1).view(asking.kv_heads, -1, asking.queries.shape[-1])
+        logits = query @ about.transpose(1, 2) * asking.scale
+        if not self.estimate:
+            return logits.mean(1)
+        per_key = logits - (logits + sizes.clamp_min(1e-30).log()[:, None]).logsumexp(-1, keepdim=True)
+        per_key = per_key.exp().mean(1)
+        return per_key.masked_fill(per_key * sizes.sum(1, keepdim=True) < self.threshold, UNWANTED)
+
+
+def chosen_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> Tensor:
+    """Which tokens are among the `count` best of their unit; the later of equals. scores, member [n] -> [n] bool"""
+    n = len(scores)
+    best = n - 1 - scores.flip(0).sort(dim=0, descending=True, stable=True).indices
+    order = best[member[best].sort(dim=0, stable=True).indices]  # unit by unit, best first
+    sizes = torch.bincount(member, minlength=units)
+    first = sizes.cumsum(0) - sizes
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(n, device=order.device) - first[member[order]]
+    return rank < count

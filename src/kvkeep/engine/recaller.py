@@ -1,0 +1,264 @@
+"""Reading and writing without dropping anything: every window of queries fetches what it asks for.
+
+One layer of one pass: tokens that left the near window are put away, the window's queries say which units they want,
+these come back, and one softmax goes over sinks, fetched and near tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from kvkeep.cache.host import Host, Pair, Purse
+from kvkeep.cache.shelf import Fetched, Shelf
+from kvkeep.compress.method import Method
+from kvkeep.compress.recall.fetch import density_share, match_entropy, spend
+from kvkeep.compress.recall.index import Asking, EachToken, Leaving
+from kvkeep.compress.recall.probe import Moments, joined
+from kvkeep.engine.arrival import Arrival
+from kvkeep.errors import CacheMisuse
+from kvkeep.kernels.reference import attend_apart
+from kvkeep.model.attention import Handover
+from kvkeep.model.rotary import Rotation
+
+
+@dataclass
+class Recaller:
+    method: Method
+    budget: int | float
+    rotations: dict[int, Rotation | None]
+    owned: list[int]
+    purse: Purse
+
+    def __post_init__(self) -> None:
+        self.recall = self.method.recall
+        self.shelves: dict[int, list[Shelf]] = {}  # layer -> one per row
+        self.fresh: dict[int, list[Shelf]] = {}  # of the pass under way
+        self.left: dict[int, int] = {}  # row -> tokens that later layers may still fetch in this step
+        self.marks: list[Tensor] = []  # per row, what the text tells of each token
+        self.question: dict[int, Tensor] = {}  # layer -> [x, kv_heads * dim] what the text is read for
+
+    def attend(self, index: int, new: Handover, arrival: Arrival) -> tuple[Tensor, Tensor | None]:
+        """What attention functions return, for one layer of one pass."""
+        before = self.shelves.get(index) or [self._empty(new) for _ in arrival.counts]
+        plain = not any(shelf.seen for shelf in before) and all(map(self._fits, arrival.counts))
+        outputs, after = [], []
+        for row, shelf in enumerate(before):
+            q, k, v = (arrival.real(t, row).detach() for t in (new.query, new.key, new.value))
+            output, shelf = self._row(Layer(self, index, row, new, arrival.is_step), shelf, q, k, v, quiet=plain)
+            outputs.append(output)
+            after.append(shelf)
+        self.fresh[index] = after
+        if plain:
+            return new.stock()
+        return new.outcome(self._spread(outputs, new.query, new.value.shape[-1], arrival))
+
+    def _fits(self, count: int) -> bool:
+        """A first pass that the model's own attention can do."""
+        return self.recall.window is None or count <= self.method.tokens(self.budget, count)
+
+    def _empty(self, new: Handover) -> Shelf:
+        near = tuple(t[0, :, :0].detach() for t in (new.key, new.value))
+        return Shelf(near, Host(self.purse, new.key.device))
+
+    def _row(
+        self, layer: Layer, shelf: Shelf, q: Tensor, k: Tensor, v: Tensor, quiet: bool
+    ) -> tuple[Tensor | None, Shelf]:
+        """One row's new tokens, window by window. quiet: nobody needs the output"""
+        size = self.recall.window or max(1, q.shape[1])
+        outputs = []
+        for start in range(0, q.shape[1], size):
+            here = slice(start, start + size)
+            output, shelf = layer.window(shelf, q[:, here], k[:, here], v[:, here], quiet)
+            outputs.append(output)
+        budget = self.method.tokens(self.budget, shelf.seen)
+        if shelf.seen > budget:
+            shelf = layer.put_away(shelf, budget)
+        return (None if quiet or not outputs else torch.cat(outputs, 1)), shelf
+
+    def _spread(self, outputs: list[Tensor | None], like: Tensor, width: int, arrival: Arrival) -> Tensor:
+        """Rows back where they came from, zeros for padding. [rows, heads, q, dim]"""
+        spread = like.new_zeros(*like.shape[:3], width)
+        for row, output in enumerate(outputs):
+            if output is not None:
+                columns = slice(None) if arrival.columns is None else arrival.columns[row]
+                spread[row, :, columns] = output
+        return spread
+
+    def tell(self, row: int, marks: Tensor) -> None:
+        """What the text says of the row's next tokens: how surprising they are, or which end a sentence. [n]"""
+        while len(self.marks) <= row:
+            self.marks.append(torch.empty(0))
+        self.marks[row] = torch.cat([self.marks[row], marks.detach().float().cpu()])
+
+    def told(self, row: int, first: int, count: int) -> Tensor | None:
+        if not self.recall.needs:
+            return None
+        marks = self.marks[row][first : first + count] if row < len(self.marks) else torch.empty(0)
+        if len(marks) < count:
+            raise CacheMisuse(
+                f"'{self.method.name}' cuts text by {self.recall.needs}, which a cache cannot see; use kvkeep.Engine."
+            )
+        return marks
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self.forget()
+        self.left = {}
+
+    def finish(self) -> None:
+        """It went through: what it made counts."""
+        self.shelves.update(self.fresh)
+        self.forget()
+
+    def forget(self) -> None:
+        self.fresh = {}
+        self.purse.spent = sum(shelf.host.in_memory for rows in self.shelves.values() for shelf in rows)
+
+    def take(self, rows: Sequence[int]) -> None:
+        self.shelves = {i: [shelves[row] for row in rows] for i, shelves in self.shelves.items()}
+        self.marks = [self.marks[row] for row in rows] if self.marks else []
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of one row in one pass."""
+
+    all: Recaller
+    index: int
+    row: int
+    new: Handover
+    writing: bool  # a single token on top of others
+
+    @property
+    def recall(self):
+        return self.all.recall
+
+    def window(self, shelf: Shelf, q: Tensor, k: Tensor, v: Tensor, quiet: bool) -> tuple[Tensor | None, Shelf]:
+        """A window of queries q [heads, w, dim] with their own keys and values [kv_heads, w, dim]."""
+        budget = self.all.method.tokens(self.all.budget, shelf.seen + q.shape[1])
+        sizes, far = self.recall.sizes(budget), None
+        reading_whole = self.recall.window is None and not self.writing
+        if shelf.seen + q.shape[1] > budget and not reading_whole:
+            shelf = self.put_away(shelf, budget)
+        turned = self._turned(q, shelf.seen, sizes.near)
+        if self.recall.index.wants_moments:
+            mine = Moments.of(joined(turned, len(k)))
+            shelf = replace(shelf, moments=shelf.moments.joined(mine) if shelf.moments else mine)
+        if shelf.host.tokens:
+            shelf, far = self._far(shelf, turned, budget, reading_whole)
+        near = tuple(torch.cat([old, new.to(old.dtype)], 1) for old, new in zip(shelf.near, (k, v), strict=True))
+        output = mass = None
+        band = sizes.near if self.recall.index.wants_mass else 0
+        if band or not quiet:
+            meets = turned if self.recall.far == "edge" else q
+            new = self.new
+            output, mass = attend_apart(q, meets, far, near, new.scale, new.softcap, new.sinks, band)
+        if mass is not None and shelf.mass is not None:
+            mass[: len(shelf.mass)] += shelf.mass
+        return output, replace(shelf, near=near, mass=mass, seen=shelf.seen + q.shape[1])
+
+    def _turned(self, q: Tensor, seen: int, edge: int) -> Tensor:
+        """Queries as if they all stood `edge` behind a key without position."""
+        if not self.recall.moves or (turn := self.all.rotations[self.index]) is None:
+            return q
+        positions = torch.arange(seen, seen + q.shape[1], device=q.device)
+        return turn.turn(turn.turn(q, -positions), torch.full_like(positions, edge))
+
+    def put_away(self, shelf: Shelf, budget: int) -> Shelf:
+        """Let go of what is no longer near, in whole units."""
+        sizes, recall = self.recall.sizes(budget), self.recall
+        sinks = 0 if shelf.sinks else sizes.sinks
+        waiting = shelf.nearby - sinks - sizes.near
+        if waiting <= 0:
+            return shelf
+        marks = self.all.told(self.row, shelf.first + sinks, waiting)
+        ready = recall.cut.ready(marks, waiting, budget)
+        if ready <= 0:
+            return shelf
+        positions = torch.arange(shelf.first, shelf.first + sinks + ready, device=shelf.near[0].device)
+        keys, values = (part[:, : sinks + ready] for part in shelf.near)
+        turn = self.all.rotations[self.index] if recall.moves else None
+        keys = turn.turn(keys, -positions) if turn else keys
+        member = recall.cut.members(keys[:, sinks:], None if marks is None else marks[:ready].to(keys.device), budget)
+        order = member.sort(dim=1, stable=True)
+        count = int(member.max()) + 1
+        size = torch.zeros(len(member), count, dtype=torch.long, device=keys.device)
+        size.scatter_add_(1, member, torch.ones_like(member))
+        mass = None if shelf.mass is None else shelf.mass[sinks : sinks + ready]
+        about = recall.index.describe(Leaving(keys[:, sinks:], mass, member, count))
+        leaving = tuple(_in_order(part[:, sinks:], order.indices) for part in (keys, values))
+        return replace(
+            shelf,
+            near=tuple(part[:, sinks + ready :].clone() for part in shelf.near),
+            mass=None if shelf.mass is None else shelf.mass[sinks + ready :],
+            sinks=shelf.sinks or (keys[:, :sinks].clone(), values[:, :sinks].clone()),
+            host=shelf.host.put(*leaving),
+            about=shelf.about if about is None else (*shelf.about, about),
+            sizes=(*shelf.sizes, size),
+            where=(*shelf.where, positions[sinks:].int()[order.indices]),
+        )
+
+    def _far(self, shelf: Shelf, turned: Tensor, budget: int, everything: bool) -> tuple[Shelf, Pair]:
+        """Sinks and what is fetched, as attention meets them."""
+        if everything:
+            pair = shelf.host.everything()
+        else:
+            shelf = self._fetch(shelf, turned, budget)
+            pair = shelf.fetched.pair
+        keys, values = (torch.cat(both, 1) for both in zip(shelf.sinks, pair, strict=True))
+        turn = self.all.rotations[self.index] if self.recall.far == "side by side" else None
+        if turn:
+            places = torch.arange(shelf.first - keys.shape[1], shelf.first, device=keys.device)
+            keys = turn.turn(keys, places)
+        return shelf, (keys, values)
+
+    def _fetch(self, shelf: Shelf, turned: Tensor, budget: int) -> Shelf:
+        recall, kv_heads = self.recall, len(shelf.near[0])
+        probe = joined(turned, kv_heads).mean(0) if recall.similar is not None else None
+        last = shelf.fetched
+        again = last is not None and probe is not None and self.writing
+        if again and float(cosine_similarity(probe, last.probe, 0)) >= recall.similar:
+            return shelf
+        question = self.all.question.get(self.index)
+        asking = Asking(turned, kv_heads, self.new.scale, shelf.moments, question, not self.writing)
+        keys = isinstance(recall.index, EachToken)
+        about = [slab.keys for slab in shelf.host.slabs] if keys else torch.cat(shelf.about, 1)
+        sizes = torch.cat(shelf.sizes, 1)
+        worth = recall.index.worth(asking, about, sizes)
+        sizes = sizes.expand(len(worth), -1)
+        quota = self._quota(shelf, budget)
+        if recall.density:
+            shelf, quota = self._share(shelf, worth, quota, budget)
+        index = spend(worth, sizes, quota, recall.neighbours).index
+        if last is not None and index.equal(last.index):
+            return replace(shelf, fetched=Fetched(probe, index, last.pair))
+        return replace(shelf, fetched=Fetched(probe, index, shelf.host.fetch(index)))
+
+    def _quota(self, shelf: Shelf, budget: int) -> int:
+        """Tokens the budget leaves to be fetched, in whole units where all are of one size."""
+        left = max(0, budget - shelf.sinks[0].shape[1] - shelf.nearby - self.writing)
+        unit = self.recall.cut.whole(budget)
+        return left // unit * unit
+
+    def _share(self, shelf: Shelf, worth: Tensor, quota: int, budget: int) -> tuple[Shelf, int]:
+        """While writing, layers share what all of them may fetch; ActQKV's information density."""
+        now = match_entropy(worth)
+        if not self.writing:
+            return replace(shelf, density=(now, 0)), quota
+        layers = self.all.owned
+        left = self.all.left.setdefault(self.row, len(layers) * quota)
+        later = [self.all.shelves[j][self.row].density for j in layers[layers.index(self.index) + 1 :]]
+        share = density_share(now, [mean[0] if mean else now for mean in later], left, self.recall.cut.whole(budget))
+        self.all.left[self.row] = left - share
+        mean, steps = shelf.density or (0.0, 0)
+        return replace(shelf, density=((mean * steps + now) / (steps + 1), steps + 1)), share
+
+
+def _in_order(tokens: Tensor, order: Tensor) -> Tensor:
+    """tokens [kv_heads, n, dim] by order [1 or kv_heads, n]"""
+    return tokens.gather(1, order.expand(len(tokens), -1)[..., None].expand_as(tokens))

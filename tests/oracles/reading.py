@@ -1,0 +1,231 @@
+"""Reading a long prompt in windows and looking up what was put away (METHODS.md: system 4; infllm, qllm, tokenselect).
+
+One layer, one sequence, float64. Queries [heads, N, d], keys and values [kv_heads, N, d], all WITHOUT rotation; the
+first `prompt` tokens are read in windows, the others one at a time. Tokens [0, sinks) are the sinks, unit b (a chunk;
+for tokenselect one token) is tokens [sinks + b·chunk, sinks + (b + 1)·chunk).
+"""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+
+from .common import default_scale, dots, softmax, top
+from .retrieval import (
+    best_chunks,
+    chunk_scores_cosine,
+    chunk_scores_dot,
+    dot,
+    joined,
+    layer_budgets,
+    mean_probe,
+    mean_vector,
+    moments,
+    probe,
+    rotate,
+    tokenselect_votes,
+)
+
+KINDS = ("actqkv", "infllm", "qllm", "tokenselect")
+
+
+@dataclass
+class Step:
+    """What one window did. `far` and `near` are true token numbers, `near` without the window's own."""
+
+    start: int
+    size: int
+    put_away: int = 0
+    far: list = field(default_factory=list)
+    near: list = field(default_factory=list)
+    chosen: list | None = None  # units, ascending; None: nothing has been put away
+    scores: list | None = None  # of every unit
+    representatives: list | None = None  # of every chunk, true token numbers
+
+
+def windows(prompt, total, window):
+    """[(start, size)]: the prompt in pieces of `window`, the last one shorter; then single tokens."""
+    pieces = [(start, min(window, prompt - start)) for start in range(0, prompt, window)]
+    return pieces + [(start, 1) for start in range(prompt, total)]
+
+
+def put_away(before, so_far, sinks, local, chunk):
+    """Tokens after the sinks that live in chunks once `before` tokens have been read, in whole chunks."""
+    return max(so_far, chunk * max(0, (before - sinks - local) // chunk))
+
+
+def fetched_units(budget, sinks, near, chunk, existing):
+    """How many units fit beside the sinks and the near tokens."""
+    return min(existing, max(0, (budget - sinks - near) // chunk))
+
+
+def turned(vectors, positions, inv_freq):
+    """[heads, t, d], token i turned to positions[i]."""
+    return np.array([[rotate(x, p, inv_freq) for x, p in zip(head, positions, strict=True)] for head in vectors])
+
+
+def attend(q_far, q_near, far_keys, far_values, near_keys, near_values, scale):
+    """(output [d], probabilities far, probabilities near) of one query: one softmax. Everything as already turned."""
+    logits = np.concatenate([dots(far_keys, q_far), dots(near_keys, q_near)]) * scale
+    p = softmax(logits)
+    values = np.concatenate([far_values, near_values])
+    return p @ values, p[: len(far_keys)], p[len(far_keys) :]
+
+
+def contiguous_places(far, first_near):
+    """Positions of `far` tokens that sit side by side right before the first near one."""
+    return [first_near - len(far) + i for i in range(len(far))]
+
+
+def window_probe(kind, queries, so_far, question, decoding):
+    """[D] from a window's joined queries [w, D]; `so_far` are all joined queries up to the window's end."""
+    if kind != "actqkv":
+        return mean_probe(queries)
+    if decoding:
+        return np.array(queries[0])
+    asked = [] if question is None else list(question)
+    return probe(list(queries) + asked, *moments(so_far))
+
+
+def chunk_scores(kind, sought, representative_keys, question, beta):
+    """[chunks], of the probe `sought`. representative_keys[b] is [r, D]."""
+    if kind == "actqkv":
+        return chunk_scores_cosine(sought, representative_keys)
+    scores = chunk_scores_dot(sought, representative_keys)
+    if kind == "qllm" and question is not None and len(question) > 0:
+        asked = mean_vector(question)
+        scores = [s + beta * dot(asked, mean_vector(keys)) for s, keys in zip(scores, representative_keys, strict=True)]
+    return scores
+
+
+def replay_steps(
+    kind,
+    q,
+    k,
+    v,
+    inv_freq,
+    scale,
+    prompt,
+    budget,
+    sinks,
+    local,
+    window,
+    chunk,
+    representatives,
+    question=None,
+    beta=4.0,
+    writing_counts=False,
+):
+    """(outputs [heads, N, d], [Step], votes [N]). votes[j]: the probability token j got from the `local` queries after
+    it, mean over query heads, summed over queries."""
+    assert kind in KINDS, kind
+    q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
+    heads, total, d = q.shape
+    kv_heads, group = len(k), len(q) // len(k)
+    scale = default_scale(scale, d)
+    inv_freq = [float(x) for x in inv_freq]
+    edge = local
+    unit = 1 if kind == "tokenselect" else chunk
+
+    q_home, k_home = turned(q, range(total), inv_freq), turned(k, range(total), inv_freq)
+    q_edge = turned(q, [edge] * total, inv_freq)
+    joined_queries, joined_keys = joined(q_edge, kv_heads), joined(k, kv_heads)
+
+    outputs, votes, steps = np.zeros((heads, total, d)), np.zeros(total), []
+    away, chosen_representatives = 0, []
+    for start, size in windows(prompt, total, window):
+        step, end = Step(start, size), start + size
+        if end > budget:
+            away = put_away(start, away, sinks, local, unit)
+        step.put_away = away
+        first_near = sinks + away if away > 0 else 0
+        step.near = list(range(first_near, start))
+
+        if away > 0:
+            units = away // unit
+            own = 1 if writing_counts and start >= prompt else 0  # does a token that is being written take budget?
+            count = fetched_units(budget, sinks, len(step.near) + own, unit, units)
+            if kind == "tokenselect":
+                candidates = slice(sinks, sinks + away)
+                step.scores = tokenselect_votes(q_edge[:, start:end], k[:, candidates], scale).tolist()
+            else:
+                for b in range(len(chosen_representatives), units):  # the chunks that go away now
+                    first = sinks + b * unit
+                    best = top(votes[first : first + unit], representatives)
+                    chosen_representatives.append([first + j for j in best])
+                step.representatives = [list(tokens) for tokens in chosen_representatives]
+                sought = window_probe(
+                    kind, joined_queries[start:end], joined_queries[:end], question, decoding=start >= prompt
+                )
+                keys = [joined_keys[tokens] for tokens in chosen_representatives]
+                step.scores = chunk_scores(kind, sought, keys, question, beta)
+            step.chosen = best_chunks(step.scores, count)
+            step.far = list(range(sinks))
+            for b in step.chosen:
+                step.far.extend(range(sinks + b * unit, sinks + (b + 1) * unit))
+
+        if kind == "tokenselect":
+            places = contiguous_places(step.far, first_near)
+            far_keys, q_far = turned(k[:, step.far], places, inv_freq), q_home
+        else:
+            far_keys, q_far = k[:, step.far], q_edge
+        for i in range(start, end):
+            for h in range(heads):
+                kh, seen = h // group, slice(first_near, i + 1)
+                outputs[h, i], _, p = attend(
+                    q_far[h, i],
+                    q_home[h, i],
+                    far_keys[kh].reshape(-1, d),
+                    v[kh, step.far].reshape(-1, d),
+                    k_home[kh, seen],
+                    v[kh, seen],
+                    scale,
+                )
+                for j in range(max(first_near, i - local), i):
+                    votes[j] += p[j - first_near] / heads
+        steps.append(step)
+    return outputs, steps, votes
+
+
+def replay(
+    kind,
+    q,
+    k,
+    v,
+    inv_freq,
+    scale,
+    prompt,
+    budget,
+    sinks,
+    local,
+    window,
+    chunk,
+    representatives,
+    question=None,
+    beta=4.0,
+    writing_counts=False,
+):
+    """(outputs [heads, N, d], chosen). chosen[w]: the units window w fetched, ascending, counted from 0 at token
+    `sinks`; None where nothing has been put away. `question`: [x, kv_heads·d], joined, at the edge."""
+    reading = (prompt, budget, sinks, local, window, chunk, representatives, question, beta, writing_counts)
+    outputs, steps, _ = replay_steps(kind, q, k, v, inv_freq, scale, *reading)
+    return outputs, [step.chosen for step in steps]
+
+
+def density_shares(thetas_per_step, first_means, total, chunk):
+    """[steps][layers]: tokens of each layer at each decode step. thetas_per_step[t][l] is Θ of layer l at step t.
+
+    Θ̄ of the layers ahead: `first_means` at the first step, then the mean of that layer's Θ over the earlier steps
+    (without first_means)."""
+    shares = []
+    for t, now in enumerate(thetas_per_step):
+        means = first_means
+        if t > 0:  # exact, so that a layer that never changed has exactly that mean
+            means = [float(exact_mean([step[layer] for step in thetas_per_step[:t]])) for layer in range(len(now))]
+        shares.append(layer_budgets(now, means, total, chunk))
+    return shares
+
+
+def exact_mean(numbers):
+    """The mean as an exact fraction."""
+    return sum((Fraction(float(x)) for x in numbers), Fraction(0)) / len(numbers)

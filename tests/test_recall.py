@@ -1,0 +1,241 @@
+"""Methods that drop nothing, against replays of the whole history and against plain attention."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import FETCHING, make_llama
+from oracles import reading
+from test_decoding import seen_by
+
+import kvkeep
+from kvkeep.compress.method import parse
+from kvkeep.engine.recaller import Layer
+from kvkeep.errors import BadParameter, BudgetTooSmall, CacheMisuse
+
+ALONE = [name for name in FETCHING if not parse(name).recall.needs]  # these need nothing but keys and queries
+IDS = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :400]  # no token comes twice: no ties
+
+
+def llama(**changes):
+    return make_llama(vocab_size=512, **changes)
+
+
+def raw(model, ids):
+    """Queries, keys and values of every token as they were before rotation. float64"""
+    q, k, v = seen_by(model, ids)
+    freq = model.model.rotary_emb.inv_freq.double().numpy()
+    back = [np.array([reading.rotate(x, -p, freq) for p, x in enumerate(head)]) for t in (q, k) for head in t]
+    return np.stack(back[: len(q)]), np.stack(back[len(q) :]), v, freq
+
+
+def outputs(model, cache, prompt, total):
+    """What the one layer's attention gave for every token. [heads, total, dim]"""
+    noted = []
+    projection = model.model.layers[0].self_attn.o_proj
+    hook = projection.register_forward_pre_hook(lambda _, args: noted.append(args[0][0]))
+    model(IDS[:, :prompt], past_key_values=cache)
+    for t in range(prompt, total):
+        model(IDS[:, t : t + 1], past_key_values=cache)
+    hook.remove()
+    heads = model.config.num_attention_heads
+    return torch.cat(noted).view(total, heads, -1).transpose(0, 1).double().numpy()
+
+
+SETTINGS = {  # budget, sinks, local, window, chunk, representatives, prompt, total
+    "usual": (64, 4, 16, 16, 8, 2, 200, 240),
+    "odd windows": (50, 3, 11, 13, 5, 4, 157, 200),
+    "no sinks": (40, 0, 8, 32, 4, 1, 120, 150),
+    "all from writing": (48, 2, 12, 16, 6, 2, 30, 150),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("heads, kv_heads", [(8, 4), (4, 1)])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", ["actqkv", "infllm", "qllm", "tokenselect"])
+def test_reading_and_writing_equal_the_replay(kind, setting, heads, kv_heads):
+    budget, sinks, local, window, chunk, representatives, prompt, total = SETTINGS[setting]
+    model = llama(num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    q, k, v, freq = raw(model, IDS[:, :total])
+    options = {"window": window, "sinks": sinks, "local": local}
+    if kind == "tokenselect":
+        options["similar"] = 2.0  # never: the replay asks anew for every token
+    else:
+        options |= {"representatives": representatives, ("chunk" if kind == "actqkv" else "block"): chunk}
+    cache = kvkeep.Cache(model, kind, budget, **options)
+    question = None
+    if kind in ("actqkv", "qllm") and setting != "no sinks":
+        question = np.random.default_rng(0).normal(size=(3, k.shape[0] * k.shape[2]))
+        cache.recaller.question[0] = torch.tensor(question, dtype=torch.float32)
+    scale = model.model.layers[0].self_attn.scaling
+    want, chosen = reading.replay(
+        kind,
+        q,
+        k,
+        v,
+        freq,
+        scale,
+        prompt,
+        budget,
+        sinks,
+        local,
+        window,
+        chunk,
+        representatives,
+        question,
+        writing_counts=True,
+    )
+    got = outputs(model, cache, prompt, total)
+    off = np.abs(got - want).max((0, 2))
+    assert off.max() < 1e-4, f"token {int(off.argmax())} is off by {off.max():.2g}"
+    assert any(chosen[-1]), "nothing was fetched: the test shows nothing"
+    unit = 1 if kind == "tokenselect" else chunk
+    fetched = [sinks + c * unit + j for c in chosen[-1] for j in range(unit)]
+    assert [p for p in cache.kept(0)[0][0] if sinks <= p][: len(fetched)] == fetched
+
+
+def put_everything_away(cache, budget):
+    """As if the budget had been exceeded, without having attended to less."""
+    recaller = cache.recaller
+    for index, rows in recaller.shelves.items():
+        recaller.shelves[index] = [
+            Layer(recaller, index, r, None, True).put_away(s, budget) for r, s in enumerate(rows)
+        ]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", FETCHING)
+def test_fetching_everything_is_full_attention(spec):
+    model, method = llama(), parse(spec)
+    method = replace(method, recall=replace(method.recall, far="true", density=False, neighbours=0.0))
+    want = model(IDS[:, :150]).logits
+    cache = kvkeep.Cache(model, method, 1000)
+    if method.recall.needs:
+        cache.recaller.tell(0, torch.arange(150) % 7 == 6)
+    got = [model(IDS[:, :100], past_key_values=cache).logits]
+    put_everything_away(cache, 48)
+    away = cache.recaller.shelves[0][0].host.tokens
+    got += [model(IDS[:, 100:120], past_key_values=cache).logits]
+    got += [model(IDS[:, t : t + 1], past_key_values=cache).logits for t in range(120, 150)]
+    assert away >= 40 and cache.kept(0)[0] == [list(range(150))] * 4
+    assert (torch.cat(got, 1) - want).abs().max() < 1e-4
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", FETCHING)
+def test_a_budget_that_never_binds_changes_nothing(spec):
+    model = llama()
+    want = model.generate(IDS[:, :60], max_new_tokens=40, do_sample=False)
+    cache = kvkeep.Cache(model, spec, 200)
+    assert model.generate(IDS[:, :60], past_key_values=cache, max_new_tokens=40, do_sample=False).equal(want)
+    assert model(IDS[:, :60], past_key_values=kvkeep.Cache(model, spec, 200)).logits.equal(model(IDS[:, :60]).logits)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", ALONE)
+def test_the_device_holds_the_budget_and_the_host_the_rest(spec):
+    model, budget = llama(num_hidden_layers=2), 64
+    cache = kvkeep.Cache(model, spec, budget)
+    model(IDS[:, :250], past_key_values=cache)
+    for t in range(250, 300):
+        assert model(IDS[:, t : t + 1], past_key_values=cache).logits.isfinite().all()
+        report = cache.report()
+        held = [n for layer in report.tokens for row in layer for n in row]
+        mean = sum(held) / len(held)
+        assert mean <= budget and (spec == "actqkv" or max(held) <= budget), (t, held)
+    each = report.full_bytes // 300  # of one token, all layers and heads
+    shelves = [rows[0] for rows in cache.recaller.shelves.values()]
+    near = sum(s.nearby + s.sinks[0].shape[1] for s in shelves) * each // len(shelves)
+    assert report.host_bytes + near == report.full_bytes  # everything, exactly once
+    assert "put away" in str(report) and cache.get_seq_length() == 300
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", ALONE)
+def test_pieces_forks_and_rows(spec):
+    model = llama(num_hidden_layers=2)
+    alone = kvkeep.Cache(model, spec, 64, **({"window": 16} if parse(spec).recall.window else {}))
+    want = model(IDS[:, :200], past_key_values=alone).logits[:, -1]
+    after = model(IDS[:, 200:201], past_key_values=alone.fork()).logits
+    again = model(IDS[:, 200:201], past_key_values=alone).logits
+    assert after.equal(again)  # a copy answers as the original does, and leaves it as it was
+    if parse(spec).recall.window:  # windows lie where they lay, whatever the pieces
+        pieces = kvkeep.Cache(model, spec, 64, window=16)
+        for start in range(0, 192, 48):
+            model(IDS[:, start : start + 48], past_key_values=pieces)
+        got = model(IDS[:, 192:200], past_key_values=pieces).logits[:, -1]
+        assert (got - want).abs().max() < 1e-4
+    padding = torch.ones(2, 230, dtype=torch.long)
+    padding[0, :30] = 0
+    batch = torch.cat([torch.cat([torch.zeros(1, 30, dtype=torch.long), IDS[:, :200]], 1), IDS[:, 100:330]])
+    together = kvkeep.Cache(model, spec, 64, **({"window": 16} if parse(spec).recall.window else {}))
+    places = (padding.cumsum(1) - 1).clamp_min(0)
+    got = model(batch, attention_mask=padding, position_ids=places, past_key_values=together).logits[0, -1]
+    assert (got - want[0]).abs().max() < 1e-4
+
+
+@pytest.mark.core
+def test_a_pass_cut_short_leaves_the_cache_as_it_was():
+    model = llama(num_hidden_layers=3)
+    cache, twin = (kvkeep.Cache(model, "actqkv", 64) for _ in range(2))
+    for each in (cache, twin):
+        model(IDS[:, :200], past_key_values=each)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(IDS[:, 200:240], past_key_values=cache)
+    hook.remove()
+    got, want = (model(IDS[:, 200:240], past_key_values=each).logits for each in (cache, twin))
+    assert got.equal(want)
+
+
+def test_layers_share_what_they_fetch_and_never_more():
+    model = llama(num_hidden_layers=4)
+    cache = kvkeep.Cache(model, "actqkv", 64, chunk=2, sinks=2, local=10)
+    model(IDS[:, :300], past_key_values=cache)
+    seen = set()
+    for t in range(300, 340):
+        model(IDS[:, t : t + 1], past_key_values=cache)
+        fetched = [rows[0].fetched.index.shape[1] for rows in cache.recaller.shelves.values()]
+        assert sum(fetched) <= 4 * 52
+        seen.add(tuple(fetched))
+    assert len(seen) > 1 and any(len(set(each)) > 1 for each in seen)  # some layers do get more than others
+
+
+def test_tokenselect_asks_again_only_for_another_question():
+    model = llama(num_hidden_layers=1)
+    counts = {}
+    for similar in (-1.0, 2.0):
+        cache = kvkeep.Cache(model, "tokenselect", 64, similar=similar, window=16)
+        model(IDS[:, :200], past_key_values=cache)
+        first = cache.recaller.shelves[0][0].fetched
+        for t in range(200, 205):
+            model(IDS[:, t : t + 1], past_key_values=cache)
+        counts[similar] = cache.recaller.shelves[0][0].fetched is first
+    assert counts == {-1.0: True, 2.0: False}
+
+
+def test_what_only_the_text_can_tell():
+    model = llama()
+    for spec, what in (("emllm", "surprise"), ("sentencekv", "sentences")):
+        with pytest.raises(CacheMisuse, match=f"cuts text by {what}.*kvkeep.Engine"):
+            model.generate(IDS[:, :200], past_key_values=kvkeep.Cache(model, spec, 64), max_new_tokens=2)
+
+
+def test_sizes_that_cannot_be():
+    model = llama()
+    with pytest.raises(BudgetTooSmall, match="budget of 88 or more"):
+        kvkeep.Cache(model, "actqkv", 64, local=56, sinks=16, chunk=16)
+    with pytest.raises(BadParameter, match="drops nothing"):
+        kvkeep.Cache(model, "actqkv+adakv", 64)
+    with pytest.raises(BadParameter, match="no clusters"):
+        kvkeep.Cache(model, "snapkv+recall", 64)
+    with pytest.raises(BadParameter, match="probe='max'"):
+        kvkeep.Cache(model, "actqkv", 64, probe="max")
+    with pytest.raises(BadParameter, match="needs a budget"):
+        kvkeep.Cache(model, "infllm")
