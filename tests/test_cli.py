@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 import kvkeep.cli.ask
 import kvkeep.cli.inputs
 from kvkeep.cli import app
-from kvkeep.cli.ask import Stream
+from kvkeep.cli.ask import told
 from kvkeep.cli.show import busy
+from kvkeep.engine.generate import Progress
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "lighthouse.txt"
 EXAMPLE_QUESTION = "What is the serial number of the replacement lamp motor?"
@@ -88,18 +89,18 @@ def test_compare_runs_full_beside_it(tiny, document):
 
 def test_options_reach_the_model_and_the_method(tiny, document, monkeypatch):
     made = []
-    real = kvkeep.Cache
+    real = kvkeep.Engine
 
-    def cache(model, *args, **kwargs):
+    def engine(model, tokenizer, *args, **kwargs):
         made.append((args, kwargs))
-        return real(model, *args, **kwargs)
+        return real(model, tokenizer, *args, **kwargs)
 
-    monkeypatch.setattr(kvkeep, "Cache", cache)
+    monkeypatch.setattr(kvkeep, "Engine", engine)
     args = ("--method", "snapkv", "--budget", "0.5", "--set", "window=8", "--set", "pooling=max", "--chunk", 64)
     where = ("--device", "cpu", "--dtype", "float32", "--model", "some/model", "--max-new-tokens", 2, "--json")
     done = kvkeep_("run", document, "How many?", *args, *where)
     assert done.exit_code == 0, done.output
-    assert made == [(("snapkv", 0.5), {"window": 8, "pooling": "max"})]
+    assert made == [(("snapkv", 0.5), {"piece": 64, "window": 8, "pooling": "max"})]
     assert {key: tiny[0][key] for key in ("name", "device", "dtype")} == {
         "name": "some/model", "device": "cpu", "dtype": "float32",
     }  # fmt: skip
@@ -113,7 +114,9 @@ def test_a_model_without_a_chat_template_is_asked_plainly(monkeypatch, document)
 
 def test_the_question_comes_last_after_a_blank_line(document):
     document.write_text("\ufeff  Text.\n\n", encoding="utf-8")
-    assert kvkeep.cli.inputs.prompt(str(document), " Why? ") == "Text.\n\nWhy?"
+    assert kvkeep.cli.inputs.prompt(str(document), " Why? ") == ("Text.", "Why?")
+    engine = kvkeep.Engine(tiny_chat.model(), tiny_chat.tokenizer(), "full", None)
+    assert engine.length("Text.", "Why?") == len("<>Text.\n\nWhy?<><>") - 3
 
 
 # --- mistakes ---
@@ -195,7 +198,21 @@ def test_an_empty_question(document):
 def test_a_document_longer_than_the_window(tiny, document):
     document.write_text("x" * 2000)
     said = refused("run", document, "Why?")
-    assert "are 2009 tokens" in said and "window is 1024" in said and "shorten the document by 1049 tokens" in said
+    assert "has 2009 tokens" in said and "window is 1024" in said and "shorten the prompt by 1049 tokens" in said
+    assert "actqkv" in said  # the way out
+
+
+@pytest.mark.parametrize(
+    "method", ["actqkv", "infllm", "tokenselect", "emllm", "intelllm", "streamingllm", "lm_infinite"]
+)
+def test_a_document_longer_than_the_window_with_a_method_that_reads_on(tiny, document, method):
+    document.write_text("".join(chr(97 + i * i % 26) for i in range(2000)))
+    done = kvkeep_("run", document, "Why?", "--method", method, "--budget", 128, "--max-new-tokens", 3, "--json")
+    found = json.loads(done.stdout)
+    assert found["prompt_tokens"] == 2009 and found["kept_per_head"] <= 128 + 2
+    assert (found["host_bytes"] > 0) == (method not in ("intelllm", "streamingllm", "lm_infinite"))
+    if method == "infllm":
+        assert "put away" in kvkeep_("run", document, "Why?", "--method", method, "--budget", 128).stdout
 
 
 def test_a_model_that_is_not_there(document):
@@ -270,17 +287,9 @@ def test_a_reader_that_stops_early_gets_no_traceback():
 # --- parts ---
 
 
-def test_a_character_of_several_tokens_is_written_once_it_is_whole(capsys):
-    import torch
-
-    words, firsts = tiny_chat.tokenizer(), []
-    stream = Stream(words, sys.stdout, on_first=lambda: firsts.append(True))
-    stream.put(torch.tensor([[5, 6, 7]]))
-    for each in words("aé").input_ids:
-        stream.put(torch.tensor([each]))
-        assert capsys.readouterr().out in ("a", "", "é")
-    stream.end()
-    assert stream.text == "aé\n" and firsts == [True] and stream.speed()["tokens_per_s"] > 0
+def test_progress_is_told_in_words():
+    assert told(Progress(2048, 65536, 10.0)) == "read 2,048 of 65,536 tokens, 205/s, 5:10 left"
+    assert told(Progress(300, 300, 2.0)) == "read 300 of 300 tokens, 150/s"
 
 
 def test_the_spinner_shows_only_to_a_person(capsys, monkeypatch):
@@ -288,11 +297,10 @@ def test_the_spinner_shows_only_to_a_person(capsys, monkeypatch):
         say("still reading")
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
-    with busy("reading", quiet=False, length=lambda: 1234) as say:
-        say("still reading")
+    with busy("reading", quiet=False) as say:
+        say("1,234 done")
         say.stop()
-    shown = capsys.readouterr().err
-    assert "reading" in shown and "1,234 done" in shown
+    assert "1,234 done" in capsys.readouterr().err
     with busy("reading", quiet=True):
         pass
     assert capsys.readouterr().err == ""

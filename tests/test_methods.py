@@ -20,7 +20,8 @@ def legal(spec: str) -> bool:
     return True
 
 
-CROSSED = [s for m in METHODS for c in ["", *(f"+{c}" for c in CROSSINGS), "+adakv+pyramid"] if legal(s := m + c)]
+SHARING = [f"+{name}" for name in CROSSINGS if name != "recall"]
+CROSSED = [s for m in METHODS for c in ["", *SHARING, "+adakv+pyramid"] if legal(s := m + c)]
 EVICTING = [spec for spec in CROSSED if spec != "full"]
 
 

@@ -10,6 +10,7 @@ from oracles import reading
 from test_decoding import seen_by
 
 import kvkeep
+from kvkeep.cache.copies import Copies
 from kvkeep.compress.method import parse
 from kvkeep.engine.recaller import Layer
 from kvkeep.errors import BadParameter, BudgetTooSmall, CacheMisuse
@@ -216,7 +217,7 @@ def test_tokenselect_asks_again_only_for_another_question():
         first = cache.recaller.shelves[0][0].fetched
         for t in range(200, 205):
             model(IDS[:, t : t + 1], past_key_values=cache)
-        counts[similar] = cache.recaller.shelves[0][0].fetched is first
+        counts[similar] = cache.recaller.shelves[0][0].fetched.index is first.index
     assert counts == {-1.0: True, 2.0: False}
 
 
@@ -239,3 +240,30 @@ def test_sizes_that_cannot_be():
         kvkeep.Cache(model, "actqkv", 64, probe="max")
     with pytest.raises(BadParameter, match="needs a budget"):
         kvkeep.Cache(model, "infllm")
+
+
+@pytest.mark.core
+def test_copies_on_the_device_change_nothing():
+    """What a GPU keeps of the blocks fetched last, tried without one."""
+    model = llama(num_hidden_layers=2)
+    want, got = (kvkeep.Cache(model, "infllm", 64, window=16) for _ in range(2))
+    empty = got.recaller._empty
+
+    def with_copies(new):
+        shelf = empty(new)
+        shelf.host.copies = Copies(torch.device("cpu"))
+        return shelf
+
+    got.recaller._empty = with_copies
+    for each in (want, got):
+        model(IDS[:, :200], past_key_values=each)
+    twin = got.fork()
+    assert model(IDS[:, 200:240], past_key_values=twin).logits.equal(
+        model(IDS[:, 200:240], past_key_values=want.fork()).logits
+    )
+    for t in range(250, 300):  # another continuation: what the copy fetched must not be taken for it
+        logits = [model(IDS[:, t : t + 1], past_key_values=each).logits for each in (want, got)]
+        assert logits[0].equal(logits[1])
+    copies = got.recaller.shelves[0][0].host.copies
+    fetched = got.recaller.shelves[0][0].fetched.index.shape[1] // 8
+    assert 0 < len(copies.held) <= 2 * fetched and got.nbytes > want.nbytes

@@ -7,17 +7,15 @@ a folder, slabs beyond the memory limit are written to disk and read from there 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from kvkeep.cache.copies import Copies, Pair
 from kvkeep.cache.spill import Spill
 from kvkeep.errors import StoreFull
-
-Pair = tuple[Tensor, Tensor]
 
 
 class Purse:
@@ -39,7 +37,7 @@ class Purse:
         return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slab:
     """Tokens put away together. keys, values [kv_heads, n, dim] on the host (or mapped from a file)"""
 
@@ -56,13 +54,18 @@ class Slab:
         return self.keys.shape[1]
 
 
+Name = tuple[int, int, Slab]
+
+
 class Host:
     """One layer of one row: everything put away, in the order it was."""
 
-    def __init__(self, purse: Purse, device: torch.device, slabs: tuple[Slab, ...] = ()) -> None:
+    def __init__(
+        self, purse: Purse, device: torch.device, slabs: tuple[Slab, ...] = (), copies: Copies | None = None
+    ) -> None:
         self.purse, self.device, self.slabs = purse, device, slabs
+        self.copies = copies or (None if device.type == "cpu" else Copies(device))  # a CPU needs none
         self.ends = list(accumulate(slab.tokens for slab in slabs))
-        self.lately: OrderedDict[tuple, Pair] = OrderedDict()  # on the device: what was fetched last
 
     @property
     def tokens(self) -> int:
@@ -85,21 +88,39 @@ class Host:
             slab = Slab(*(self._home(t) for t in pair))
         else:
             slab = Slab(*self.purse.spill.write(*(t.cpu() for t in pair)), on_disk=True)
-        return Host(self.purse, self.device, (*self.slabs, slab))
+        return Host(self.purse, self.device, (*self.slabs, slab), self.copies)
 
     def _home(self, tensor: Tensor) -> Tensor:
         """A copy in host memory that owns exactly its own bytes."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
         return copy.copy_(tensor)
 
-    def fetch(self, index: Tensor) -> Pair:
-        """Tokens by number, ascending, [1 or kv_heads, k] -> keys and values [kv_heads, k, dim] on the device"""
+    @property
+    def copies_nbytes(self) -> int:
+        return self.copies.nbytes if self.copies else 0
+
+    def fetch(self, index: Tensor, unit: int = 1) -> Pair:
+        """Tokens by number, ascending, [1 or kv_heads, k] -> keys and values [kv_heads, k, dim] on the device
+
+        unit: tokens come in whole blocks of so many, which may stay on the device for the next time
+        """
+        if self.copies and unit > 1 and len(index) == 1:
+            firsts = index[0, ::unit].tolist()
+            return self.copies.get([self._name(first, unit) for first in firsts], unit, self._block)
         if self.device.type == "cpu" and len(self.slabs) == 1:
             return self._gathered(self.slabs[0], index)
         if len(index) == 1:
             return self._runs(index[0].tolist())
         heads = [self._runs(row, slice(h, h + 1)) for h, row in enumerate(index.tolist())]
         return tuple(torch.cat(same) for same in zip(*heads, strict=True))
+
+    def _name(self, first: int, unit: int) -> Name:
+        """A block, and the slab its last token is in: stores that share this slab share all that came before it."""
+        return first, unit, self.slabs[bisect_right(self.ends, first + unit - 1)]
+
+    def _block(self, name: Name) -> Pair:
+        first, unit, _ = name
+        return self._runs(list(range(first, first + unit)), at_home=True)
 
     def everything(self) -> Pair:
         return tuple(
@@ -110,8 +131,8 @@ class Host:
         index = index.expand(len(slab.keys), -1)[..., None]
         return tuple(t.gather(1, index.expand(-1, -1, t.shape[-1])) for t in (slab.keys, slab.values))
 
-    def _runs(self, numbers: list[int], heads: slice = slice(None)) -> Pair:
-        """Stretches of neighbouring tokens, copied as they lie."""
+    def _runs(self, numbers: list[int], heads: slice = slice(None), at_home: bool = False) -> Pair:
+        """Stretches of neighbouring tokens, copied as they lie; at_home: not to the device yet."""
         pieces: tuple[list[Tensor], list[Tensor]] = ([], [])
         for first, last in runs(numbers):
             while first < last:
@@ -121,7 +142,8 @@ class Host:
                 for part, into in zip((self.slabs[slab].keys, self.slabs[slab].values), pieces, strict=True):
                     into.append(part[heads, first - before : stop - before])
                 first = stop
-        return tuple(torch.cat(part, 1).to(self.device, non_blocking=True) for part in pieces)
+        home = [torch.cat(part, 1) for part in pieces]
+        return tuple(home if at_home else [t.to(self.device) for t in home])
 
 
 def runs(numbers: list[int]) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ class Fetched:
 
     probe: Tensor | None  # who asked
     index: Tensor  # [1 or kv_heads, k] numbers of the tokens put away
-    pair: Pair  # keys and values [kv_heads, k, dim]
+    pair: Pair | None  # keys and values [kv_heads, k, dim]; None while they are on their way
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Shelf:
     def nbytes(self) -> int:
         """Bytes of keys and values on the device."""
         pairs = [self.near, *filter(None, [self.sinks, self.fetched and self.fetched.pair])]
-        return sum(t.nbytes for pair in pairs for t in pair)
+        return sum(t.nbytes for pair in pairs for t in pair) + self.host.copies_nbytes
 
     @property
     def index_nbytes(self) -> int:
@@ -76,3 +76,11 @@ class Shelf:
             fetched = where.expand(len(index), -1).gather(1, index).sort(1).values.tolist()
         heads = len(self.near[0])
         return [sinks + fetched[h % len(fetched)] + near for h in range(heads)]
+
+
+def grown(pieces: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
+    """One piece more, joined with those no longer than it: few pieces, each number copied few times."""
+    held = [*pieces, new]
+    while len(held) > 1 and held[-2].shape[1] <= held[-1].shape[1]:
+        held[-2:] = [torch.cat(held[-2:], 1)]
+    return tuple(held)

@@ -68,7 +68,7 @@ def run(
     seed: Annotated[int, typer.Option(min=0, help="For methods that draw at random.")] = 0,
 ) -> None:
     """Answer a question about a document from a compressed cache, and say what that saved."""
-    text = inputs.prompt(document, question)
+    text, question = inputs.prompt(document, question)
     plans = [inputs.plan(method, budget, settings or [])]
     if compare:
         plans.append(inputs.plan("full", budget, []))
@@ -76,11 +76,14 @@ def run(
 
     with show.busy("starting", quiet=as_json) as say:
         asker = Asker.load(model, device, dtype, say)
-        ids = asker.encode(text, max_new_tokens)
+        engines = [asker.engine(plan, chunk) for plan in plans]
+        for engine in engines:
+            engine.check_length(engine.length(text, question), max_new_tokens)
         asker.warm_up(seed)
-    out = None if as_json else sys.stdout
-    outcomes = [asker.ask(ids, plans[0], max_new_tokens, chunk, out, quiet=as_json)]
-    outcomes += [asker.ask(ids, plan, max_new_tokens, chunk, None, quiet=as_json) for plan in plans[1:]]
+    outcomes = [
+        asker.ask(engine, plan, text, question, max_new_tokens, None if as_json or number else sys.stdout)
+        for number, (engine, plan) in enumerate(zip(engines, plans, strict=True))
+    ]
     if as_json:
         show.print_json(show.outcomes_as_dict(model, outcomes))
     else:

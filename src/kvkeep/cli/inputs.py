@@ -47,15 +47,15 @@ def _value(text: str) -> int | float | bool | str:
     return text
 
 
-def prompt(document: str, question: str) -> str:
-    """The document, a blank line, the question."""
+def prompt(document: str, question: str) -> tuple[str, str]:
+    """The document and the question, with something in each."""
     if not question.strip():
         raise BadInput("the question is empty; say what you want to know about the document.")
     where = "standard input" if document == "-" else repr(document)
     text = _decode(_read(document), where).strip()
     if not text:
         raise BadInput(f"the document {where} is empty; give one with text in it.")
-    return f"{text}\n\n{question.strip()}"
+    return text, question.strip()
 
 
 def _read(document: str) -> bytes:

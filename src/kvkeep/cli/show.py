@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +24,7 @@ class Outcome:
     bytes: int
     full_bytes: int
     index_bytes: int
+    host_bytes: int
     first_token_s: float
     tokens_per_s: float | None  # None after a single token: there is no second one to time
 
@@ -43,21 +44,13 @@ class Say:
 
 
 @contextmanager
-def busy(text: str, *, quiet: bool, length: Callable[[], int] | None = None) -> Iterator[Say]:
-    """A spinner with the time elapsed, on stderr and only if a person is there to see it.
-
-    length: how many tokens have been read so far, shown as it grows.
-    """
+def busy(text: str, *, quiet: bool) -> Iterator[Say]:
+    """A spinner with the time elapsed, on stderr and only if a person is there to see it."""
     from rich.console import Console
-    from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.text import Text
-
-    class Length(ProgressColumn):
-        def render(self, task: Any) -> Text:
-            return Text(f"{length():,} done" if length else "")
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), Length(), TimeElapsedColumn()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         yield Say(bar, bar.add_task(text, total=None))
 
@@ -69,6 +62,11 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
         ["prompt tokens", *(f"{each.prompt_tokens:,}" for each in outcomes)],
         ["kept per key head", *(f"{each.kept_per_head:,.0f}" for each in outcomes)],
         ["cache holds", *(f"{human(each.bytes)} ({each.bytes / each.full_bytes:.0%})" for each in outcomes)],
+        *(
+            [["put away", *(human(each.host_bytes) for each in outcomes)]]
+            if any(e.host_bytes for e in outcomes)
+            else []
+        ),
         ["a full cache would hold", *(human(each.full_bytes) for each in outcomes)],
         ["time to first token", *(f"{each.first_token_s:.2f} s" for each in outcomes)],
         ["tokens per second", *(f"{each.tokens_per_s:.1f}" if each.tokens_per_s else "–" for each in outcomes)],

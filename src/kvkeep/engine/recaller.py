@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from kvkeep.cache.host import Host, Pair, Purse
-from kvkeep.cache.shelf import Fetched, Shelf
+from kvkeep.cache.shelf import Fetched, Shelf, grown
 from kvkeep.compress.method import Method
 from kvkeep.compress.recall.fetch import density_share, match_entropy, spend
 from kvkeep.compress.recall.index import Asking, EachToken, Leaving
@@ -142,6 +142,7 @@ class Layer:
         """A window of queries q [heads, w, dim] with their own keys and values [kv_heads, w, dim]."""
         budget = self.all.method.tokens(self.all.budget, shelf.seen + q.shape[1])
         sizes, far = self.recall.sizes(budget), None
+        fetched: list[Pair] = []
         reading_whole = self.recall.window is None and not self.writing
         if shelf.seen + q.shape[1] > budget and not reading_whole:
             shelf = self.put_away(shelf, budget)
@@ -150,7 +151,12 @@ class Layer:
             mine = Moments.of(joined(turned, len(k)))
             shelf = replace(shelf, moments=shelf.moments.joined(mine) if shelf.moments else mine)
         if shelf.host.tokens:
-            shelf, far = self._far(shelf, turned, budget, reading_whole)
+            shelf = replace(shelf, fetched=None) if reading_whole else self._choose(shelf, turned, budget)
+
+            def far() -> Pair:
+                fetched.append(self._away(shelf, reading_whole))
+                return self._far(shelf, fetched[0])
+
         near = tuple(torch.cat([old, new.to(old.dtype)], 1) for old, new in zip(shelf.near, (k, v), strict=True))
         output = mass = None
         band = sizes.near if self.recall.index.wants_mass else 0
@@ -158,6 +164,8 @@ class Layer:
             meets = turned if self.recall.far == "edge" else q
             new = self.new
             output, mass = attend_apart(q, meets, far, near, new.scale, new.softcap, new.sinks, band)
+        if fetched and shelf.fetched:
+            shelf = replace(shelf, fetched=replace(shelf.fetched, pair=fetched[0]))
         if mass is not None and shelf.mass is not None:
             mass[: len(shelf.mass)] += shelf.mass
         return output, replace(shelf, near=near, mass=mass, seen=shelf.seen + q.shape[1])
@@ -198,26 +206,33 @@ class Layer:
             mass=None if shelf.mass is None else shelf.mass[sinks + ready :],
             sinks=shelf.sinks or (keys[:, :sinks].clone(), values[:, :sinks].clone()),
             host=shelf.host.put(*leaving),
-            about=shelf.about if about is None else (*shelf.about, about),
-            sizes=(*shelf.sizes, size),
-            where=(*shelf.where, positions[sinks:].int()[order.indices]),
+            about=shelf.about if about is None else grown(shelf.about, about),
+            sizes=grown(shelf.sizes, size),
+            where=grown(shelf.where, positions[sinks:].int()[order.indices]),
         )
 
-    def _far(self, shelf: Shelf, turned: Tensor, budget: int, everything: bool) -> tuple[Shelf, Pair]:
-        """Sinks and what is fetched, as attention meets them."""
+    def _away(self, shelf: Shelf, everything: bool) -> Pair:
+        """What was chosen of the tokens put away, or all of them."""
         if everything:
-            pair = shelf.host.everything()
-        else:
-            shelf = self._fetch(shelf, turned, budget)
-            pair = shelf.fetched.pair
+            return shelf.host.everything()
+        return shelf.fetched.pair or shelf.host.fetch(shelf.fetched.index, self._unit)
+
+    @property
+    def _unit(self) -> int:
+        """Tokens of every unit, where a budget in tokens makes them all the same; else 1."""
+        return self.recall.cut.whole(self.all.budget) if isinstance(self.all.budget, int) else 1
+
+    def _far(self, shelf: Shelf, pair: Pair) -> Pair:
+        """Sinks and what is fetched, as attention meets them."""
         keys, values = (torch.cat(both, 1) for both in zip(shelf.sinks, pair, strict=True))
         turn = self.all.rotations[self.index] if self.recall.far == "side by side" else None
         if turn:
             places = torch.arange(shelf.first - keys.shape[1], shelf.first, device=keys.device)
             keys = turn.turn(keys, places)
-        return shelf, (keys, values)
+        return keys, values
 
-    def _fetch(self, shelf: Shelf, turned: Tensor, budget: int) -> Shelf:
+    def _choose(self, shelf: Shelf, turned: Tensor, budget: int) -> Shelf:
+        """Let the window's queries say which units they want."""
         recall, kv_heads = self.recall, len(shelf.near[0])
         probe = joined(turned, kv_heads).mean(0) if recall.similar is not None else None
         last = shelf.fetched
@@ -235,9 +250,8 @@ class Layer:
         if recall.density:
             shelf, quota = self._share(shelf, worth, quota, budget)
         index = spend(worth, sizes, quota, recall.neighbours).index
-        if last is not None and index.equal(last.index):
-            return replace(shelf, fetched=Fetched(probe, index, last.pair))
-        return replace(shelf, fetched=Fetched(probe, index, shelf.host.fetch(index)))
+        same = last is not None and index.equal(last.index)
+        return replace(shelf, fetched=Fetched(probe, index, last.pair if same else None))
 
     def _quota(self, shelf: Shelf, budget: int) -> int:
         """Tokens the budget leaves to be fetched, in whole units where all are of one size."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -204,7 +204,7 @@ def lower_right(q: int, n: int, device: torch.device) -> Tensor:
 def attend_apart(
     queries: Tensor,
     turned: Tensor,
-    far: tuple[Tensor, Tensor] | None,
+    far: Callable[[], tuple[Tensor, Tensor]] | None,
     near: tuple[Tensor, Tensor],
     scale: float,
     softcap: float | None = None,
@@ -213,7 +213,8 @@ def attend_apart(
 ) -> tuple[Tensor, Tensor | None]:
     """Queries over far keys, which they meet `turned`, and near ones that end with their own; one softmax over both.
 
-    queries, turned [heads, w, dim]; far and near: keys and values [kv_heads, n, dim]
+    queries, turned [heads, w, dim]; far and near: keys and values [kv_heads, n, dim]; far is called once the products
+    with near keys are under way, so that fetching can overlap with them
     -> output [heads, w, dim]; with a band, what each near key got from queries at most so far behind it (never from
     its own), averaged over all heads [n]
     """
@@ -223,8 +224,9 @@ def attend_apart(
     logits = (grouped[0] @ near_keys.transpose(1, 2)).float()
     values = near_values
     if far is not None:
-        logits = torch.cat([(grouped[1] @ far[0].transpose(1, 2)).float(), logits], -1)
-        values = torch.cat([far[1], near_values], 1)
+        far_keys, far_values = far()
+        logits = torch.cat([(grouped[1] @ far_keys.transpose(1, 2)).float(), logits], -1)
+        values = torch.cat([far_values, near_values], 1)
     if softcap is not None:
         logits = (logits / softcap).tanh_().mul_(softcap)
     if w > 1:

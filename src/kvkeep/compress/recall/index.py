@@ -59,6 +59,11 @@ class Representatives:
     def wants_moments(self) -> bool:
         return self.bias
 
+    @property
+    def asks(self) -> bool:
+        """A question changes what is fetched."""
+        return self.bias or self.weight > 0
+
     def describe(self, leaving: Leaving) -> Tensor:
         """The mean of a unit's representatives, all heads side by side. [1, units, kv_heads * dim]"""
         member = leaving.member[0]
@@ -73,7 +78,7 @@ class Representatives:
     def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
         """[1, units]"""
         window = joined(asking.queries, asking.kv_heads)
-        if asking.question is not None and asking.reading and not self.weight:
+        if asking.question is not None and asking.reading and self.bias:
             window = torch.cat([window, asking.question])
         probe = activation_bias(window, asking.moments) if self.bias else window.mean(0)
         worth = about @ (normalize(probe, dim=0) if self.cosine else probe)

@@ -1,0 +1,230 @@
+"""Prompts of any length, read piece by piece; answers, written token by token: `kvkeep.Engine`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.compress.method import Method, parse
+from kvkeep.engine.listen import listen
+from kvkeep.engine.sample import Sampler
+from kvkeep.engine.session import Cache
+from kvkeep.engine.words import Sentences, Unfolding
+from kvkeep.errors import BadInput, BadParameter
+from kvkeep.model.adapter import trained_window
+from kvkeep.model.prompt import encode
+
+PIECE = 1024  # tokens read at a time: what a forward pass of a long prompt costs in memory
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a prompt is read."""
+
+    done: int
+    total: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.done / self.seconds if self.seconds else 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds, if it goes on like this."""
+        return (self.total - self.done) / self.rate if self.rate else 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was written last."""
+
+    words: Unfolding
+    prompt_tokens: int
+
+    @property
+    def text(self) -> str:
+        return self.words.text
+
+    @property
+    def ids(self) -> list[int]:
+        return self.words.ids
+
+
+class Engine:
+    """Answers from compressed caches: `generate` and `stream` for a prompt, `chat` for a conversation."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        method: str | Method = "intentkv",
+        budget: int | float | None = 2048,
+        *,
+        piece: int | None = None,
+        schedule: str | int | None = None,
+        host_limit: int | None = None,
+        disk: str | Path | None = None,
+        **parameters: Any,
+    ):
+        """piece: tokens of a prompt read at a time; None: all at once where the window and the method allow it."""
+        if piece is not None and piece < 1:
+            raise BadParameter(f"piece={piece}: a prompt is read at least one token at a time.")
+        self.model, self.tokenizer, self.piece = model, tokenizer, piece
+        self.options = {"schedule": schedule, "host_limit": host_limit, "disk": disk}
+        self.method, self.budget = parse(method, **parameters), budget
+        self.cache = self._fresh()  # of the answer written last
+        self.fed: list[int] = []  # what it has read
+        self.answer = Answer(Unfolding(tokenizer), 0)
+        self.sentences = Sentences(tokenizer)
+
+    def _fresh(self) -> Cache:
+        return Cache(self.model, self.method, self.budget, **self.options)
+
+    def generate(self, prompt: str, **options: Any) -> str:
+        """The whole answer at once; options as in `stream`."""
+        return "".join(self.stream(prompt, **options))
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        question: str | None = None,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> Iterator[str]:
+        """The answer piece by piece.
+
+        question: what the prompt is read for; it is asked after the prompt, and query-aware methods know it before.
+        """
+        ids = self._encode(prompt, question)
+        self.cache, self.fed = self._fresh(), []
+        if question is not None:
+            self._read_for(question)
+        yield from self._answer(ids, max_new_tokens, Sampler(temperature, top_p, seed), progress)
+
+    def _encode(self, prompt: str, question: str | None) -> Tensor:
+        text = prompt if question is None else f"{prompt}\n\n{question}"
+        if not text.strip():
+            raise BadInput("the prompt is empty; give the model something to read.")
+        return encode(self.tokenizer, text)[0]
+
+    def length(self, prompt: str, question: str | None = None) -> int:
+        """Tokens of a prompt as the model reads it."""
+        return len(self._encode(prompt, question))
+
+    def chat(self, messages: list[dict[str, str]], **options: Any) -> str:
+        """The answer to a conversation. What continues the last one goes on with its cache."""
+        options = {"max_new_tokens": 256, "temperature": 0.0, "top_p": 1.0, "seed": 0, "progress": None, **options}
+        if not messages or messages[-1].get("role") == "assistant":
+            raise BadInput("a chat ends with a message to answer; give at least one, the last not the assistant's.")
+        ids = encode(self.tokenizer, messages)[0]
+        if not self.fed or ids[: len(self.fed)].tolist() != self.fed or len(ids) <= len(self.fed):
+            self.cache, self.fed = self._fresh(), []
+        sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
+        return "".join(self._answer(ids, options["max_new_tokens"], sampler, options["progress"])).strip()
+
+    def _read_for(self, question: str) -> None:
+        """Let a method that can use it know the question before it reads."""
+        recaller = self.cache.recaller
+        if recaller and getattr(self.method.recall.index, "asks", False):
+            ids = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+            edge = self.method.recall.sizes(self.cache.method.tokens(self.cache.budget, PIECE)).near
+            recaller.question = listen(self.model, ids.to(self.model.device), self.cache.rotations, edge)
+
+    def _answer(
+        self, ids: Tensor, max_new_tokens: int, sampler: Sampler, progress: Callable[[Progress], None] | None
+    ) -> Iterator[str]:
+        if max_new_tokens < 1:
+            raise BadParameter(f"max_new_tokens={max_new_tokens}: an answer has at least one.")
+        self.check_length(len(ids), max_new_tokens)
+        logits = self._read(ids, progress)
+        text, ends = Unfolding(self.tokenizer), self._ends()
+        self.answer = Answer(text, len(ids))
+        for number in range(max_new_tokens):
+            token = sampler(logits)
+            if token in ends:
+                break
+            if piece := text.add(token):
+                yield piece
+            if number + 1 < max_new_tokens:
+                logits = self._feed(torch.tensor([token]))[-1]
+        if rest := text.end():
+            yield rest
+
+    def check_length(self, prompt: int, max_new_tokens: int) -> None:
+        """Refuse what goes beyond the model's window, unless the method reads on in constant memory."""
+        window, over = trained_window(self.model), prompt + max_new_tokens - trained_window(self.model)
+        if over > 0 and not self.endless:
+            raise BadInput(
+                f"the prompt has {prompt} tokens and the answer may take {max_new_tokens}, but the model's window is "
+                f"{window} and '{self.method.name}' leaves keys where they stood: shorten the prompt by {over} tokens, "
+                f"or use a method that reads any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
+            )
+
+    @property
+    def endless(self) -> bool:
+        """The method never lets a query see further than a window the model was trained on."""
+        recall = self.method.recall
+        return recall.moves if recall else self.method.place is not None
+
+    def _read(self, ids: Tensor, progress: Callable[[Progress], None] | None) -> Tensor:
+        """Feed what is not fed yet. -> logits after the last token"""
+        began, start = time.perf_counter(), len(self.fed)
+        size = self._piece(len(ids))
+        logits = None
+        for first in range(start, len(ids), size):
+            logits = self._feed(ids[first : first + size])[-1]
+            if progress:
+                progress(Progress(min(first + size, len(ids)) - start, len(ids) - start, time.perf_counter() - began))
+        assert logits is not None
+        return logits
+
+    def _piece(self, tokens: int) -> int:
+        recall = self.method.recall
+        if recall and recall.needs == "surprise":  # known only after a pass, needed before the near window is left
+            return min(self.piece or PIECE, recall.sizes(self.method.tokens(self.cache.budget, tokens)).near)
+        if self.piece:
+            return self.piece
+        if recall and recall.window:
+            return max(1, PIECE // recall.window) * recall.window
+        return tokens if tokens <= trained_window(self.model) else PIECE
+
+    def _feed(self, ids: Tensor) -> Tensor:
+        """One forward pass. -> logits of its last tokens [n, vocabulary], n at least 1"""
+        needs = self.method.recall.needs if self.method.recall else ""
+        if needs == "sentences":
+            self.cache.recaller.tell(0, self.sentences.ends(ids))
+        with torch.inference_mode():
+            keep = 0 if needs == "surprise" else 1
+            batch = ids[None].to(self.model.device)
+            logits = self.model(batch, past_key_values=self.cache, logits_to_keep=keep).logits[0]
+        if needs == "surprise":
+            self.cache.recaller.tell(0, self._surprise(logits, ids))
+        self.fed += ids.tolist()
+        return logits
+
+    def _surprise(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """-ln of what each token was expected with; the first of all counts as no surprise. [n]"""
+        before = getattr(self, "expected", None) if self.fed else None
+        self.expected = logits[-1:].float()
+        rows = logits[:-1].float() if before is None else torch.cat([before, logits[:-1].float()])
+        told = (
+            -rows.log_softmax(-1).gather(1, ids[-len(rows) :, None].to(rows.device))[:, 0] if len(rows) else rows[:, 0]
+        )
+        return torch.cat([told.new_zeros(len(ids) - len(told)), told]).cpu()
+
+    def _ends(self) -> set[int]:
+        ends = self.model.generation_config.eos_token_id
+        ends = set(ends) if isinstance(ends, list | tuple) else {ends}
+        return {end for end in ends | {self.tokenizer.eos_token_id} if end is not None}
