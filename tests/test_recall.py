@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FETCHING, make_llama
+from families import CASES, FAMILIES, build, prompt
 from oracles import reading
 from test_decoding import seen_by
 
@@ -13,7 +14,7 @@ import kvkeep
 from kvkeep.cache.copies import Copies
 from kvkeep.compress.method import parse
 from kvkeep.engine.recaller import Layer
-from kvkeep.errors import BadParameter, BudgetTooSmall, CacheMisuse
+from kvkeep.errors import BadParameter, BudgetTooSmall, CacheMisuse, UnsupportedModel
 
 ALONE = [name for name in FETCHING if not parse(name).recall.needs]  # these need nothing but keys and queries
 IDS = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :400]  # no token comes twice: no ties
@@ -240,6 +241,32 @@ def test_sizes_that_cannot_be():
         kvkeep.Cache(model, "actqkv", 64, probe="max")
     with pytest.raises(BadParameter, match="needs a budget"):
         kvkeep.Cache(model, "infllm")
+    with pytest.raises(CacheMisuse, match="cannot be saved yet"):
+        kvkeep.Cache(model, "infllm", 64).save("nowhere")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if FAMILIES[case[0]].full])
+@pytest.mark.parametrize("spec", ["actqkv", "tokenselect", "quest", "clusterkv"])
+def test_every_family_fetches(name, kind, spec):
+    model, ids = build(name, kind), prompt(90)
+    try:
+        cache = kvkeep.Cache(model, spec, 32, **({"window": 16} if parse(spec).recall.window else {}))
+    except UnsupportedModel:
+        assert parse(spec).recall.moves  # keys of this family cannot be turned
+        return
+    for piece in (ids[:, :60], ids[:, 60:61], ids[:, 61:]):
+        assert model(piece, past_key_values=cache).logits.isfinite().all()
+    for t in range(3):
+        assert model(ids[:, t : t + 1], past_key_values=cache).logits.isfinite().all()
+    assert cache.report().kept_per_head <= 32 and cache.report().host_bytes > 0
+    method = parse(spec)
+    exact = replace(method, recall=replace(method.recall, far="true"))
+    cache = kvkeep.Cache(model, exact, 1000)
+    model(ids[:, :60], past_key_values=cache)
+    put_everything_away(cache, 32)
+    got = model(ids[:, 60:61], past_key_values=cache).logits[0, -1]
+    assert (got - model(ids[:, :61]).logits[0, -1]).abs().max() < 1e-3 and cache.report().host_bytes > 0
 
 
 @pytest.mark.core

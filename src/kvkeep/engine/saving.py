@@ -25,6 +25,8 @@ PARTS = ("keys", "values", "positions", "places", "notes")
 def save(cache: Cache, path: str | Path) -> None:
     if cache.underway is not None:
         raise CacheMisuse("a forward pass on this cache was cut short; reset() it, or go on with it, before saving.")
+    if cache.recaller:
+        raise CacheMisuse(f"a cache of '{cache.method.name}' cannot be saved yet: what it put away is not written.")
     named = replace(parse(cache.method.name, **cache.method.parameters), schedule=cache.method.schedule)
     if named != cache.method:
         raise CacheMisuse(

@@ -1,0 +1,46 @@
+"""The same on a GPU as on a processor. Skipped where there is none."""
+
+import pytest
+import tiny_chat
+import torch
+from conftest import EVICTING, FETCHING, make_llama
+
+import kvkeep
+from kvkeep.compress.method import parse
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+IDS = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :400]
+
+
+@pytest.mark.parametrize("spec", [*EVICTING, *FETCHING])
+def test_a_gpu_decides_and_computes_as_a_processor(spec):
+    if parse(spec).recall and parse(spec).recall.needs:
+        pytest.skip("needs the engine")
+    logits, kept = {}, {}
+    for device in ("cpu", "cuda"):
+        model = make_llama(vocab_size=512).to(device)
+        window = {"window": 16} if parse(spec).recall and parse(spec).recall.window else {}
+        cache = kvkeep.Cache(model, spec, 64, **window)
+        pieces = [IDS[:, :200], *(IDS[:, t : t + 1] for t in range(200, 230))]
+        logits[device] = [model(piece.to(device), past_key_values=cache).logits[:, -1].cpu() for piece in pieces]
+        kept[device] = [cache.kept(layer) for layer in range(4)]
+    assert kept["cpu"] == kept["cuda"]
+    assert max((a - b).abs().max() for a, b in zip(*logits.values(), strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize("spec", ["actqkv", "infllm", "tokenselect", "emllm"])
+def test_device_memory_is_constant_in_the_length(spec):
+    model, words = tiny_chat.model().to("cuda"), tiny_chat.tokenizer()
+    most = {}
+    for length in (2000, 8000):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        engine = kvkeep.Engine(model, words, spec, 256, piece=64)
+        engine.generate("".join(chr(97 + i * i % 23) for i in range(length)), max_new_tokens=2)
+        report = engine.cache.report()
+        most[length] = torch.cuda.max_memory_allocated() - report.index_bytes
+        copies = [rows[0].host.copies for rows in engine.cache.recaller.shelves.values()]
+        assert all(slab.keys.is_pinned() for slab in engine.cache.recaller.shelves[0][0].host.slabs)
+        assert spec in ("tokenselect", "emllm") or all(0 < each.nbytes for each in copies)
+        del engine
+    assert most[8000] <= 1.1 * most[2000]
