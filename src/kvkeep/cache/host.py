@@ -104,6 +104,8 @@ class Host:
 
         unit: tokens come in whole blocks of so many, which may stay on the device for the next time
         """
+        if not index.shape[1]:
+            return tuple(t[:, :0].to(self.device) for t in (self.slabs[0].keys, self.slabs[0].values))
         if self.copies and unit > 1 and len(index) == 1:
             firsts = index[0, ::unit].tolist()
             return self.copies.get([self._name(first, unit) for first in firsts], unit, self._block)

@@ -30,7 +30,7 @@ class Spill:
             self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         except OSError as error:
             raise BadParameter(f"disk={str(parent)!r} cannot be written to ({error.strerror}).") from None
-        self.lock = _locked(self.folder / LOCK)
+        self.lock = _locked(self.folder / LOCK, new=True)
         self.numbers = count()
         self.close = weakref.finalize(self, _remove, self.folder, self.lock)
 
@@ -53,14 +53,14 @@ def sweep(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}*"):
         try:
             held = _locked(folder / LOCK)
-        except (BlockingIOError, FileNotFoundError, NotADirectoryError):
+        except OSError:  # alive, not ours to look into, or no folder of this kind
             continue
         _remove(folder, held)
 
 
-def _locked(path: Path) -> int:
+def _locked(path: Path, new: bool = False) -> int:
     """A descriptor that holds the lock as long as the process lives."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT)
+    lock = os.open(path, os.O_RDWR | (os.O_CREAT if new else 0))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -115,7 +115,7 @@ def actqkv(
     density=True,
 ):
     check_probe(probe)
-    index = Representatives(representatives, cosine=True, bias=probe == "bias")
+    index = Representatives(representatives, cosine=True, bias=probe == "bias", joins=True)
     return Method(
         "actqkv", None, recall=Recall(Chunks(chunk, 32), index, window, sinks=sinks, near=local, density=density)
     )

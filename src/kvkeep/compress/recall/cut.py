@@ -115,7 +115,7 @@ class Marked:
 class Events:
     """EM-LLM: a new event begins where the text surprises, moved to where the keys on both sides differ most.
 
-    Surprises are compared with those before, over as many tokens as the near window holds.
+    Surprises are compared with those before them in their piece of the text.
     """
 
     gamma: float = 1.0
@@ -130,13 +130,26 @@ class Events:
     ready, whole = Chunks.ready, Clusters.whole
 
     def members(self, keys: Tensor, marks: Tensor | None, budget: int) -> Tensor:
-        starts = boundaries(marks.tolist(), self.gamma, budget)
+        piece = self.size(budget)
+        numbers, before = [], 0
+        for first in range(0, keys.shape[1], piece):
+            here = slice(first, first + piece)
+            numbers.append(before + self._events(keys[:, here], marks[here].tolist(), piece))
+            before = int(numbers[-1][-1]) + 1
+        return torch.cat(numbers)[None]
+
+    def _events(self, keys: Tensor, surprise: list[float], piece: int) -> Tensor:
+        """Numbers of the events in one piece. [n]"""
+        starts = boundaries(surprise, self.gamma, piece)
         if self.refine:
             starts = refined(starts, similarity(keys))
-        starts = [s for i, s in enumerate(starts) if i == 0 or s - starts[i - 1] >= self.shortest]
+        kept = [0]
+        for start in starts[1:]:
+            if start - kept[-1] >= self.shortest:
+                kept.append(start)
         ends = torch.zeros(keys.shape[1], dtype=torch.bool, device=keys.device)
-        ends[torch.tensor([s - 1 for s in starts[1:]], dtype=torch.long, device=keys.device)] = True
-        return stretches(ends, max(1, self.size(budget) // 4))[None]
+        ends[torch.tensor([start - 1 for start in kept[1:]], dtype=torch.long, device=keys.device)] = True
+        return stretches(ends, max(1, piece // 4))
 
 
 def kmeans(keys: Tensor, first: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
@@ -147,7 +160,7 @@ def kmeans(keys: Tensor, first: Tensor, iterations: int) -> tuple[Tensor, Tensor
     keys = keys.float()
     centres, member = keys[:, first], None
     for _ in range(max(1, iterations)):
-        closest = (keys @ normalize(centres, dim=-1).transpose(1, 2)).max(-1).indices
+        closest = _nearest(keys, normalize(centres, dim=-1).transpose(1, 2))
         if member is not None and closest.equal(member):
             break
         member = closest
@@ -158,6 +171,11 @@ def kmeans(keys: Tensor, first: Tensor, iterations: int) -> tuple[Tensor, Tensor
             total = torch.zeros_like(centres).scatter_add_(1, member[..., None].expand_as(keys), keys)
             centres = torch.where(size[..., None] > 0, total / size.clamp_min(1)[..., None], centres)
     return member, centres
+
+
+def _nearest(keys: Tensor, centres: Tensor, at_once: int = 4096) -> Tensor:
+    """Block by block: a long text has many centres. [heads, n]"""
+    return torch.cat([(block @ centres).max(-1).indices for block in keys.split(at_once, 1)], 1)
 
 
 def compacted(member: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ class Representatives:
     count: int = 4
     cosine: bool = False
     bias: bool = False  # the probe is made of surprising queries, not of all alike
-    weight: float = 0.0  # of the question beside the window; 0: it joins the window while a prompt is read
+    joins: bool = False  # while a prompt is read, the question's queries are part of every window
+    weight: float = 0.0  # of the question beside the window, while reading and writing
     wants_mass = True
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class Representatives:
     @property
     def asks(self) -> bool:
         """A question changes what is fetched."""
-        return self.bias or self.weight > 0
+        return self.joins or self.weight > 0
 
     def describe(self, leaving: Leaving) -> Tensor:
         """The mean of a unit's representatives, all heads side by side. [1, units, kv_heads * dim]"""
@@ -78,7 +79,7 @@ class Representatives:
     def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
         """[1, units]"""
         window = joined(asking.queries, asking.kv_heads)
-        if asking.question is not None and asking.reading and self.bias:
+        if asking.question is not None and asking.reading and self.joins:
             window = torch.cat([window, asking.question])
         probe = activation_bias(window, asking.moments) if self.bias else window.mean(0)
         worth = about @ (normalize(probe, dim=0) if self.cosine else probe)
@@ -160,7 +161,7 @@ class Centres:
         logits = query @ about.transpose(1, 2) * asking.scale
         if not self.estimate:
             return logits.mean(1)
-        per_key = logits - (logits + sizes.clamp_min(1e-30).log()[:, None]).logsumexp(-1, keepdim=True)
+        per_key = logits - (logits + sizes.log()[:, None]).logsumexp(-1, keepdim=True)
         per_key = per_key.exp().mean(1)
         return per_key.masked_fill(per_key * sizes.sum(1, keepdim=True) < self.threshold, UNWANTED)
 
