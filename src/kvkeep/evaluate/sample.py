@@ -1,4 +1,4 @@
-"""One question of a task, and what counts as its answer."""
+"""One question of a task, what counts as its answer, and how it is asked."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sample:
+    """The prompt is context + question + prefix, in this order and with nothing between them."""
+
     task: str
     id: str
     question: str
     references: tuple[str, ...]
     metric: str  # a name in METRICS
     context: str = ""  # what the question is about; may be compressed before the question is known
-    prefix: str = ""  # how the answer begins
+    prefix: str = ""  # how the answer begins; after the assistant's header where there is one
+    choices: tuple[str, ...] = ()  # answers to rank by log-likelihood; empty: the answer is written
+    max_new_tokens: int = 128
+    chat: bool = True  # through the model's chat template, where it has one
+    stops: tuple[str, ...] = ()  # texts that end an answer, beside the model's own end
     extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # for the metric: classes, length
