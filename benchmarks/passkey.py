@@ -1,7 +1,7 @@
 """A number hidden in ever longer noise: python benchmarks/passkey.py --methods actqkv infllm --lengths 8192 65536
 
 Prints what was answered, the time, what the cache held on the device and put away, and how much the process grew while
-it read; --json keeps the memory after every piece, for the plot.
+it read; --json keeps the memory after every piece, --plot draws it (pip install matplotlib).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     hush()
     model, tokenizer = load(options.model, device=options.device)
@@ -56,6 +57,8 @@ def main() -> None:
                 print(json.dumps(shown), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows))
+    if options.plot:
+        plot(rows, options.plot)
 
 
 def run(model: Any, tokenizer: Any, method: str, length: int, sample: int, options: argparse.Namespace) -> dict:
@@ -89,6 +92,30 @@ def run(model: Any, tokenizer: Any, method: str, length: int, sample: int, optio
         ),
         "pieces": pieces,
     }
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Memory while the longest text is read: what grows is put away, what is attended to stays."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    length = max(row["tokens"] for row in rows)
+    for row, style in zip((row for row in rows if row["tokens"] == length), ("-", "--", ":"), strict=False):
+        tokens = [piece["tokens"] / 1000 for piece in row["pieces"]]
+        for part, colour, name in (
+            ("host", "C0", "put away"),
+            ("device", "C3", "attended to"),
+            ("index", "C2", "index"),
+        ):
+            size = [piece[part] / 1e6 for piece in row["pieces"]]
+            axes.plot(tokens, size, style, color=colour, label=f"{name}, {row['method']}")
+    axes.set(xlabel="thousand tokens read", ylabel="MB", yscale="log", ylim=(0.3, 6000))
+    axes.grid(alpha=0.3)
+    axes.legend(ncols=2, fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

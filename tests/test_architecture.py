@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "model": LOW | {"kernels", "cache"},
     "engine": LOW | {"kernels", "cache", "compress", "model"},
     "evaluate": LOW | {"compress", "model", "engine"},
-    "cli": LOW | {"kernels", "cache", "compress", "model", "engine"},
+    "cli": LOW | {"kernels", "cache", "compress", "model", "engine", "evaluate"},
 }
 
 

@@ -1,6 +1,8 @@
 """One cache through its life: pieces, turns, copies, files."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -230,3 +232,15 @@ def test_misuse_is_named(tiny):
     mask[0, 0] = 0
     with pytest.raises(CacheMisuse, match="covers 5 tokens"):
         tiny(IDS[:, :5], attention_mask=mask, past_key_values=fed(tiny, "snapkv", 40))
+
+
+@pytest.mark.parametrize("spec", ["snapkv", "h2o", "actqkv", "quest"])
+def test_a_cache_nobody_holds_is_freed_at_once(spec):
+    model = make_llama()
+    cache = kvkeep.Cache(model, spec, 40)
+    model.generate(torch.arange(100)[None], past_key_values=cache, max_new_tokens=3)
+    gone = weakref.ref(cache)
+    gc.disable()
+    del cache
+    gc.enable()
+    assert gone() is None

@@ -41,6 +41,7 @@ def tiny(monkeypatch):
         return tiny_chat.model(), tiny_chat.tokenizer()
 
     monkeypatch.setattr(kvkeep.cli.ask, "load", load)
+    monkeypatch.setattr("kvkeep.model.load.load", load)
     return asked
 
 
@@ -133,7 +134,8 @@ def refused(*args, stdin=None):
 @pytest.fixture
 def no_model(monkeypatch):
     """Mistakes below are found before any model is loaded."""
-    monkeypatch.setattr(kvkeep.cli.ask, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    for place in ("kvkeep.cli.ask.load", "kvkeep.model.load.load"):
+        monkeypatch.setattr(place, lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 @pytest.mark.usefixtures("no_model")
@@ -212,7 +214,8 @@ def test_a_document_longer_than_the_window_with_a_method_that_reads_on(tiny, doc
     assert found["prompt_tokens"] == 2009 and found["kept_per_head"] <= 128 + 2
     assert (found["host_bytes"] > 0) == (method not in ("intelllm", "streamingllm", "lm_infinite"))
     if method == "infllm":
-        assert "put away" in kvkeep_("run", document, "Why?", "--method", method, "--budget", 128).stdout
+        shown = kvkeep_("run", document, "Why?", "--method", method, "--budget", 128).stdout
+        assert "put away" in shown and "(2.0 × the model's window)" in " ".join(shown.split())
 
 
 def test_a_model_that_is_not_there(document):
@@ -321,3 +324,77 @@ def test_the_example_is_answered_rightly(method):
 def test_make_run_asks_this_question():
     makefile = (EXAMPLE.parent.parent / "Makefile").read_text()
     assert f"QUESTION := {EXAMPLE_QUESTION}\n" in makefile and f"DOCUMENT := examples/{EXAMPLE.name}\n" in makefile
+
+
+# --- kvkeep eval ---
+
+
+@pytest.fixture
+def official(tmp_path):
+    """A folder with one LongBench task and MATH-500, two samples each."""
+    folder = tmp_path / "data" / "longbench"
+    folder.mkdir(parents=True)
+    line = {
+        "context": "Four geese flew south.",
+        "answers": ["four"],
+        "all_classes": None,
+        "length": 4,
+        "dataset": "qasper",
+    }
+    lines = [json.dumps({**line, "input": f"How many? {n}", "_id": str(n)}) for n in range(2)]
+    (folder / "qasper.jsonl").write_text("\n".join(lines))
+    problems = [json.dumps({"problem": f"What is {n} + 1?", "answer": str(n + 1)}) for n in range(2)]
+    (tmp_path / "data" / "math500.jsonl").write_text("\n".join(problems))
+    return tmp_path / "data"
+
+
+def test_eval_scores_methods_and_goes_on_where_it_was(tiny, official, tmp_path, monkeypatch):
+    window = ("--model", "default", "--protocol", "aware", "--out", tmp_path / "out", "--data", official)
+    args = ("eval", "--tasks", "longbench/qasper", "--methods", "full,snapkv,h2o", "--budgets", "64,0.5", *window)
+    done = kvkeep_(*args)
+    assert done.exit_code == 0, done.output
+    assert "10 rows in" in done.stdout and all(word in done.stdout for word in ("qasper", "snapkv", "0.5", "n=2"))
+    before = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    monkeypatch.setattr("kvkeep.evaluate.run._answers", lambda *_: pytest.fail("answered again"))
+    assert kvkeep_(*args).exit_code == 0 and (tmp_path / "out" / "rows.jsonl").read_bytes() == before
+    assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 6
+
+
+def test_eval_names_what_it_leaves_out(tiny, official, tmp_path):
+    args = ("eval", "--tasks", "longbench,wic,qa_1", "--methods", "full", "--data", official, "--out", tmp_path / "out")
+    done = kvkeep_(*args, "--limit", 1)
+    assert done.exit_code == 0 and "2 rows in" in done.stdout
+    assert "left out: wic has no file wic.jsonl" in done.stderr and "left out: qa_1 reads a file" in done.stderr
+
+
+def test_eval_takes_a_config_file(tiny, official, tmp_path):
+    config = tmp_path / "grid.yaml"
+    config.write_text(f"tasks: [longbench/qasper]\nmethods: full\nprotocol: agnostic\nlimit: 1\ndata: {official}\n")
+    done = kvkeep_("eval", "--config", config, "--out", tmp_path / "out", "--limit", 2)
+    assert done.exit_code == 0, done.output
+    assert "2 rows in" in done.stdout
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("tasks: wic\nbudget: 4\n", "unknown keys budget; known: tasks, out, methods, budgets"),
+        ("- tasks\n", "should map names to values"),
+        ("tasks: [", "is not YAML"),
+        ("tasks: wic\nbudgets: many\n", "--budgets 'many' are not numbers"),
+        ("tasks: wic\nprotocol: blind\n", "protocol 'blind' is not known"),
+        ("tasks: wic\nmethods: snapkw\n", "snapkw"),
+        ("methods: full\n", "--tasks is missing"),
+    ],
+)
+def test_a_config_file_that_makes_no_sense(tmp_path, content, says):
+    (tmp_path / "grid.yaml").write_text(content)
+    assert says in refused("eval", "--config", tmp_path / "grid.yaml", "--out", tmp_path / "out")
+
+
+def test_eval_with_nothing_to_do(tiny, tmp_path):
+    said = refused("eval", "--tasks", "wic", "--out", tmp_path / "out")
+    assert "none of these tasks can be had: wic is read from a file, and no folder was given" in said
+    assert "no task 'niha'. Did you mean 'niah'?" in refused("eval", "--tasks", "niha", "--out", tmp_path / "out")
+    assert "--data 'nowhere' is not there" in refused("eval", "--tasks", "wic", "--out", "x", "--data", "nowhere")

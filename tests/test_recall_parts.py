@@ -830,7 +830,7 @@ def test_fetching_is_indexing(seed):
     rng = np.random.default_rng(seed)
     host, whole = fill(rng, Purse())
     heads, n = whole[0].shape[:2]
-    assert host.tokens == n and host.nbytes == host.in_memory == host.purse.spent == sum(t.nbytes for t in whole)
+    assert host.tokens == n and host.nbytes == host.purse.spent == sum(t.nbytes for t in whole)
     assert all(a.equal(b) for a, b in zip(host.everything(), whole, strict=True))
     for count in {1, n, int(rng.integers(1, n + 1))}:
         for rows in (1, heads):
@@ -926,9 +926,9 @@ def test_what_is_spilled_comes_back(spill, limit, seed):
     rng = np.random.default_rng(seed)
     host, whole = fill(rng, Purse(limit, spill))
     heads, n = whole[0].shape[:2]
-    assert host.in_memory == host.purse.spent <= limit and host.nbytes == sum(t.nbytes for t in whole)
+    assert host.purse.spent <= limit and host.nbytes == sum(t.nbytes for t in whole)
     files = [path for path in spill.folder.iterdir() if path.suffix == ".safetensors"]
-    assert len(files) == sum(slab.on_disk for slab in host.slabs) and (limit or files)
+    assert (host.purse.spent < host.nbytes) == bool(files) and (limit or len(files) == len(host.slabs))
     for rows in (1, heads):
         index = some(rng, rows, n, int(rng.integers(1, n + 1)))
         assert same(host.fetch(index), whole, index)

@@ -6,6 +6,8 @@ a folder, slabs beyond the memory limit are written to disk and read from there 
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,6 +38,10 @@ class Purse:
         self.spent += size
         return True
 
+    def give_back(self, size: int) -> None:
+        """Nobody holds a slab any more."""
+        self.spent -= size
+
 
 @dataclass(frozen=True, eq=False)
 class Slab:
@@ -43,7 +49,6 @@ class Slab:
 
     keys: Tensor
     values: Tensor
-    on_disk: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -76,24 +81,27 @@ class Host:
         """Everything, wherever it lies."""
         return sum(slab.nbytes for slab in self.slabs)
 
-    @property
-    def in_memory(self) -> int:
-        """Bytes of the purse, those on disk not counted."""
-        return sum(slab.nbytes for slab in self.slabs if not slab.on_disk)
-
     def put(self, keys: Tensor, values: Tensor) -> Host:
         """The same store with more in it; this one stays as it is. keys, values [kv_heads, n, dim]"""
         pair = (keys.detach(), values.detach())
-        if self.purse.take(sum(t.nbytes for t in pair)):
+        size = sum(t.nbytes for t in pair)
+        if self.purse.take(size):
             slab = Slab(*(self._home(t) for t in pair))
+            weakref.finalize(slab, self.purse.give_back, size)
         else:
-            slab = Slab(*self.purse.spill.write(*(t.cpu() for t in pair)), on_disk=True)
+            slab = Slab(*self.purse.spill.write(*(t.cpu() for t in pair)))
         return Host(self.purse, self.device, (*self.slabs, slab), self.copies)
 
     def _home(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory that owns exactly its own bytes."""
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
-        return copy.copy_(tensor)
+        """A copy in host memory that owns exactly its own bytes.
+
+        Pages of its own: long-lived slabs among short-lived tensors would leave an allocator full of holes.
+        """
+        if self.device.type == "cuda":
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        pages = mmap.mmap(-1, max(1, tensor.nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()) if tensor.numel() else tensor.flatten()
+        return flat.view(tensor.shape).copy_(tensor)
 
     @property
     def copies_nbytes(self) -> int:

@@ -1,15 +1,16 @@
-"""The commands: `kvkeep run`, `kvkeep methods`, `kvkeep models`."""
+"""The commands: `kvkeep run`, `kvkeep eval`, `kvkeep methods`, `kvkeep models`."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import kvkeep
-from kvkeep.cli import inputs, show
+from kvkeep.cli import grid, inputs, show
 from kvkeep.errors import KvkeepError
 
 EPILOG = "Exit status: 0 done · 2 bad usage or input, said in one line on stderr · 130 interrupted · 1 anything else."
@@ -88,6 +89,38 @@ def run(
         show.print_json(show.outcomes_as_dict(model, outcomes))
     else:
         show.print_outcomes(outcomes)
+
+
+@app.command("eval", epilog=EPILOG)
+def evaluate(
+    tasks: Annotated[
+        str | None, typer.Option(help="ruler, niah, needle, short, longbench/qasper, …, by commas.")
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for rows.jsonl, times.jsonl and results.csv.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Methods by commas: full,snapkv,protokv+adakv.")] = None,
+    budgets: Annotated[str | None, typer.Option(help="Budgets by commas: 128,512 or 0.1.")] = None,
+    protocol: Annotated[str | None, typer.Option(help="agnostic, aware or both.")] = None,
+    model: Annotated[str | None, typer.Option(help="`default`, a hub id, or a local folder.")] = None,
+    length: Annotated[str | None, typer.Option(help="Tokens of tasks that are made, by commas.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="For tasks that are made.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of official files: longbench/qasper.jsonl …")] = None,
+    haystack: Annotated[str | None, typer.Option(help="Essays for needle tasks: a folder of .txt files.")] = None,
+    squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,
+    hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file with any of these names.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+) -> None:
+    """Score methods on tasks; a run that was stopped goes on where it was."""
+    given = {name: value for name, value in locals().items() if name != "config"}
+    options = grid.wanted(config, given)
+    with show.counting("starting") as (say, note):
+        rows, skipped = grid.run(options, say, note)
+    show.print_scores(rows)
+    for name, why in skipped.items():
+        typer.echo(f"left out: {name} {why}", err=True)
+    typer.echo(f"{len(rows)} rows in {options.out}: rows.jsonl, times.jsonl, results.csv")
 
 
 @app.command(epilog=EPILOG)

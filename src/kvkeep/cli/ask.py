@@ -13,6 +13,7 @@ import kvkeep
 from kvkeep.cli.inputs import Plan
 from kvkeep.cli.show import Outcome, busy
 from kvkeep.engine.generate import Progress
+from kvkeep.model.adapter import trained_window
 from kvkeep.model.load import hush, load
 
 
@@ -59,6 +60,7 @@ class Asker:
             budget=plan.budget,
             answer=engine.answer.text.strip(),
             prompt_tokens=engine.answer.prompt_tokens,
+            window=trained_window(self.model),
             new_tokens=len(engine.answer.ids),
             **{key: report[key] for key in ("kept_per_head", "bytes", "full_bytes", "index_bytes", "host_bytes")},
             **clock.speed(len(engine.answer.ids)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +19,7 @@ class Outcome:
     budget: int | float
     answer: str
     prompt_tokens: int
+    window: int  # tokens the model was trained to see at once
     new_tokens: int
     kept_per_head: float
     bytes: int
@@ -55,11 +56,46 @@ def busy(text: str, *, quiet: bool) -> Iterator[Say]:
         yield Say(bar, bar.add_task(text, total=None))
 
 
+@contextmanager
+def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
+    """A bar with the time left, on stderr and only for a person: what to say, and how many are done of how many."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    shown = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with shown as bar:
+        task = bar.add_task(text, total=None)
+        yield Say(bar, task), lambda done, total: bar.update(task, description="rows", completed=done, total=total)
+
+
+def print_scores(rows: list[dict[str, Any]]) -> None:
+    """Methods down, tasks across; a mean with its 95 % interval and number."""
+    from kvkeep.evaluate.table import cells
+
+    found = {(c.protocol, c.method, c.budget, c.task): c for c in cells(rows)}
+    tasks = list(dict.fromkeys(c.task for c in found.values()))
+    lines = []
+    for protocol, method, budget in dict.fromkeys(place[:3] for place in found):
+        scores = [found.get((protocol, method, budget, task)) for task in tasks]
+        shown = [f"{c.score:.3g} [{c.low:.2g}, {c.high:.2g}] n={c.n}" if c else "–" for c in scores]
+        lines.append([protocol, method, "–" if budget is None else str(budget), *shown])
+    print_table(["protocol", "method", "budget", *tasks], lines)
+
+
 def print_outcomes(outcomes: list[Outcome]) -> None:
     from kvkeep.engine.report import human
 
     rows = [
-        ["prompt tokens", *(f"{each.prompt_tokens:,}" for each in outcomes)],
+        ["prompt tokens", *(_length(each) for each in outcomes)],
         ["kept per key head", *(f"{each.kept_per_head:,.0f}" for each in outcomes)],
         ["cache holds", *(f"{human(each.bytes)} ({each.bytes / each.full_bytes:.0%})" for each in outcomes)],
         *(
@@ -74,6 +110,12 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
     if len(outcomes) > 1:
         rows.insert(0, ["answer", *(each.answer for each in outcomes)])
     print_table(["", *(each.method for each in outcomes)], rows)
+
+
+def _length(outcome: Outcome) -> str:
+    """Tokens of the prompt, and by how much it exceeds the model's window."""
+    beyond = outcome.prompt_tokens / outcome.window
+    return f"{outcome.prompt_tokens:,}" + (f" ({beyond:.1f} × the model's window)" if beyond > 1 else "")
 
 
 def outcomes_as_dict(model: str, outcomes: list[Outcome]) -> dict[str, Any]:

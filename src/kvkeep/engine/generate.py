@@ -18,7 +18,7 @@ from kvkeep.engine.session import Cache
 from kvkeep.engine.words import Sentences, Unfolding
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.model.adapter import trained_window
-from kvkeep.model.prompt import encode
+from kvkeep.model.prompt import encode, ends
 
 PIECE = 1024  # tokens read at a time: what a forward pass of a long prompt costs in memory
 
@@ -149,11 +149,11 @@ class Engine:
             raise BadParameter(f"max_new_tokens={max_new_tokens}: an answer has at least one.")
         self.check_length(len(ids), max_new_tokens)
         logits = self._read(ids, progress)
-        text, ends = Unfolding(self.tokenizer), self._ends()
+        text, last = Unfolding(self.tokenizer), ends(self.model, self.tokenizer)
         self.answer = Answer(text, len(ids))
         for number in range(max_new_tokens):
             token = sampler(logits)
-            if token in ends:
+            if token in last:
                 break
             if piece := text.add(token):
                 yield piece
@@ -223,8 +223,3 @@ class Engine:
             -rows.log_softmax(-1).gather(1, ids[-len(rows) :, None].to(rows.device))[:, 0] if len(rows) else rows[:, 0]
         )
         return torch.cat([told.new_zeros(len(ids) - len(told)), told]).cpu()
-
-    def _ends(self) -> set[int]:
-        ends = self.model.generation_config.eos_token_id
-        ends = set(ends) if isinstance(ends, list | tuple) else {ends}
-        return {end for end in ends | {self.tokenizer.eos_token_id} if end is not None}

@@ -16,7 +16,7 @@ from torch.nn.functional import cosine_similarity
 from kvkeep.cache.host import Host, Pair, Purse
 from kvkeep.cache.shelf import Fetched, Shelf, grown
 from kvkeep.compress.method import Method
-from kvkeep.compress.recall.fetch import density_share, match_entropy, spend
+from kvkeep.compress.recall.fetch import by_unit, density_share, match_entropy, spend
 from kvkeep.compress.recall.index import Asking, EachToken, Leaving
 from kvkeep.compress.recall.probe import Moments, joined
 from kvkeep.engine.arrival import Arrival
@@ -45,7 +45,7 @@ class Recaller:
     def attend(self, index: int, new: Handover, arrival: Arrival) -> tuple[Tensor, Tensor | None]:
         """What attention functions return, for one layer of one pass."""
         before = self.shelves.get(index) or [self._empty(new) for _ in arrival.counts]
-        plain = not any(shelf.seen for shelf in before) and all(map(self._fits, arrival.counts))
+        plain = not any(shelf.seen for shelf in before) and all(map(self.fits, arrival.counts))
         outputs, after = [], []
         for row, shelf in enumerate(before):
             q, k, v = (arrival.real(t, row).detach() for t in (new.query, new.key, new.value))
@@ -57,7 +57,7 @@ class Recaller:
             return new.stock()
         return new.outcome(self._spread(outputs, new.query, new.value.shape[-1], arrival))
 
-    def _fits(self, count: int) -> bool:
+    def fits(self, count: int) -> bool:
         """A first pass that the model's own attention can do."""
         return self.recall.window is None or count <= self.method.tokens(self.budget, count)
 
@@ -117,7 +117,6 @@ class Recaller:
 
     def forget(self) -> None:
         self.fresh = {}
-        self.purse.spent = sum(shelf.host.in_memory for rows in self.shelves.values() for shelf in rows)
 
     def take(self, rows: Sequence[int]) -> None:
         self.shelves = {i: [shelves[row] for row in rows] for i, shelves in self.shelves.items()}
@@ -193,13 +192,10 @@ class Layer:
         turn = self.all.rotations[self.index] if recall.moves else None
         keys = turn.turn(keys, -positions) if turn else keys
         member = recall.cut.members(keys[:, sinks:], None if marks is None else marks[:ready].to(keys.device), budget)
-        order = member.sort(dim=1, stable=True)
-        count = int(member.max()) + 1
-        size = torch.zeros(len(member), count, dtype=torch.long, device=keys.device)
-        size.scatter_add_(1, member, torch.ones_like(member))
+        order, size = by_unit(member)
         mass = None if shelf.mass is None else shelf.mass[sinks : sinks + ready]
-        about = recall.index.describe(Leaving(keys[:, sinks:], mass, member, count))
-        leaving = tuple(_in_order(part[:, sinks:], order.indices) for part in (keys, values))
+        about = recall.index.describe(Leaving(keys[:, sinks:], mass, member, size.shape[1]))
+        leaving = tuple(_in_order(part[:, sinks:], order) for part in (keys, values))
         return replace(
             shelf,
             near=tuple(part[:, sinks + ready :].clone() for part in shelf.near),
@@ -208,7 +204,7 @@ class Layer:
             host=shelf.host.put(*leaving),
             about=shelf.about if about is None else grown(shelf.about, about),
             sizes=grown(shelf.sizes, size),
-            where=grown(shelf.where, positions[sinks:].int()[order.indices]),
+            where=grown(shelf.where, positions[sinks:].int()[order]),
         )
 
     def _away(self, shelf: Shelf, everything: bool) -> Pair:

@@ -209,7 +209,7 @@ class Cache(AdaptedCache):
         self.observer.gather()
         twin.observer.voters = {who: queries.clone() for who, queries in self.observer.voters.items()}
         if self.recaller:
-            twin.purse = twin.recaller.purse = self.purse
+            twin.purse = twin.recaller.purse = self.purse  # what both hold is paid for once
             twin.recaller.shelves = {i: list(rows) for i, rows in self.recaller.shelves.items()}
             twin.recaller.marks, twin.recaller.question = list(self.recaller.marks), dict(self.recaller.question)
         twin.arrivals, twin.watch.checked = copy.copy(self.arrivals), set(self.watch.checked)

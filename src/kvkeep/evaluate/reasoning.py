@@ -19,7 +19,7 @@ from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.answer import extract_answer
 from kvkeep.evaluate.sample import Sample
 from kvkeep.model.adapter import trained_window
-from kvkeep.model.prompt import encode
+from kvkeep.model.prompt import encode, ends
 
 ASK = "{question}\n\nReason step by step, and put the final answer in \\boxed{{}}."
 
@@ -98,7 +98,7 @@ def _row(model: Any, tokenizer: Any, problem: Sample, number: int, writing: Writ
         "max_new_tokens": room,
         "prompt_tokens": prompt.shape[1],
         "new_tokens": len(new),
-        "cut": len(new) == room and int(new[-1]) not in _ends(model),
+        "cut": len(new) == room and int(new[-1]) not in ends(model, tokenizer),
         "answered": extract_answer(text) is not None,
         "score": METRICS[problem.metric](text, problem.references[0], **problem.extra),
         "most_kept": watch.most_kept,
@@ -130,8 +130,3 @@ def _room(model: Any, cache: Cache, prompt: int, wanted: int, name: str) -> int:
     if room < 1:
         raise BadInput(f"problem '{name}' has {prompt} tokens and fills the model's window of {trained_window(model)}.")
     return room
-
-
-def _ends(model: Any) -> set[int]:
-    ends = model.generation_config.eos_token_id
-    return set(ends) if isinstance(ends, list | tuple) else {ends}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from typing import Any
 
 import torch
@@ -30,8 +31,14 @@ class OwnedLayer(CacheLayerMixin):
 
     def __init__(self, cache: AdaptedCache, index: int):
         super().__init__()
-        self.cache, self.index = cache, index
+        self.owner, self.index = weakref.ref(cache), index  # weak: a cache nobody holds is freed at once
         self.waiting = False  # keys were returned, but no attention call has brought them back yet
+
+    @property
+    def cache(self) -> AdaptedCache:
+        owner = self.owner()
+        assert owner is not None  # whoever uses a layer holds its cache
+        return owner
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.cache.check_ready(self)

@@ -1,4 +1,4 @@
-"""From text to the ids a model was trained to see."""
+"""From text to the ids a model was trained to see, and the ids that end what it writes."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def encode(tokenizer: Any, text: str | list[dict[str, str]]) -> Tensor:
     elif not isinstance(text, str):
         text = "\n\n".join(message["content"] for message in chat) + "\n\n"
     return tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template).input_ids
+
+
+def ends(model: Any, tokenizer: Any) -> set[int]:
+    """Every token that ends an answer: the model's own, and the tokenizer's."""
+    found = model.generation_config.eos_token_id
+    found = set(found) if isinstance(found, list | tuple) else {found}
+    return {end for end in found | {getattr(tokenizer, "eos_token_id", None)} if end is not None}

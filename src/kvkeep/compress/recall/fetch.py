@@ -10,6 +10,12 @@ from kvkeep.compress.select import best_first
 from kvkeep.types import Selection
 
 
+def by_unit(member: Tensor) -> tuple[Tensor, Tensor]:
+    """The order that puts tokens unit after unit, and how many each unit has. [heads, n], [heads, units]"""
+    sizes = torch.zeros(len(member), int(member.max()) + 1, dtype=torch.long, device=member.device)
+    return member.sort(dim=1, stable=True).indices, sizes.scatter_add_(1, member, torch.ones_like(member))
+
+
 def spend(worth: Tensor, sizes: Tensor, quota: int, neighbours: float = 0.0) -> Selection:
     """Token numbers, counted in the order they were put away, unit after unit; the last unit is cut to fit.
 

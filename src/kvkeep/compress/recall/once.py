@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.compress.method import Method
-from kvkeep.compress.recall.fetch import spend
+from kvkeep.compress.recall.fetch import by_unit, spend
 from kvkeep.compress.recall.index import Asking, EachToken, Leaving
 from kvkeep.compress.recall.probe import Moments, joined
 from kvkeep.errors import BadParameter
@@ -32,12 +32,13 @@ def recall_once(seen: Observation, method: Method, budget: int) -> Selection | N
     begin, end = sizes.sinks, sizes.sinks + away
     keys = seen.keys[:, begin:end]
     member = recall.cut.members(keys, None, budget)
-    order = member.sort(dim=1, stable=True).indices
-    count = int(member.max()) + 1
-    size = torch.zeros(len(member), count, dtype=torch.long, device=keys.device)
-    size.scatter_add_(1, member, torch.ones_like(member))
+    order, size = by_unit(member)
     mass = _mass(seen, sizes.near)[begin:end] if recall.index.wants_mass else None
-    about = [keys] if isinstance(recall.index, EachToken) else recall.index.describe(Leaving(keys, mass, member, count))
+    about = (
+        [keys]
+        if isinstance(recall.index, EachToken)
+        else recall.index.describe(Leaving(keys, mass, member, size.shape[1]))
+    )
     moments = Moments.of(joined(seen.queries, seen.kv_heads)) if recall.index.wants_moments else None
     asking = Asking(seen.queries[:, -1:], seen.kv_heads, seen.scale, moments, reading=False)
     worth = recall.index.worth(asking, about, size)

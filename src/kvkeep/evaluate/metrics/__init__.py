@@ -14,6 +14,8 @@ METRICS = Registry(
         "math500_kvpress": math.math500_kvpress,
         "aime25_kvpress": math.aime25_kvpress,
         "math_rkv_grader": math.math_rkv_grader,
+        "longbench": longbench.score_answer,
+        "infinitebench": infinitebench.score_answer,
         "longbench_qa_f1": longbench.qa_f1,
         "longbench_qa_f1_zh": longbench.qa_f1_zh,
         "longbench_rouge_l": longbench.rouge,

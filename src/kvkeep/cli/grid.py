@@ -1,0 +1,104 @@
+"""`kvkeep eval`: what is asked for, in the shape of a grid; from options, from a file, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Every option of the command, with its default; a config file has the same names."""
+
+    tasks: tuple[str, ...]
+    out: str
+    methods: tuple[str, ...] = ("full", "intentkv")
+    budgets: tuple[int | float, ...] = (512,)
+    protocol: str = "both"
+    model: str = "default"
+    length: tuple[int, ...] = (4096,)
+    limit: int | None = None
+    seed: int = 42
+    data: str | None = None
+    haystack: str | None = None
+    squad: str | None = None
+    hotpotqa: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+
+
+def wanted(config: Path | None, given: dict[str, Any]) -> Wanted:
+    """Options beat the file, the file beats the defaults."""
+    values = {
+        **(_file(config) if config else {}),
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    for name in ("tasks", "out"):
+        if not values.get(name):
+            raise BadInput(f"--{name} is missing; give it as an option or in a --config file.")
+    return Wanted(**{name: _shaped(name, value) for name, value in values.items()})
+
+
+def _file(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise BadInput(f"--config {str(path)!r} cannot be read ({error.strerror}).") from None
+    except yaml.YAMLError as error:
+        raise BadInput(f"--config {str(path)!r} is not YAML: {error}") from None
+    known = [field.name for field in fields(Wanted)]
+    if not isinstance(values, dict):
+        raise BadInput(f"--config {str(path)!r} should map names to values; known names: {', '.join(known)}.")
+    if strange := [str(name) for name in values if name not in known]:
+        raise BadInput(f"--config {str(path)!r} has unknown keys {', '.join(strange)}; known: {', '.join(known)}.")
+    return values
+
+
+def _shaped(name: str, value: Any) -> Any:
+    """Lists from commas or YAML lists; numbers where numbers are meant."""
+    if name not in ("tasks", "methods", "budgets", "length"):
+        return value
+    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    parts = parts if isinstance(parts, list | tuple) else [parts]
+    if name in ("tasks", "methods"):
+        return tuple(str(part) for part in parts)
+    try:
+        return tuple(float(part) if name == "budgets" and "." in str(part) else int(part) for part in parts)
+    except (TypeError, ValueError):
+        raise BadInput(f"--{name} {value!r} are not numbers; write for example 128,512.") from None
+
+
+def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """-> all rows, and the tasks left out with their reasons"""
+    from kvkeep.evaluate import suite
+    from kvkeep.evaluate.render import PROTOCOLS
+    from kvkeep.evaluate.run import Grid
+    from kvkeep.evaluate.run import run as answer
+    from kvkeep.evaluate.table import write_csv
+    from kvkeep.model.load import hush, load
+
+    protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
+    grid = Grid(options.methods, options.budgets, protocols)
+    hush()
+    model, tokenizer = load(options.model, device=options.device, dtype=options.dtype, progress=say)
+    say("making samples")
+    places = {name: _path(getattr(options, name), name) for name in ("data", "haystack", "squad", "hotpotqa")}
+    sources = suite.Sources(**places, lengths=options.length, limit=options.limit, seed=options.seed)
+    samples, skipped = suite.load(options.tasks, tokenizer, sources)
+    if not samples:
+        reasons = "; ".join(f"{name} {why}" for name, why in skipped.items())
+        raise BadInput(f"none of these tasks can be had: {reasons}.")
+    rows = answer(model, tokenizer, samples, grid, options.out, note)
+    write_csv(rows, Path(options.out) / "results.csv")
+    return rows, skipped
+
+
+def _path(given: str | None, name: str) -> Path | None:
+    if given is not None and not Path(given).exists():
+        raise BadInput(f"--{name} {given!r} is not there; check the path.")
+    return Path(given) if given is not None else None

@@ -1,0 +1,128 @@
+"""Tasks by name, from files or made on the spot; what cannot be had is named with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import UnknownName
+from kvkeep.evaluate.sample import Sample
+from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
+from kvkeep.evaluate.tasks.needle import needle
+from kvkeep.evaluate.tasks.ruler import TASKS as RULER
+from kvkeep.evaluate.tasks.ruler import available, ruler
+from kvkeep.registry import did_you_mean
+
+SHORT = ("arc_easy", "openbookqa", "wic", "winogrande")
+READ = {
+    **{name: getattr(choice, name) for name in SHORT},
+    "math500": math.math500,
+    **dict.fromkeys(("aime", "aime24", "aime25"), math.aime),
+}
+MADE = ("needle", "needle_number")
+FOLDERS = {"longbench": longbench.longbench, "infinitebench": infinitebench.infinitebench}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where samples come from, and how many."""
+
+    data: Path | None = None  # a folder of official files: longbench/qasper.jsonl, short/wic.jsonl, math500.jsonl …
+    haystack: Path | None = None
+    squad: Path | None = None
+    hotpotqa: Path | None = None
+    lengths: tuple[int, ...] = (4096,)  # of tasks that are made
+    limit: int | None = None  # samples of each task
+    seed: int = 42
+
+
+def names() -> list[str]:
+    """What can be asked for by name; longbench/… and infinitebench/… take the name of a file."""
+    return ["ruler", "niah", *RULER, *MADE, "short", *READ, *FOLDERS]
+
+
+def load(wanted: Iterable[str], tokenizer: Any, sources: Sources) -> tuple[list[Sample], dict[str, str]]:
+    """Samples of these tasks, and which could not be had, and why. A file that is there but damaged is an error."""
+    samples: list[Sample] = []
+    skipped: dict[str, str] = {}
+    for name in dict.fromkeys(part for each in wanted for part in _parts(each, sources)):
+        if why := _missing(name, sources):
+            skipped[name] = why
+        else:
+            samples += _task(name, tokenizer, sources)
+    return samples, skipped
+
+
+def _missing(name: str, sources: Sources) -> str:
+    """Why a task cannot be had; empty if it can."""
+    if name in RULER:
+        return available(sources.haystack, sources.squad, sources.hotpotqa)[1].get(name, "")
+    if name in MADE:
+        return ""
+    _reader(name)
+    if sources.data is None:
+        return "is read from a file, and no folder was given: data="
+    return (
+        "" if _file(name, sources.data) else f"has no file {_stem(name)}.jsonl in {str(sources.data)!r} or its folders"
+    )
+
+
+def _parts(name: str, sources: Sources) -> list[str]:
+    """A group's tasks."""
+    groups: dict[str, Callable[[], list[str]]] = {
+        "ruler": lambda: list(RULER),
+        "niah": lambda: [task for task in RULER if task.startswith("niah")],
+        "short": lambda: list(SHORT),
+        **{folder: lambda folder=folder: _files(folder, sources) for folder in FOLDERS},
+    }
+    return groups[name]() if name in groups else [name]
+
+
+def _files(folder: str, sources: Sources) -> list[str]:
+    found = sorted((sources.data / folder).glob("*.jsonl")) if sources.data else []
+    return [f"{folder}/{path.stem}" for path in found] or [f"{folder}/*"]
+
+
+def _task(name: str, tokenizer: Any, sources: Sources) -> list[Sample]:
+    if name in RULER:
+        return [sample for length in sources.lengths for sample in _ruler(name, length, tokenizer, sources)]
+    if name in MADE:
+        kind = "number" if name == "needle_number" else "sandwich"
+        return needle(tokenizer, sources.lengths, folder=sources.haystack, kind=kind)[: sources.limit]
+    assert sources.data is not None
+    return _reader(name)(_file(name, sources.data))[: sources.limit]
+
+
+def _reader(name: str) -> Callable:
+    folder, _, file = name.partition("/")
+    if folder in FOLDERS and file:
+        return FOLDERS[folder]
+    if name not in READ:
+        raise UnknownName(f"there is no task '{name}'.{did_you_mean(name, names())} Known: {', '.join(names())}.")
+    return READ[name]
+
+
+def _ruler(name: str, length: int, tokenizer: Any, sources: Sources) -> list[Sample]:
+    files = (sources.haystack, sources.squad, sources.hotpotqa)
+    made = ruler(name, length, tokenizer, sources.limit or 100, sources.seed, *files, reserve=_template(tokenizer))
+    return [replace(sample, task=f"{name}_{length}") for sample in made]
+
+
+def _template(tokenizer: Any) -> int:
+    """Tokens the chat template puts around a message."""
+    if not tokenizer.chat_template:
+        return 0
+    chat = [{"role": "user", "content": ""}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _file(name: str, data: Path) -> Path | None:
+    places = [data / name.partition("/")[0], data, data / "short", data / "math"]
+    return next((path for place in places if (path := place / f"{_stem(name)}.jsonl").is_file()), None)
+
+
+def _stem(name: str) -> str:
+    return name.rpartition("/")[2]

@@ -1,0 +1,213 @@
+"""The grid: rows that can be trusted, whatever happened on the way."""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_chat
+import torch
+from conftest import EVICTING, FETCHING
+
+import kvkeep
+from kvkeep.engine.fan import can_share, read
+from kvkeep.errors import BadInput, BadParameter, CacheMisuse, KvkeepError
+from kvkeep.evaluate.render import render
+from kvkeep.evaluate.rows import Rows
+from kvkeep.evaluate.run import Grid, run
+from kvkeep.evaluate.sample import Sample
+from kvkeep.evaluate.table import cells, interval, write_csv
+
+CONTEXT = "".join(chr(97 + i * i % 23) for i in range(300))
+GRID = Grid(("full", "snapkv", "streamingllm"), (40, 0.5))
+
+
+def sample(number=0, **changes):
+    made = Sample("toy", str(number), f" What is {number}?", ("x",), "longbench_qa_f1", CONTEXT[number:], " It is")
+    return replace(made, **{"max_new_tokens": 6, **changes})
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return tiny_chat.model(), tiny_chat.tokenizer()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", [name for name in [*EVICTING, *FETCHING]])
+def test_a_shared_reading_is_a_reading(chat, spec):
+    model, words = chat
+    ids = words(CONTEXT, return_tensors="pt").input_ids
+    alone, together, other = (kvkeep.Cache(model, spec, 64) for _ in range(3))
+    if not can_share(together, ids.shape[1]):
+        with pytest.raises(CacheMisuse, match="cannot share|kvkeep.Engine"):
+            read(model, ids, [kvkeep.Cache(model, "full"), together])
+        return
+    try:
+        want = model(ids, past_key_values=alone, logits_to_keep=1).logits[0, -1]
+    except CacheMisuse as error:
+        assert "kvkeep.Engine" in str(error)
+        return
+    assert read(model, ids, [together, kvkeep.Cache(model, "h2o", 32), other]).equal(want)
+    step = [model(torch.tensor([[7]]), past_key_values=each).logits for each in (alone, together, other)]
+    assert step[0].equal(step[1]) and step[0].equal(step[2])
+    assert alone.kept(1) == together.kept(1) == other.kept(1)
+
+
+def test_sliding_layers_share_a_reading_too():
+    from families import build, prompt
+
+    model, ids = build("gemma3_text", "sdpa"), prompt(60)
+    alone, together = (kvkeep.Cache(model, "snapkv", 16) for _ in range(2))
+    want = model(ids, past_key_values=alone, logits_to_keep=1).logits[0, -1]
+    assert read(model, ids, [together]).equal(want)
+    a, b = (model(ids[:, :1], past_key_values=each).logits for each in (alone, together))
+    assert a.equal(b)
+
+
+@pytest.mark.parametrize("protocol", ["agnostic", "aware"])
+def test_prompts_are_the_whole_text(chat, protocol):
+    words = chat[1]
+    made = render(words, sample(), protocol, 1024)
+    whole = words.decode(torch.cat([made.context, made.question]))
+    assert whole == f"<s>{CONTEXT} What is 0?</s><s> It is"
+    assert (len(made.question) > 0) == (protocol == "agnostic") and (made.template, made.bos) == ("chat", 1)
+    plain = render(words, sample(chat=False), protocol, 1024)
+    assert words.decode(torch.cat([plain.context, plain.question])) == f"{CONTEXT} What is 0? It is"
+    assert (plain.template, plain.bos) == ("plain", 0)
+    marked = render(words, sample(context="####### " * 3 + CONTEXT), protocol, 1024)
+    assert "#######" in words.decode(marked.context)
+
+
+def test_a_context_too_long_loses_its_middle_and_the_row_says_so(chat):
+    made = render(chat[1], sample(), "agnostic", 200)
+    text = chat[1].decode(made.context)
+    assert made.tokens + 6 == 200 and made.cut > 0
+    assert text.startswith("<s>" + CONTEXT[:60]) and text.endswith(CONTEXT[-60:])
+    with pytest.raises(BadInput, match="toy '0': question and answer take"):
+        render(chat[1], sample(), "agnostic", 20)
+
+
+def test_rows_say_what_a_score_cannot_be_compared_without(chat, tmp_path):
+    rows = run(*chat, [sample(0), sample(1)], GRID, tmp_path)
+    assert len(rows) == 2 * 2 * (1 + 2 + 2)
+    assert {row["protocol"] for row in rows} == {"agnostic", "aware"}
+    for row in rows:
+        assert row["compressed"] == ("context" if row["protocol"] == "agnostic" else "whole prompt")
+        if row["method"] == "full":
+            assert row["budget"] is None and row["bytes"] == row["full_bytes"]
+        else:
+            assert row["kept_per_head"] <= (40 if row["budget"] == 40 else row["prompt_tokens"] / 2)
+        assert 0 <= row["score"] <= 1 and row["bos"] == 1 and row["truncated"] == 0 and row["decoding"] == "greedy"
+    times = [json.loads(line) for line in (tmp_path / "times.jsonl").read_text().splitlines()]
+    assert len(times) == len(rows) and all(each["reading_s"] > 0 for each in times)
+
+
+def test_nothing_dropped_means_the_models_own_answer_under_both_protocols(chat, tmp_path):
+    model, words = chat
+    grid = Grid(("full", "snapkv", "h2o", "infllm", "quest"), (4000,))
+    rows = run(model, words, [sample()], grid, tmp_path)
+    ids = words(f"<s>{CONTEXT} What is 0?</s><s> It is", return_tensors="pt", add_special_tokens=False).input_ids
+    want = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert {row["answer"] for row in rows} == {words.decode(want, skip_special_tokens=True)}
+
+
+def test_a_stop_ends_an_answer(chat, tmp_path):
+    (row,) = run(*chat, [sample()], Grid(("full",), (), ("aware",)), tmp_path / "a")
+    stop = row["answer"][2]
+    (cut,) = run(*chat, [sample(stops=(stop,))], Grid(("full",), (), ("aware",)), tmp_path / "b")
+    assert cut["answer"] == row["answer"].split(stop)[0] and cut["new_tokens"] <= row["new_tokens"]
+
+
+KILLED = """
+import sys, os, signal
+sys.path.insert(0, {tests!r})
+import tiny_chat
+from test_eval import GRID, sample
+from kvkeep.evaluate import run as module
+answered = []
+def progress(done, total):
+    answered.append(done)
+    if len(answered) == {after}:
+        os.kill(os.getpid(), signal.SIGKILL)
+module.run(tiny_chat.model(), tiny_chat.tokenizer(), [sample(0), sample(1)], GRID, {out!r}, progress)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 7, 11])
+def test_a_killed_run_goes_on_and_ends_with_the_same_file(chat, tmp_path, after):
+    samples = [sample(0), sample(1)]
+    run(*chat, samples, GRID, tmp_path / "whole")
+    out = tmp_path / "killed"
+    code = textwrap.dedent(KILLED).format(tests=str(Path(__file__).parent), after=after, out=str(out))
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert len((out / "rows.jsonl").read_text().splitlines()) == after
+    with (out / "rows.jsonl").open("a") as file:
+        file.write('{"task": "toy", "id"')  # and the last line was torn
+    run(*chat, samples, GRID, out)
+    assert (out / "rows.jsonl").read_bytes() == (tmp_path / "whole" / "rows.jsonl").read_bytes()
+    assert len((out / "times.jsonl").read_text().splitlines()) == 20
+
+
+def test_what_cannot_be_is_named(chat, tmp_path):
+    with pytest.raises(BadInput, match="toy has the id '0' twice"):
+        run(*chat, [sample(), sample()], GRID, tmp_path)
+    with pytest.raises(BadParameter, match="protocol 'blind' is not known"):
+        Grid(("full",), (), ("blind",))
+    with pytest.raises(KvkeepError, match="snapkw"):
+        Grid(("snapkw",), (64,))
+    with pytest.raises(BadParameter, match="budget=0"):
+        Grid(("snapkv",), (0,))
+    run(*chat, [sample()], Grid(("full",), (), ("aware",)), tmp_path / "a")
+    with pytest.raises(BadInput, match="holds 3 rows, this run has 2"):
+        run(*chat, [sample(1)], Grid(("full",), ()), tmp_path / "a")
+    (tmp_path / "a" / "rows.jsonl").write_text("{]\n")
+    with pytest.raises(BadInput, match="is damaged"):
+        Rows(tmp_path / "a" / "rows.jsonl")
+
+
+def choice(number=0, shots=""):
+    offered = (" yes", " no", " perhaps")
+    return Sample(
+        "toy_choice", str(number), f"Is {number} odd?", (offered[1],), "lm_eval_multiple_choice", context=shots,
+        choices=offered, chat=False, extra={"gold": 1, "choices": ("yes", "no", "perhaps")},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shots", ["", CONTEXT])
+def test_choices_are_weighed_from_what_is_kept(chat, tmp_path, shots):
+    model, words = chat
+    rows = run(model, words, [choice(shots=shots)], Grid(("full", "snapkv"), (8, 4000)), tmp_path)
+    for protocol in ("agnostic", "aware"):
+        full, tight, loose = (row for row in rows if row["protocol"] == protocol)
+        assert loose["loglikelihoods"] == pytest.approx(full["loglikelihoods"], abs=1e-4)
+        if shots or protocol == "aware":
+            assert tight["loglikelihoods"] != pytest.approx(full["loglikelihoods"], abs=1e-4)
+            assert tight["kept_per_head"] == 8
+    want = []
+    for text in (" yes", " no", " perhaps"):
+        read = words(shots + "Is 0 odd?").input_ids
+        ids = words(shots + "Is 0 odd?" + text, return_tensors="pt").input_ids
+        chances = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        want.append(float(chances[len(read) - 1 :].sum()))
+    assert rows[0]["loglikelihoods"] == pytest.approx(want, abs=1e-4)
+    assert rows[0]["score"] == float(max(want) == want[1]) and rows[0]["answer"].strip() in ("yes", "no", "perhaps")
+
+
+def test_means_come_with_their_number_and_interval(tmp_path):
+    def row(score, method="snapkv", **changes):
+        facts = {"kept_per_head": 4.0, "bytes": 10, "full_bytes": 100, "truncated": 0}
+        return {"task": "t", "protocol": "aware", "method": method, "budget": 4, "score": score, **facts, **changes}
+
+    rows = [row(1.0), row(0.0), row(1.0, truncated=3), row(1.0), row(0.25, "h2o"), row(0.75, "h2o")]
+    first, second = cells(rows)
+    assert (first.method, first.n, first.score, first.truncated) == ("snapkv", 4, 0.75, 1)
+    assert (round(first.low, 3), round(first.high, 3)) == (0.301, 0.954)  # Wilson's interval of 3 in 4
+    assert second.score == 0.5 and second.low == pytest.approx(0.5 - 1.96 * 0.25)
+    assert interval([1.0] * 20)[1] == 1.0 and 0.8 < interval([1.0] * 20)[0] < 0.9
+    write_csv(rows, tmp_path / "results.csv")
+    lines = (tmp_path / "results.csv").read_text().splitlines()
+    assert lines[0].startswith("task,protocol,method,budget,n,score,low,high") and len(lines) == 3
