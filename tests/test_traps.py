@@ -1288,8 +1288,8 @@ def test_autocast_may_come_and_go(method, first, model):
 
 def test_compiled_model_may_ask_for_mask_sizes(model):
     """Under torch.compile lengths become symbols as soon as they vary; our layers must bear that."""
-    layer = kvkeep.Cache(model, "snapkv", budget=20).layers[0]
-    ask = torch.compile(lambda x: x + layer.get_mask_sizes(x.shape[0])[0], backend="eager", dynamic=True)
+    cache = kvkeep.Cache(model, "snapkv", budget=20)
+    ask = torch.compile(lambda x: x + cache.layers[0].get_mask_sizes(x.shape[0])[0], backend="eager", dynamic=True)
     assert ask(torch.zeros(7)).tolist() == [7.0] * 7
 
 

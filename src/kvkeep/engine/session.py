@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Cache(AdaptedCache):
 
     def _clear(self) -> None:
         self.store = {i: LayerCache() for i in self.owned}
-        self.arrivals = Arrivals(lambda seen: self.method.tokens(self.budget, seen), self.method.schedule)
+        self.arrivals = Arrivals(partial(self.method.tokens, self.budget), self.method.schedule)
         self.arrival: Arrival | None = None  # the real tokens of the forward pass under way
         self.watch = Watch(self.name)
         self.observer = Observer(self.method, self.owned, decoding=self.method.schedule.every is not None)
