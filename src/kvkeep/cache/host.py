@@ -6,7 +6,6 @@ a folder, slabs beyond the memory limit are written to disk and read from there 
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -93,15 +92,9 @@ class Host:
         return Host(self.purse, self.device, (*self.slabs, slab), self.copies)
 
     def _home(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory that owns exactly its own bytes.
-
-        Pages of its own: long-lived slabs among short-lived tensors would leave an allocator full of holes.
-        """
-        if self.device.type == "cuda":
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
-        pages = mmap.mmap(-1, max(1, tensor.nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()) if tensor.numel() else tensor.flatten()
-        return flat.view(tensor.shape).copy_(tensor)
+        """A copy in host memory that owns exactly its own bytes."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
+        return copy.copy_(tensor)
 
     @property
     def copies_nbytes(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.cache.trim import trim
 from kvkeep.compress.method import Method, parse
 from kvkeep.engine.listen import listen
 from kvkeep.engine.sample import Sampler
@@ -184,7 +185,9 @@ class Engine:
         size = self._piece(len(ids))
         logits = None
         for first in range(start, len(ids), size):
-            logits = self._feed(ids[first : first + size])[-1]
+            logits = self._feed(ids[first : first + size])[-1].clone()
+            if self.method.recall:
+                trim()
             if progress:
                 progress(Progress(min(first + size, len(ids)) - start, len(ids) - start, time.perf_counter() - began))
         assert logits is not None

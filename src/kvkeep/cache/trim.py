@@ -1,0 +1,20 @@
+"""Giving free memory back to the system: tokens that stay among tensors that go leave an allocator full of holes."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+
+def trim() -> None:
+    """A few milliseconds; does nothing where the C library has no such call (it is glibc's)."""
+    if call := _malloc_trim():
+        call(0)
+
+
+@cache
+def _malloc_trim():
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None
