@@ -199,14 +199,16 @@ def test_choices_are_weighed_from_what_is_kept(chat, tmp_path, shots):
 
 def test_means_come_with_their_number_and_interval(tmp_path):
     def row(score, method="snapkv", **changes):
-        facts = {"kept_per_head": 4.0, "bytes": 10, "full_bytes": 100, "truncated": 0}
+        facts = {"kept_per_head": 4.0, "bytes": 10, "full_bytes": 100, "truncated": 0, "metric": "longbench_qa_f1"}
         return {"task": "t", "protocol": "aware", "method": method, "budget": 4, "score": score, **facts, **changes}
 
     rows = [row(1.0), row(0.0), row(1.0, truncated=3), row(1.0), row(0.25, "h2o"), row(0.75, "h2o")]
     first, second = cells(rows)
-    assert (first.method, first.n, first.score, first.truncated) == ("snapkv", 4, 0.75, 1)
-    assert (round(first.low, 3), round(first.high, 3)) == (0.301, 0.954)  # Wilson's interval of 3 in 4
-    assert second.score == 0.5 and second.low == pytest.approx(0.5 - 1.96 * 0.25)
+    assert (first.method, first.n, first.score, first.truncated) == ("snapkv", 4, 75.0, 1)
+    assert (round(first.low, 1), round(first.high, 1)) == (30.1, 95.4)  # Wilson's interval of 3 in 4
+    assert second.score == 50 and second.low == pytest.approx(50 - 196 * 0.25)
+    (whole,) = cells([row(100.0, metric="ruler_string_match_all")] * 2)
+    assert (whole.score, whole.high) == (100.0, 100.0) and whole.low == pytest.approx(34.2, abs=0.1)
     assert interval([1.0] * 20)[1] == 1.0 and 0.8 < interval([1.0] * 20)[0] < 0.9
     write_csv(rows, tmp_path / "results.csv")
     lines = (tmp_path / "results.csv").read_text().splitlines()

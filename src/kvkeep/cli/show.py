@@ -78,7 +78,7 @@ def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
 
 
 def print_scores(rows: list[dict[str, Any]]) -> None:
-    """Methods down, tasks across; a mean with its 95 % interval and number."""
+    """Methods down, tasks across; a mean in percent with its 95 % interval and number."""
     from kvkeep.evaluate.table import cells
 
     found = {(c.protocol, c.method, c.budget, c.task): c for c in cells(rows)}
@@ -86,7 +86,7 @@ def print_scores(rows: list[dict[str, Any]]) -> None:
     lines = []
     for protocol, method, budget in dict.fromkeys(place[:3] for place in found):
         scores = [found.get((protocol, method, budget, task)) for task in tasks]
-        shown = [f"{c.score:.3g} [{c.low:.2g}, {c.high:.2g}] n={c.n}" if c else "–" for c in scores]
+        shown = [f"{c.score:.1f} [{c.low:.0f}, {c.high:.0f}] n={c.n}" if c else "–" for c in scores]
         lines.append([protocol, method, "–" if budget is None else str(budget), *shown])
     print_table(["protocol", "method", "budget", *tasks], lines)
 

@@ -160,7 +160,7 @@ def _facts(model: Any, tokenizer: Any, cache: Cache, prompt: Prompt, sample: Sam
         "host_bytes": held.host_bytes,
         "index_bytes": held.index_bytes,
         "compressed": "context" if len(prompt.question) else "whole prompt",
-        "budget_unit": "fraction of tokens" if isinstance(cache.budget, float) else "tokens per key head, all included",
+        "budget_unit": _unit(cache),
         "prompt_tokens": prompt.tokens,
         "positions": "moved" if moved else "kept",
         "template": prompt.template,
@@ -175,6 +175,12 @@ def _facts(model: Any, tokenizer: Any, cache: Cache, prompt: Prompt, sample: Sam
         "attention": str(model.config._attn_implementation).removeprefix("kvkeep_"),
         "torch": torch.__version__.split("+")[0],
     }
+
+
+def _unit(cache: Cache) -> str:
+    if not (cache.method.scorer or cache.method.recall):
+        return "none"
+    return "fraction of tokens" if isinstance(cache.budget, float) else "tokens per key head, everything included"
 
 
 def _read(model: Any, ids: Tensor, caches: Sequence[Cache]) -> list[Tensor]:
