@@ -82,6 +82,7 @@ def test_prompts_are_the_whole_text(chat, protocol):
     assert "#######" in words.decode(marked.context)
 
 
+@pytest.mark.trap(21)
 def test_a_context_too_long_loses_its_middle_and_the_row_says_so(chat):
     made = render(chat[1], sample(), "agnostic", 200)
     text = chat[1].decode(made.context)
@@ -115,6 +116,7 @@ def test_nothing_dropped_means_the_models_own_answer_under_both_protocols(chat, 
     assert {row["answer"] for row in rows} == {words.decode(want, skip_special_tokens=True)}
 
 
+@pytest.mark.trap(21)
 def test_a_stop_ends_an_answer(chat, tmp_path):
     (row,) = run(*chat, [sample()], Grid(("full",), (), ("aware",)), tmp_path / "a")
     stop = row["answer"][2]

@@ -1,7 +1,7 @@
 """The correctness traps of this field, one by one, each with a test that the wrong behaviour fails.
 
 Numbers are those of the list the project keeps of its peers' mistakes. 17 (H2O) is in test_methods.py, 24 (re-rotation)
-in test_place.py; 21 (benchmark protocols) has no code yet.
+in test_place.py, 21 (benchmark protocols) in test_eval.py.
 """
 
 from __future__ import annotations
