@@ -18,7 +18,7 @@ from kvkeep.engine.fan import can_share, read
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse, KvkeepError
 from kvkeep.evaluate.render import render
 from kvkeep.evaluate.rows import Rows
-from kvkeep.evaluate.run import Grid, run
+from kvkeep.evaluate.run import Grid, _cut, run
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.table import cells, interval, write_csv
 
@@ -122,6 +122,10 @@ def test_a_stop_ends_an_answer(chat, tmp_path):
     stop = row["answer"][2]
     (cut,) = run(*chat, [sample(stops=(stop,))], Grid(("full",), (), ("aware",)), tmp_path / "b")
     assert cut["answer"] == row["answer"].split(stop)[0] and cut["new_tokens"] <= row["new_tokens"]
+
+
+def test_a_stop_before_anything_is_said_does_not_count():
+    assert _cut("\n four\nfive", ("\n",)) == "four" and _cut("\n", ("\n",)) == "\n" and _cut("six", ("\n",)) == "six"
 
 
 KILLED = """

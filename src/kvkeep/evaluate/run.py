@@ -204,7 +204,7 @@ def _write(model: Any, tokenizer: Any, cache: Cache, logits: Tensor, sample: Sam
         if token in last:
             break
         ids.append(token)
-        if sample.stops and any(stop in tokenizer.decode(ids) for stop in sample.stops):
+        if sample.stops and any(stop in tokenizer.decode(ids).lstrip() for stop in sample.stops):
             break
         if len(ids) < sample.max_new_tokens:
             logits = _feed(model, cache, torch.tensor([token]))
@@ -212,6 +212,7 @@ def _write(model: Any, tokenizer: Any, cache: Cache, logits: Tensor, sample: Sam
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:
+    """Up to the first stop; one before anything is said does not count."""
     for stop in stops:
-        text = text.split(stop)[0] if text.strip() else text
+        text = text.lstrip().split(stop)[0] if stop in text.lstrip() else text
     return text
