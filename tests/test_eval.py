@@ -20,6 +20,7 @@ from kvkeep.evaluate.render import render
 from kvkeep.evaluate.rows import Rows
 from kvkeep.evaluate.run import Grid, _cut, run
 from kvkeep.evaluate.sample import Sample
+from kvkeep.evaluate.suite import Sources, load
 from kvkeep.evaluate.table import cells, interval, write_csv
 
 CONTEXT = "".join(chr(97 + i * i % 23) for i in range(300))
@@ -201,6 +202,19 @@ def test_choices_are_weighed_from_what_is_kept(chat, tmp_path, shots):
         want.append(float(chances[len(read) - 1 :].sum()))
     assert rows[0]["loglikelihoods"] == pytest.approx(want, abs=1e-4)
     assert rows[0]["score"] == float(max(want) == want[1]) and rows[0]["answer"].strip() in ("yes", "no", "perhaps")
+
+
+def test_problems_are_graded_in_the_grid(chat, tmp_path, monkeypatch):
+    problems = [sample(0, metric="math", references=("2",)), sample(1, metric="aime", references=("033",))]
+    monkeypatch.setattr("kvkeep.evaluate.run._cut", lambda *_: "so \\boxed{\\frac{4}{2}}")
+    right, wrong = run(*chat, problems, Grid(("full",), (), ("aware",)), tmp_path)
+    assert (right["score"], wrong["score"]) == (1.0, 0.0)
+
+
+def test_problems_have_room_and_ask_for_a_box(tmp_path):
+    (tmp_path / "math500.jsonl").write_text(json.dumps({"problem": "What is 1 + 1?", "answer": "2"}))
+    ((one,), skipped) = load(["math500"], tiny_chat.tokenizer(), Sources(data=tmp_path))
+    assert "boxed" in one.question and one.max_new_tokens == 2048 and not skipped
 
 
 def test_means_come_with_their_number_and_interval(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import UnknownName
+from kvkeep.evaluate.reasoning import ASK
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
 from kvkeep.evaluate.tasks.needle import needle
@@ -21,6 +22,7 @@ READ = {
     "math500": math.math500,
     **dict.fromkeys(("aime", "aime24", "aime25"), math.aime),
 }
+PROBLEMS = [name for name in READ if name not in SHORT]
 MADE = ("needle", "needle_number")
 FOLDERS = {"longbench": longbench.longbench, "infinitebench": infinitebench.infinitebench}
 
@@ -92,7 +94,13 @@ def _task(name: str, tokenizer: Any, sources: Sources) -> list[Sample]:
         kind = "number" if name == "needle_number" else "sandwich"
         return needle(tokenizer, sources.lengths, folder=sources.haystack, kind=kind)[: sources.limit]
     assert sources.data is not None
-    return _reader(name)(_file(name, sources.data))[: sources.limit]
+    read = _reader(name)(_file(name, sources.data))[: sources.limit]
+    return [_worked(sample) for sample in read] if name in PROBLEMS else read
+
+
+def _worked(sample: Sample) -> Sample:
+    """A problem asks for its working and a boxed answer, with room for both."""
+    return replace(sample, question=ASK.format(question=sample.question), max_new_tokens=2048)
 
 
 def _reader(name: str) -> Callable:
