@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache as once
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.engine.session import Cache
 from kvkeep.errors import CacheMisuse
-from kvkeep.model.adapter import AdaptedCache, OwnedLayer
+from kvkeep.model.adapter import AdaptedCache
 from kvkeep.model.attention import Handover
 
 
@@ -45,7 +44,5 @@ def read(model: Any, ids: Tensor, caches: Sequence[Cache]) -> Tensor:
     with torch.inference_mode():
         logits = model(ids, past_key_values=fan, logits_to_keep=1).logits[0, -1]
     for cache in caches:
-        for mine, theirs in zip(fan.layers, cache.layers, strict=True):
-            if not isinstance(mine, OwnedLayer):  # layers left to transformers were read into the fan
-                theirs.__dict__.update(copy.deepcopy(mine.__dict__))
+        cache.copy_stock(fan)
     return logits

@@ -85,6 +85,7 @@ class Engine:
         self.fed: list[int] = []  # what it has read
         self.answer = Answer(Unfolding(tokenizer), 0)
         self.sentences = Sentences(tokenizer)
+        self.expected: Tensor | None = None  # logits after the token read last, where surprise is asked for
 
     def _fresh(self) -> Cache:
         return Cache(self.model, self.method, self.budget, **self.options)
@@ -219,7 +220,7 @@ class Engine:
 
     def _surprise(self, logits: Tensor, ids: Tensor) -> Tensor:
         """-ln of what each token was expected with; the first of all counts as no surprise. [n]"""
-        before = getattr(self, "expected", None) if self.fed else None
+        before = self.expected if self.fed else None
         self.expected = logits[-1:].float()
         rows = logits[:-1].float() if before is None else torch.cat([before, logits[:-1].float()])
         told = (

@@ -203,9 +203,7 @@ class Cache(AdaptedCache):
             self._undo()
             self.underway = None
         twin = type(self)(self.model, self.method, self.budget)
-        for mine, theirs in zip(self.layers, twin.layers, strict=True):
-            if not isinstance(mine, OwnedLayer):
-                theirs.__dict__.update(copy.deepcopy(mine.__dict__))
+        twin.copy_stock(self)
         twin.store.update({i: layer.copy() for i, layer in self.store.items()})
         self.observer.gather()
         twin.observer.voters = {who: queries.clone() for who, queries in self.observer.voters.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import weakref
@@ -117,6 +118,12 @@ class AdaptedCache(TransformersCache):
         if not any(isinstance(layer, DynamicLayer) for layer in stock):
             raise UnsupportedModel(f"{self.name} has no attention layers, so there are no keys to keep.")
         return [OwnedLayer(self, i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
+
+    def copy_stock(self, other: AdaptedCache) -> None:
+        """Take over what another cache's layers that are left to transformers have read."""
+        for theirs, mine in zip(other.layers, self.layers, strict=True):
+            if not isinstance(theirs, OwnedLayer):
+                mine.__dict__.update(copy.deepcopy(theirs.__dict__))
 
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
         """The output of one attention call of layer `index`, in the form attention functions return it."""

@@ -26,9 +26,7 @@ class Sizes:
 class Recall:
     cut: Callable  # tokens that leave -> which unit each belongs to
     index: Callable  # describes units, and says what they are worth to queries
-    window: int | None = (
-        256  # queries that look together while reading; None: a prompt is read whole, at true positions
-    )
+    window: int | None = 256  # queries that look together; None: a prompt is read whole, at true positions
     far: Literal["edge", "side by side", "true"] = "edge"  # where fetched tokens stand, seen from a query
     sinks: int | None = None
     near: int | None = None

@@ -17,7 +17,9 @@ def fill(template: str, fields: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: fields[found[1]], template)
 
 
-def samples(path: str | Path, make: Callable[[dict[str, Any], str, int], Sample]) -> list[Sample]:
+def samples(
+    path: str | Path, make: Callable[[dict[str, Any], str, int], Sample], called: str = "samples"
+) -> list[Sample]:
     """make(record, where, number) of every line, in order; no two of a task with the same id."""
     made: list[Sample] = []
     seen: dict[tuple[str, str], str] = {}
@@ -28,7 +30,7 @@ def samples(path: str | Path, make: Callable[[dict[str, Any], str, int], Sample]
             raise BadInput(f"{where} has the id '{sample.id}' of {first}; give every sample its own.")
         made.append(sample)
     if not made:
-        raise BadInput(f"{str(path)!r} has no samples in it.")
+        raise BadInput(f"{str(path)!r} has no {called} in it.")
     return made
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadInput
 from kvkeep.evaluate.metrics.answer import last_box
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.tasks.lines import records, text
+from kvkeep.evaluate.tasks.build import identity, samples
+from kvkeep.evaluate.tasks.lines import text
 
 
 def math500(path: str | Path) -> list[Sample]:
@@ -21,17 +23,12 @@ def aime(path: str | Path) -> list[Sample]:
     return _samples(path, "aime", "aime", _integer)
 
 
-def _samples(path: str | Path, task: str, metric: str, answer: Any) -> list[Sample]:
-    samples, seen = [], {}
-    for number, (where, record) in enumerate(records(path)):
-        name = str(record.get("id", record.get("unique_id", number)))
-        if name in seen:
-            raise BadInput(f"{where} has the id '{name}' of {seen[name]}; give every problem its own.")
-        seen[name] = where
-        samples.append(Sample(task, name, text(record, where, "problem", "question"), (answer(record, where),), metric))
-    if not samples:
-        raise BadInput(f"{str(path)!r} has no problems in it.")
-    return samples
+def _samples(path: str | Path, task: str, metric: str, answer: Callable[[dict[str, Any], str], str]) -> list[Sample]:
+    def make(record: dict[str, Any], where: str, number: int) -> Sample:
+        name = identity(record, number, "id", "unique_id")
+        return Sample(task, name, text(record, where, "problem", "question"), (answer(record, where),), metric)
+
+    return samples(path, make, "problems")
 
 
 def _final(record: dict[str, Any], where: str) -> str:
