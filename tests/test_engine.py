@@ -161,9 +161,9 @@ def test_a_fetch_that_fails_midway_leaves_the_cache_usable(chat, monkeypatch):
 
     monkeypatch.setattr(host, "fetch", failing)
     with pytest.raises(OSError, match="gone"):
-        one._feed(torch.arange(70) % 200 + 5)
+        one.feed(torch.arange(70) % 200 + 5)
     monkeypatch.undo()
-    got, want = (each._feed(torch.arange(70) % 200 + 5) for each in (one, twin))
+    got, want = (each.feed(torch.arange(70) % 200 + 5) for each in (one, twin))
     assert got.equal(want)
 
 

@@ -16,9 +16,10 @@ from conftest import EVICTING, FETCHING
 import kvkeep
 from kvkeep.engine.fan import can_share, read
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse, KvkeepError
+from kvkeep.evaluate.answer import Answerer, _cut
 from kvkeep.evaluate.render import render
-from kvkeep.evaluate.rows import Rows
-from kvkeep.evaluate.run import Grid, _cut, run
+from kvkeep.evaluate.rows import KEY, Rows
+from kvkeep.evaluate.run import Grid, items, run
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.suite import Sources, load
 from kvkeep.evaluate.table import cells, interval, write_csv
@@ -30,6 +31,10 @@ GRID = Grid(("full", "snapkv", "streamingllm"), (40, 0.5))
 def sample(number=0, **changes):
     made = Sample("toy", str(number), f" What is {number}?", ("x",), "longbench_qa_f1", CONTEXT[number:], " It is")
     return replace(made, **{"max_new_tokens": 6, **changes})
+
+
+def evaluate(chat, samples, grid, out, **how):
+    return run(Answerer(*chat, grid.cells, **how), samples, grid, out)
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +99,13 @@ def test_a_context_too_long_loses_its_middle_and_the_row_says_so(chat):
 
 
 def test_rows_say_what_a_score_cannot_be_compared_without(chat, tmp_path):
-    rows = run(*chat, [sample(0), sample(1)], GRID, tmp_path)
+    rows = evaluate(chat, [sample(0), sample(1)], GRID, tmp_path)
     assert len(rows) == 2 * 2 * (1 + 2 + 2)
     assert {row["protocol"] for row in rows} == {"agnostic", "aware"}
     for row in rows:
-        assert row["compressed"] == ("context" if row["protocol"] == "agnostic" else "whole prompt")
+        read = "context" if row["protocol"] == "agnostic" else "whole prompt"
+        assert row["compressed"] == ("nothing" if row["method"] == "full" else read)
+        assert row["bytes"] <= row["peak_bytes"] <= row["bytes"] + row["full_bytes"]
         if row["method"] == "full":
             assert row["budget"] is None and row["bytes"] == row["full_bytes"]
         else:
@@ -111,7 +118,7 @@ def test_rows_say_what_a_score_cannot_be_compared_without(chat, tmp_path):
 def test_nothing_dropped_means_the_models_own_answer_under_both_protocols(chat, tmp_path):
     model, words = chat
     grid = Grid(("full", "snapkv", "h2o", "infllm", "quest"), (4000,))
-    rows = run(model, words, [sample()], grid, tmp_path)
+    rows = evaluate(chat, [sample()], grid, tmp_path)
     ids = words(f"<s>{CONTEXT} What is 0?</s><s> It is", return_tensors="pt", add_special_tokens=False).input_ids
     want = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
     assert {row["answer"] for row in rows} == {words.decode(want, skip_special_tokens=True)}
@@ -119,9 +126,9 @@ def test_nothing_dropped_means_the_models_own_answer_under_both_protocols(chat, 
 
 @pytest.mark.trap(21)
 def test_a_stop_ends_an_answer(chat, tmp_path):
-    (row,) = run(*chat, [sample()], Grid(("full",), (), ("aware",)), tmp_path / "a")
+    (row,) = evaluate(chat, [sample()], Grid(("full",), (), ("aware",)), tmp_path / "a")
     stop = row["answer"][2]
-    (cut,) = run(*chat, [sample(stops=(stop,))], Grid(("full",), (), ("aware",)), tmp_path / "b")
+    (cut,) = evaluate(chat, [sample(stops=(stop,))], Grid(("full",), (), ("aware",)), tmp_path / "b")
     assert cut["answer"] == row["answer"].split(stop)[0] and cut["new_tokens"] <= row["new_tokens"]
 
 
@@ -133,44 +140,45 @@ KILLED = """
 import sys, os, signal
 sys.path.insert(0, {tests!r})
 import tiny_chat
-from test_eval import GRID, sample
-from kvkeep.evaluate import run as module
-answered = []
-def progress(done, total):
-    answered.append(done)
-    if len(answered) == {after}:
+from test_eval import GRID, evaluate, sample
+from kvkeep.evaluate.rows import KEY, Rows
+add = Rows.add
+def add_and_die(self, row):
+    add(self, row)
+    if self.path.name == "rows.jsonl" and len(self.rows) == {after}:
         os.kill(os.getpid(), signal.SIGKILL)
-module.run(tiny_chat.model(), tiny_chat.tokenizer(), [sample(0), sample(1)], GRID, {out!r}, progress)
+Rows.add = add_and_die
+evaluate((tiny_chat.model(), tiny_chat.tokenizer()), [sample(0), sample(1)], GRID, {out!r})
 """
 
 
 @pytest.mark.parametrize("after", [1, 7, 11])
 def test_a_killed_run_goes_on_and_ends_with_the_same_file(chat, tmp_path, after):
     samples = [sample(0), sample(1)]
-    run(*chat, samples, GRID, tmp_path / "whole")
+    evaluate(chat, samples, GRID, tmp_path / "whole")
     out = tmp_path / "killed"
     code = textwrap.dedent(KILLED).format(tests=str(Path(__file__).parent), after=after, out=str(out))
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert len((out / "rows.jsonl").read_text().splitlines()) == after
     with (out / "rows.jsonl").open("a") as file:
         file.write('{"task": "toy", "id"')  # and the last line was torn
-    run(*chat, samples, GRID, out)
+    evaluate(chat, samples, GRID, out)
     assert (out / "rows.jsonl").read_bytes() == (tmp_path / "whole" / "rows.jsonl").read_bytes()
     assert len((out / "times.jsonl").read_text().splitlines()) == 20
 
 
 def test_what_cannot_be_is_named(chat, tmp_path):
     with pytest.raises(BadInput, match="toy has the id '0' twice"):
-        run(*chat, [sample(), sample()], GRID, tmp_path)
+        evaluate(chat, [sample(), sample()], GRID, tmp_path)
     with pytest.raises(BadParameter, match="protocol 'blind' is not known"):
         Grid(("full",), (), ("blind",))
     with pytest.raises(KvkeepError, match="snapkw"):
         Grid(("snapkw",), (64,))
     with pytest.raises(BadParameter, match="budget=0"):
         Grid(("snapkv",), (0,))
-    run(*chat, [sample()], Grid(("full",), (), ("aware",)), tmp_path / "a")
+    evaluate(chat, [sample()], Grid(("full",), (), ("aware",)), tmp_path / "a")
     with pytest.raises(BadInput, match="holds 3 rows, this run has 2"):
-        run(*chat, [sample(1)], Grid(("full",), ()), tmp_path / "a")
+        evaluate(chat, [sample(1)], Grid(("full",), ()), tmp_path / "a")
     (tmp_path / "a" / "rows.jsonl").write_text("{]\n")
     with pytest.raises(BadInput, match="is damaged"):
         Rows(tmp_path / "a" / "rows.jsonl")
@@ -187,7 +195,7 @@ def choice(number=0, shots=""):
 @pytest.mark.parametrize("shots", ["", CONTEXT])
 def test_choices_are_weighed_from_what_is_kept(chat, tmp_path, shots):
     model, words = chat
-    rows = run(model, words, [choice(shots=shots)], Grid(("full", "snapkv"), (8, 4000)), tmp_path)
+    rows = evaluate(chat, [choice(shots=shots)], Grid(("full", "snapkv"), (8, 4000)), tmp_path)
     for protocol in ("agnostic", "aware"):
         full, tight, loose = (row for row in rows if row["protocol"] == protocol)
         assert loose["loglikelihoods"] == pytest.approx(full["loglikelihoods"], abs=1e-4)
@@ -206,8 +214,8 @@ def test_choices_are_weighed_from_what_is_kept(chat, tmp_path, shots):
 
 def test_problems_are_graded_in_the_grid(chat, tmp_path, monkeypatch):
     problems = [sample(0, metric="math", references=("2",)), sample(1, metric="aime", references=("033",))]
-    monkeypatch.setattr("kvkeep.evaluate.run._cut", lambda *_: "so \\boxed{\\frac{4}{2}}")
-    right, wrong = run(*chat, problems, Grid(("full",), (), ("aware",)), tmp_path)
+    monkeypatch.setattr("kvkeep.evaluate.answer._cut", lambda *_: "so \\boxed{\\frac{4}{2}}")
+    right, wrong = evaluate(chat, problems, Grid(("full",), (), ("aware",)), tmp_path)
     assert (right["score"], wrong["score"]) == (1.0, 0.0)
 
 
@@ -233,3 +241,76 @@ def test_means_come_with_their_number_and_interval(tmp_path):
     write_csv(rows, tmp_path / "results.csv")
     lines = (tmp_path / "results.csv").read_text().splitlines()
     assert lines[0].startswith("task,protocol,method,budget,n,score,low,high") and len(lines) == 3
+
+
+def test_sharing_changes_times_and_nothing_else(chat, tmp_path):
+    grid = Grid(("full", "snapkv", "h2o", "snapkv+adakv", "infllm", "emllm", "sentencekv"), (70, 200))
+    samples = [sample(0), sample(1), choice(shots=CONTEXT)]
+    together, alone = (evaluate(chat, samples, grid, tmp_path / str(share), share=share) for share in (True, False))
+    for one, other in zip(together, alone, strict=True):
+        weights = one.pop("loglikelihoods", []), other.pop("loglikelihoods", [])
+        assert one == other and weights[0] == pytest.approx(weights[1], abs=1e-4)
+    times = [json.loads(line) for line in (tmp_path / "False" / "times.jsonl").read_text().splitlines()]
+    assert {(each["readers"], each.get("writers", 1)) for each in times} == {(1, 1)}
+
+
+def test_questions_about_one_text_share_its_reading(chat, tmp_path, monkeypatch):
+    samples = [sample(0), sample(0, id="1", question=" And then?"), sample(0, id="2", task="other")]
+    made = items(samples, ("agnostic", "aware"))
+    assert [(item.protocol, len(item.samples)) for item in made] == [
+        ("agnostic", 2), ("aware", 1), ("aware", 1), ("agnostic", 1), ("aware", 1),
+    ]  # fmt: skip
+    apart = [evaluate(chat, [each], GRID, tmp_path / each.id / each.task) for each in samples]
+    readings = []
+    monkeypatch.setattr("kvkeep.evaluate.hold.read", lambda *of: readings.append(of) or read(*of))
+    rows = evaluate(chat, samples, GRID, tmp_path)
+    assert len(readings) == 5
+
+    def ordered(rows):
+        return sorted(rows, key=lambda row: [str(row[name]) for name in KEY])
+
+    assert ordered(rows) == ordered(row for each in apart for row in each)
+
+
+def test_nothing_of_a_question_or_an_answer_is_dropped(chat):
+    """Query-agnostic: what was kept of the context is asked as it is (trap of compressing the question with it)."""
+    model, words = chat
+    cache = kvkeep.Cache(model, "h2o", 40, schedule="prompt")
+    prompt = render(words, sample(), "agnostic", 1024)
+    logits = read(model, prompt.context[None], [cache])
+    want = []
+    for token in prompt.question.tolist():
+        logits = model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
+    assert cache.report().kept_per_head == 40 + len(prompt.question)
+    for _ in range(6):
+        want.append(int(logits.argmax()))
+        logits = model(torch.tensor([want[-1:]]), past_key_values=cache).logits[0, -1]
+    (row,) = [row for row, _ in Answerer(*chat, [("h2o", 40)])(items([sample()], ["agnostic"])[0])]
+    assert row["answer"] == words.decode(want, skip_special_tokens=True)
+
+
+@pytest.mark.trap(21)
+def test_long_prompts_are_cut_as_longbench_does(chat):
+    words = chat[1]
+    made = sample(margin=50, max_new_tokens=10)
+    text = CONTEXT + " What is 0? It is"
+    for window in (1024, 200, 201):
+        got = render(words, made, "aware", window)
+        half = (window - 50) // 2
+        want = text if len(text) <= window - 50 else text[:half] + text[-half:]
+        assert words.decode(got.context) == f"<s>{want.removesuffix(' It is')}</s><s> It is"
+        assert got.cut == len(text) - len(want) and got.rule == "middle of the prompt, halves decoded"
+    with pytest.raises(BadInput, match="fills half of the window"):
+        render(words, made, "aware", 80)
+
+
+def test_a_prompt_can_be_kept_shorter_than_the_window(chat, tmp_path):
+    (row,) = evaluate(chat, [sample()], Grid(("full",), (), ("aware",)), tmp_path, max_length=100)
+    assert row["prompt_tokens"] + 6 == 100 and row["truncated"] > 0
+
+
+def test_long_answers_stay_within_the_budget(chat, tmp_path):
+    grid = Grid(("full", "tova", "snapkv:window=8"), (40,), ("aware",))
+    rows = evaluate(chat, [sample(long=True, metric="math", max_new_tokens=20)], grid, tmp_path)
+    assert [row["schedule"] for row in rows] == [None, 1, 128]
+    assert [row["compressed"] for row in rows] == ["nothing", "decoding", "decoding"]

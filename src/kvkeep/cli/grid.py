@@ -22,6 +22,8 @@ class Wanted:
     length: tuple[int, ...] = (4096,)
     limit: int | None = None
     seed: int = 42
+    max_length: int | None = None
+    share: bool = True
     data: str | None = None
     haystack: str | None = None
     squad: str | None = None
@@ -76,6 +78,7 @@ def _shaped(name: str, value: Any) -> Any:
 def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """-> all rows, and the tasks left out with their reasons"""
     from kvkeep.evaluate import suite
+    from kvkeep.evaluate.answer import Answerer
     from kvkeep.evaluate.render import PROTOCOLS
     from kvkeep.evaluate.run import Grid
     from kvkeep.evaluate.run import run as answer
@@ -93,7 +96,8 @@ def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dic
     if not samples:
         reasons = "; ".join(f"{name} {why}" for name, why in skipped.items())
         raise BadInput(f"none of these tasks can be had: {reasons}.")
-    rows = answer(model, tokenizer, samples, grid, options.out, note)
+    answerer = Answerer(model, tokenizer, grid.cells, options.share, options.max_length)
+    rows = answer(answerer, samples, grid, options.out, note)
     write_csv(rows, Path(options.out) / "results.csv")
     return rows, skipped
 

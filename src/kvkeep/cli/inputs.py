@@ -18,33 +18,14 @@ class Plan:
 
 
 def plan(method: str, budget: str, settings: list[str]) -> Plan:
-    parameters = dict(_setting(each) for each in settings)
-    number = _value(budget)
+    from kvkeep.compress.method import parse, setting
+
+    parameters = dict(setting(each) for each in settings)
+    _, number = setting(f"budget={budget}")
     if isinstance(number, bool | str):
         raise BadInput(f"--budget {budget!r} is not a number; give tokens per key head (512) or a fraction (0.1).")
-    from kvkeep.compress.method import parse
-
     parse(method, **parameters).check(number)
     return Plan(method, number, parameters)
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    if not (name.isidentifier() and value):
-        raise BadInput(f"--set {text!r} is not name=value; write for example --set window=32.")
-    return name, _value(value)
-
-
-def _value(text: str) -> int | float | bool | str:
-    """The text as int, float or bool if it reads as one; else as it is."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def prompt(document: str, question: str) -> tuple[str, str]:

@@ -82,7 +82,7 @@ def check_budget(budget: int | float) -> int | float:
 
 
 def parse(spec: str | Method, /, **parameters: Any) -> Method:
-    """The method called "snapkv", or a crossing such as "snapkv+adakv", with these parameters."""
+    """The method called "snapkv", or a crossing such as "snapkv:window=32+adakv", with these parameters."""
     if isinstance(spec, Method):
         if parameters:
             raise BadParameter(
@@ -93,8 +93,12 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
 
     if not isinstance(spec, str):
         raise BadParameter(f"method={spec!r} is neither a name such as 'snapkv+adakv' nor a Method.")
-    base, *crossings = spec.split("+")
+    (base, written), *more = (_settings(part) for part in spec.split("+"))
+    crossings = [name for name, _ in more]
     parts = [METHODS[base], *(CROSSINGS[name] for name in crossings)]
+    for part, settings in zip(parts, [written, *(settings for _, settings in more)], strict=True):
+        _share_out([part], settings, spec)
+        parameters = {**settings, **parameters}
     given = _share_out(parts, parameters, spec)
     method = parts[0].build(**given[0])
     for name, part, values in zip(crossings, parts[1:], given[1:], strict=True):
@@ -104,6 +108,27 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
         "; ".join(filter(None, text)) for text in zip(*((p.keeps, p.deviates) for p in parts), strict=True)
     )
     return replace(method, name=spec, paper=parts[0].paper, keeps=keeps, deviates=deviates, parameters=used)
+
+
+def _settings(part: str) -> tuple[str, dict[str, Any]]:
+    """ "snapkv:window=32:pool=7" as its name and its parameters."""
+    name, *settings = part.split(":")
+    return name, dict(setting(each) for each in settings)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """ "window=32" as a name and a value: an int, float or bool if it reads as one, else text."""
+    name, _, value = text.partition("=")
+    if not (name.isidentifier() and value):
+        raise BadParameter(f"'{text}' is not name=value; write for example window=32.")
+    if value.lower() in ("true", "false"):
+        return name, value.lower() == "true"
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, value
 
 
 def _share_out(parts: list[Named], parameters: Mapping[str, Any], spec: str) -> list[dict[str, Any]]:

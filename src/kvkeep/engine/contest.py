@@ -6,7 +6,7 @@ see them all first; its layers wait here, uncompressed, for the last one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,17 +41,20 @@ class Contest:
         self.waiting: dict[int, list[Contestant]] = {}
         self.leaders: dict[int, Selection | None] = {}  # row -> the choice that following layers reuse
 
-    def enter(self, index: int, rows: list[Contestant]) -> None:
-        """Decide this layer, or all layers once the last has come."""
+    def enter(self, index: int, rows: list[Contestant]) -> int:
+        """Decide this layer, or all layers once the last has come. -> bytes of the keys and values held whole for it"""
         rows = [self._remembering(row) for row in rows]
         if self.method.layers.weigh is None:
-            return self._decide(index, rows, [None] * len(rows))
+            self._decide(index, rows, [None] * len(rows))
+            return _bytes([rows])
         self.waiting[index] = rows
+        whole = _bytes(self.waiting.values())
         if len(self.waiting) == len(self.store):
             waiting, self.waiting = self.waiting, {}
             each = [self._shares([layer[row] for layer in waiting.values()]) for row in range(len(rows))]
             for i, layer in enumerate(waiting):
                 self._decide(layer, waiting[layer], [share and share[i] for share in each])
+        return whole
 
     def _remembering(self, row: Contestant) -> Contestant:
         if row.seen is None or self.method.memory is None:
@@ -98,6 +101,10 @@ class Contest:
     def forget(self) -> None:
         """Drop what a broken forward pass left waiting."""
         self.waiting, self.leaders = {}, {}
+
+
+def _bytes(layers: Iterable[list[Contestant]]) -> int:
+    return sum(row.tokens.keys.nbytes + row.tokens.values.nbytes for rows in layers for row in rows)
 
 
 def picked(tokens: Tokens, lengths: Sequence[int], chosen: Selection | None) -> list[Tokens]:

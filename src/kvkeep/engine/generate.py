@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ class Engine:
         if max_new_tokens < 1:
             raise BadParameter(f"max_new_tokens={max_new_tokens}: an answer has at least one.")
         self.check_length(len(ids), max_new_tokens)
-        logits = self._read(ids, progress)
+        logits = self.read(ids, progress)
         text, last = Unfolding(self.tokenizer), ends(self.model, self.tokenizer)
         self.answer = Answer(text, len(ids))
         for number in range(max_new_tokens):
@@ -160,7 +161,7 @@ class Engine:
             if piece := text.add(token):
                 yield piece
             if number + 1 < max_new_tokens:
-                logits = self._feed(torch.tensor([token]))[-1]
+                logits = self._pass(torch.tensor([token]))[-1]
         if rest := text.end():
             yield rest
 
@@ -180,13 +181,13 @@ class Engine:
         recall = self.method.recall
         return recall.moves if recall else self.method.place is not None
 
-    def _read(self, ids: Tensor, progress: Callable[[Progress], None] | None) -> Tensor:
-        """Feed what is not fed yet. -> logits after the last token"""
+    def read(self, ids: Tensor, progress: Callable[[Progress], None] | None = None) -> Tensor:
+        """Feed what is not fed yet, piece by piece. ids [n] -> logits after the last token [vocabulary]"""
         began, start = time.perf_counter(), len(self.fed)
         size = self._piece(len(ids))
         logits = None
         for first in range(start, len(ids), size):
-            logits = self._feed(ids[first : first + size])[-1].clone()
+            logits = self._pass(ids[first : first + size])[-1].clone()
             if self.method.recall:
                 trim()
             if progress:
@@ -204,19 +205,30 @@ class Engine:
             return max(1, PIECE // recall.window) * recall.window
         return tokens if tokens <= trained_window(self.model) else PIECE
 
-    def _feed(self, ids: Tensor) -> Tensor:
-        """One forward pass. -> logits of its last tokens [n, vocabulary], n at least 1"""
+    def feed(self, ids: Tensor, keep: int = 1) -> Tensor:
+        """Read on. ids [q] -> logits of the last `keep` tokens, 0: of all [keep, vocabulary]"""
+        size = self._piece(len(ids))
+        return torch.cat([self._pass(ids[first : first + size], keep) for first in range(0, len(ids), size)])[-keep:]
+
+    def _pass(self, ids: Tensor, keep: int = 1) -> Tensor:
+        """One forward pass."""
         needs = self.method.recall.needs if self.method.recall else ""
         if needs == "sentences":
             self.cache.recaller.tell(0, self.sentences.ends(ids))
         with torch.inference_mode():
-            keep = 0 if needs == "surprise" else 1
+            shown = 0 if needs == "surprise" else keep
             batch = ids[None].to(self.model.device)
-            logits = self.model(batch, past_key_values=self.cache, logits_to_keep=keep).logits[0]
+            logits = self.model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]
         if needs == "surprise":
             self.cache.recaller.tell(0, self._surprise(logits, ids))
         self.fed += ids.tolist()
-        return logits
+        return logits[-keep:]
+
+    def fork(self) -> Engine:
+        """Another engine that has read the same: one text, many questions."""
+        twin = copy.copy(self)
+        twin.cache, twin.fed = self.cache.fork(), list(self.fed)
+        return twin
 
     def _surprise(self, logits: Tensor, ids: Tensor) -> Tensor:
         """-ln of what each token was expected with; the first of all counts as no surprise. [n]"""

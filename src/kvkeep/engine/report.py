@@ -17,6 +17,7 @@ class Report:
     tokens_seen: list[int]  # per row, padding excluded
     kept_per_head: float  # mean over rows, layers and key heads
     bytes: int  # keys and values, measured on their storages
+    peak_bytes: int  # the most of them at once, counting the layer being read, which is whole until it is decided
     full_bytes: int  # what keys and values of every token seen would take
     index_bytes: (
         int  # beside them: where kept tokens stood, what is noted of them, queries a prompt in pieces still needs
@@ -28,8 +29,15 @@ class Report:
 
     @classmethod
     def of(
-        cls, method: str, budget: int | float, tokens_seen: Sequence[int], layers: Sequence[LayerCache], queries: int
+        cls,
+        method: str,
+        budget: int | float,
+        tokens_seen: Sequence[int],
+        layers: Sequence[LayerCache],
+        queries: int,
+        peak: int,
     ) -> Report:
+        held = sum(layer.nbytes for layer in layers)
         tokens = [[layer.row_lengths(row) for row in range(layer.rows)] for layer in layers]
         counts = [n for layer in tokens for row in layer for n in row]
         each = [layer.token_nbytes * layer.kv_heads for layer in layers]
@@ -38,7 +46,8 @@ class Report:
             budget=budget,
             tokens_seen=list(tokens_seen),
             kept_per_head=sum(counts) / max(1, len(counts)),
-            bytes=sum(layer.nbytes for layer in layers),
+            bytes=held,
+            peak_bytes=max(held, peak),
             full_bytes=sum(each) * sum(tokens_seen),
             index_bytes=sum(layer.index_nbytes for layer in layers) + queries,
             host_bytes=0,
@@ -49,7 +58,12 @@ class Report:
 
     @classmethod
     def recalled(
-        cls, method: str, budget: int | float, tokens_seen: Sequence[int], shelves: Mapping[int, Sequence[Shelf]]
+        cls,
+        method: str,
+        budget: int | float,
+        tokens_seen: Sequence[int],
+        shelves: Mapping[int, Sequence[Shelf]],
+        peak: int,
     ) -> Report:
         """Of a cache that drops nothing: what is kept is what it last attended to."""
         flat = [shelf for rows in shelves.values() for shelf in rows]
@@ -60,6 +74,7 @@ class Report:
             tokens_seen=list(tokens_seen),
             kept_per_head=sum(shelf.device_tokens for shelf in flat) / max(1, len(flat)),
             bytes=sum(shelf.nbytes for shelf in flat),
+            peak_bytes=max(peak, sum(shelf.nbytes for shelf in flat)),
             full_bytes=sum(sum(t[:, :1].nbytes for t in shelf.near) * shelf.seen for shelf in flat),
             index_bytes=sum(shelf.index_nbytes for shelf in flat),
             host_bytes=sum(shelf.host.nbytes for shelf in flat),
@@ -79,7 +94,7 @@ class Report:
             f"{self.method}, budget {self.budget}",
             f"  tokens seen       {seen}",
             f"  kept per key head {self.kept_per_head:.1f} on average ({self.layers} layers × {self.kv_heads} heads)",
-            f"  keys and values   {human(self.bytes)} of {human(self.full_bytes)} ({share})",
+            f"  keys and values   {human(self.bytes)} of {human(self.full_bytes)} ({share}), at most {human(self.peak_bytes)}",
             *away,
         ])  # fmt: skip
 

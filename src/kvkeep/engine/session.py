@@ -72,6 +72,7 @@ class Cache(AdaptedCache):
         self.arrivals = Arrivals(partial(self.method.tokens, self.budget), self.method.schedule)
         self.arrival: Arrival | None = None  # the real tokens of the forward pass under way
         self.watch = Watch(self.name)
+        self.peak = 0  # the most bytes of keys and values at once, as far as it was looked
         self.observer = Observer(self.method, self.owned, decoding=self.method.schedule.every is not None)
         self.stepper = Stepper(self.method, self.budget, self.rotations, self.window)
         # in a forward pass: the layers it went through and their state before it, None if it cannot be had back
@@ -113,7 +114,8 @@ class Cache(AdaptedCache):
             rows = self.observer.look(index, new, arrival, self.arrivals.seen, layer)
             self.watch.numbers(row.tokens.keys for row in rows)
             self.underway[index] = None  # what a contest drops does not come back
-            self.contest.enter(index, rows)
+            whole = self.contest.enter(index, rows)
+            self.peak = max(self.peak, self.nbytes + whole)
         else:
             self.observer.note_step(index, new.query)
 
@@ -165,6 +167,7 @@ class Cache(AdaptedCache):
         self.stepper.finish()
         if self.recaller:
             self.recaller.finish()
+            self.peak = max(self.peak, self.nbytes)
         self.arrivals.settle(self.arrival, new.query.shape[2], new.padding)
         self.underway = self.arrival = None
         self.contest.forget()
@@ -193,9 +196,9 @@ class Cache(AdaptedCache):
     def report(self) -> Report:
         """What is held, and what a full cache would hold."""
         if self.recaller:
-            return Report.recalled(self.method.name, self.budget, self.arrivals.seen, self.recaller.shelves)
+            return Report.recalled(self.method.name, self.budget, self.arrivals.seen, self.recaller.shelves, self.peak)
         layers = [self.store[i] for i in self.owned]
-        return Report.of(self.method.name, self.budget, self.arrivals.seen, layers, self.observer.nbytes)
+        return Report.of(self.method.name, self.budget, self.arrivals.seen, layers, self.observer.nbytes, self.peak)
 
     def fork(self) -> Cache:
         """An independent copy: one compressed context, many questions."""

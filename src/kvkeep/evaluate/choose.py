@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.engine.session import Cache
 from kvkeep.errors import BadInput
+from kvkeep.evaluate.hold import Row
 from kvkeep.evaluate.render import Prompt
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.choice import pairs
@@ -30,14 +30,14 @@ def prompts(tokenizer: Any, sample: Sample, protocol: str, window: int) -> list[
     return found
 
 
-def loglikelihood(model: Any, cache: Cache, logits: Tensor, ids: Tensor) -> float:
-    """Of these tokens after what the cache has read; logits [vocabulary] are those of the first. The cache moves on."""
-    rows = logits[None].float()
-    if len(ids) > 1:
-        with torch.inference_mode():
-            more = model(ids[None, :-1].to(model.device), past_key_values=cache).logits[0]
-        rows = torch.cat([rows, more.float()])
-    return float(rows.log_softmax(-1).gather(1, ids[:, None].to(rows.device)).sum())
+def loglikelihoods(row: Row, after: Tensor, question: Tensor, ids: Tensor) -> list[float]:
+    """Of these tokens behind a question, for every row; after: logits behind what was read [rows, vocabulary]"""
+    follow = torch.cat([question, ids[:-1]])
+    logits = after[:, None].float()
+    if len(follow):
+        logits = torch.cat([logits, row.feed(follow.expand(len(after), -1), keep=0).float()], 1)
+    chances = logits[:, -len(ids) :].log_softmax(-1)
+    return chances.gather(2, ids.to(chances.device).expand(len(after), -1)[..., None]).sum((1, 2)).tolist()
 
 
 def preferred(sample: Sample, likelihoods: Sequence[float]) -> str:

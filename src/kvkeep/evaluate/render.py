@@ -25,7 +25,8 @@ class Prompt:
     question: Tensor  # [m] ids that follow
     template: str  # "chat" or "plain"
     bos: int  # how many there are at the beginning
-    cut: int  # tokens taken out of the middle of the context to fit the window
+    cut: int  # tokens taken out of the middle to fit the window
+    rule: str = "middle of the context"  # how
 
     @property
     def tokens(self) -> int:
@@ -33,10 +34,11 @@ class Prompt:
 
 
 def render(tokenizer: Any, sample: Sample, protocol: str, window: int) -> Prompt:
-    """Leaves room for the answer in the window; a context too long loses its middle, and the row says how much."""
+    """Leaves room for the answer in the window; what is too long loses its middle, and the row says how much."""
+    text, halved = _halves(tokenizer, sample, window) if sample.margin is not None else (sample.context, 0)
     template = "chat" if sample.chat and tokenizer.chat_template else "plain"
-    before, after = _around(tokenizer, sample.context) if template == "chat" else (_bos(tokenizer), "")
-    parts = [before + sample.context, sample.question + after + sample.prefix]
+    before, after = _around(tokenizer, text) if template == "chat" else (_bos(tokenizer), "")
+    parts = [before + text, sample.question + after + sample.prefix]
     parts = parts if protocol == "agnostic" else ["".join(parts), ""]
     context, question = (torch.tensor(tokenizer(part, add_special_tokens=False).input_ids).long() for part in parts)
     room = window - sample.max_new_tokens - len(question)
@@ -49,7 +51,21 @@ def render(tokenizer: Any, sample: Sample, protocol: str, window: int) -> Prompt
         context = torch.cat([context[: room // 2], context[len(context) - (room - room // 2) :]])
     bos = tokenizer.bos_token_id
     count = sum(1 for _ in _leading(context.tolist(), bos))
-    return Prompt(context, question, template, count, cut)
+    rule = "middle of the prompt, halves decoded" if sample.margin is not None else Prompt.rule
+    return Prompt(context, question, template, count, cut + halved, rule)
+
+
+def _halves(tokenizer: Any, sample: Sample, window: int) -> tuple[str, int]:
+    """LongBench's rule: the first and the last tokens of the whole prompt, decoded apart. -> context, tokens lost"""
+    ask = sample.question + sample.prefix
+    ids = tokenizer(sample.context + ask).input_ids
+    half = max(0, window - sample.margin) // 2
+    if len(ids) <= window - sample.margin:
+        return sample.context, 0
+    kept = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[len(ids) - half :]))
+    if not kept.endswith(ask):
+        raise BadInput(f"{sample.task} '{sample.id}': the question alone fills half of the window of {window} tokens.")
+    return kept.removesuffix(ask), len(ids) - 2 * half
 
 
 def _around(tokenizer: Any, context: str) -> tuple[str, str]:

@@ -35,8 +35,10 @@ class Rows:
         except json.JSONDecodeError as error:
             raise BadInput(f"{str(self.path)!r} is damaged ({error}); move it away to begin anew.") from None
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Written and on disk when this returns."""
+    def add(self, row: dict[str, Any]) -> None:
+        """Written and on disk when this returns; one that is there already stays as it is."""
+        if key(row) in self.done:
+            return
         line = json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n"
         with self.path.open("ab") as file:
             file.write(line.encode())

@@ -22,5 +22,7 @@ class Sample:
     choices: tuple[str, ...] = ()  # answers to rank by log-likelihood; empty: the answer is written
     max_new_tokens: int = 128
     chat: bool = True  # through the model's chat template, where it has one
+    long: bool = False  # the answer is long enough to have to stay within the budget itself
     stops: tuple[str, ...] = ()  # texts that end an answer, beside the model's own end
+    margin: int | None = None  # cut as LongBench does: the prompt, template apart, leaves so much of the window free
     extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # for the metric: classes, length

@@ -100,7 +100,7 @@ def _task(name: str, tokenizer: Any, sources: Sources) -> list[Sample]:
 
 def _worked(sample: Sample) -> Sample:
     """A problem asks for its working and a boxed answer, with room for both."""
-    return replace(sample, question=ASK.format(question=sample.question), max_new_tokens=2048)
+    return replace(sample, question=ASK.format(question=sample.question), max_new_tokens=2048, long=True)
 
 
 def _reader(name: str) -> Callable:

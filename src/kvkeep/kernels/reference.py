@@ -156,6 +156,38 @@ def attend(
     return output.to(asked)
 
 
+def attend_slots(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention over slots of which each key head's first `lengths` are used, ending with the queries' own keys.
+
+    queries [rows, heads, q, dim], keys and values [rows, kv_heads, size, dim], lengths [rows, kv_heads]
+    -> [rows, heads, q, dim]
+    """
+    rows, heads, q, dim = queries.shape
+    kv_heads, size = keys.shape[1:3]
+    ahead = torch.arange(q - 1, -1, -1, device=keys.device)  # of each query's own tokens, those it must not see
+    seen = torch.arange(size, device=keys.device) < (lengths[..., None] - ahead)[..., None]
+    seen = seen[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).reshape(rows, kv_heads, -1, size)
+    grouped = queries.to(keys.dtype).reshape(rows, kv_heads, -1, dim)
+    if softcap is None and sinks is None:
+        output = sdpa(grouped, keys, values.to(keys.dtype), attn_mask=seen, scale=scale)
+    else:
+        logits = (grouped @ keys.transpose(-1, -2)).float() * scale
+        logits = (logits if softcap is None else (logits / softcap).tanh() * softcap).masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            extra = sinks.float().view(1, kv_heads, -1, 1).repeat_interleave(q, 2).expand(rows, -1, -1, -1)
+            logits = torch.cat([logits, extra], -1)
+        output = logits.softmax(-1)[..., :size].to(values.dtype) @ values
+    return output.reshape(rows, heads, q, -1).to(queries.dtype)
+
+
 def _even_stride(segments: Sequence[tuple[int, int]]) -> int:
     """Distance between segments when all are equally long and equally spaced, else 0."""
     (first, length), *rest = segments

@@ -69,6 +69,7 @@ def _filled(task: str, name: str, fields: dict[str, str], references: tuple[str,
         prefix=fill(template["prefix"], fields),
         max_new_tokens=template["max_new_tokens"],
         chat=False,
+        margin=template["max_new_tokens"],
         extra={"dataset": task},
     )
 

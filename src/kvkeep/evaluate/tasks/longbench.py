@@ -21,6 +21,7 @@ CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh
 ENGLISH = [task for task in TEMPLATES if task not in CHINESE]  # the 16 that papers on caches report
 LONGBENCH_E = [task for task in ENGLISH if task not in {"narrativeqa", "musique", "qmsum"}]
 WITHOUT_CHAT = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
+MARGIN = 500  # of the window, that the authors leave free
 NEEDS_CLASSES = {"trec", "lsht"}
 
 
@@ -58,6 +59,7 @@ def _sample(
         max_new_tokens=template["max_new_tokens"],
         chat=name not in WITHOUT_CHAT,
         stops=("\n",) if name == "samsum" else (),
+        margin=MARGIN,
         extra=_extra(record, where, name, by_length),
     )
 

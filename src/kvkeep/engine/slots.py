@@ -1,0 +1,112 @@
+"""Many rows decoded together: what caches keep of one text, side by side in slots that are as long as the longest.
+
+Nothing competes here: a question and its answer are added to copies of what was kept, and the caches stay as they are,
+so one compressed text serves many questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.engine.session import Cache
+from kvkeep.errors import CacheMisuse
+from kvkeep.kernels.reference import attend_slots
+from kvkeep.model.adapter import AdaptedCache, OwnedLayer
+from kvkeep.model.attention import Handover
+from kvkeep.types import Tokens
+
+
+@dataclass
+class Slots:
+    """One layer's rows. keys and values [rows, kv_heads, size, dim], of which each head's first `lengths` are used"""
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor  # [rows, kv_heads]
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        """Put q new tokens behind every head's own. keys, values [rows, kv_heads, q, dim]"""
+        where = (self.lengths[..., None] + torch.arange(keys.shape[2], device=keys.device))[..., None]
+        for buffer, new in ((self.keys, keys), (self.values, values)):
+            buffer.scatter_(2, where.expand(-1, -1, -1, buffer.shape[-1]), new.to(buffer.dtype))
+        self.lengths = self.lengths + keys.shape[2]
+
+
+class Together(AdaptedCache):
+    """A cache of many rows, each with what another cache kept of the same text."""
+
+    def __init__(self, model: Any, caches: Sequence[Cache], room: int):
+        """room: tokens that may be added to each row."""
+        super().__init__(model)
+        if len({cache.seen for cache in caches}) != 1 or any(len(cache.arrivals.seen) != 1 for cache in caches):
+            raise CacheMisuse("only caches of one row that read the same text can be decoded together.")
+        self.now = caches[0].seen
+        self.end = self.now + room
+        self.slots = {index: _slots([cache.store[index].row(0) for cache in caches], room) for index in self.owned}
+        self.copy_stock(caches[0])
+        for layer in self.layers:
+            if not isinstance(layer, OwnedLayer):
+                layer.batch_repeat_interleave(len(caches))
+
+    @property
+    def seen(self) -> int:
+        return self.now
+
+    @property
+    def rows(self) -> int:
+        return len(self.slots[self.owned[0]].keys)
+
+    def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
+        slots = self.slots[index]
+        slots.add(new.key.detach(), new.value.detach())
+        output = attend_slots(new.query, slots.keys, slots.values, slots.lengths, new.scale, new.softcap, new.sinks)
+        if index == self.owned[-1]:
+            self.now += new.query.shape[2]
+        return new.outcome(output)
+
+    def feed(self, ids: Tensor, keep: int = 1) -> Tensor:
+        """One forward pass. ids [rows, q] -> logits of the last `keep` tokens, 0: of all [rows, keep, vocabulary]"""
+        if self.now + ids.shape[1] > self.end:
+            raise CacheMisuse(f"{ids.shape[1]} tokens were to be added where {self.end - self.now} have room.")
+        with torch.inference_mode():
+            return self.model(ids.to(self.model.device), past_key_values=self, logits_to_keep=keep).logits
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only."""
+        which = torch.tensor(rows)
+        for index, slots in self.slots.items():
+            mine = which.to(slots.keys.device)
+            self.slots[index] = Slots(slots.keys[mine], slots.values[mine], slots.lengths[mine])
+        for layer in self.layers:
+            if not isinstance(layer, OwnedLayer):
+                layer.batch_select_indices(which)
+
+
+def _slots(rows: Sequence[Sequence[Tokens]], room: int) -> Slots:
+    """What every row's key heads hold, copied to the beginning of slots with room at the end."""
+    lengths = torch.tensor([[len(head.keys) for head in heads] for heads in rows])
+    like = rows[0][0]
+    size = int(lengths.max()) + room
+    buffers = [like.keys.new_zeros(*lengths.shape, size, t.shape[-1]) for t in (like.keys, like.values)]
+    for row, heads in enumerate(rows):
+        for number, head in enumerate(heads):
+            for buffer, part in zip(buffers, (head.keys, head.values), strict=True):
+                buffer[row, number, : len(part)] = part
+    return Slots(*buffers, lengths.to(like.keys.device))
+
+
+def packs(sizes: Sequence[int]) -> list[list[int]]:
+    """Rows of like size together, so that at most half of their slots lie empty. -> their numbers, largest first"""
+    found: list[list[int]] = []
+    for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
+        held = sum(sizes[other] for other in found[-1]) + sizes[row] if found else 0
+        if found and (len(found[-1]) + 1) * sizes[found[-1][0]] <= 2 * held:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
