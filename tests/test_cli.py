@@ -16,6 +16,7 @@ from kvkeep.cli import app
 from kvkeep.cli.ask import told
 from kvkeep.cli.show import busy
 from kvkeep.engine.generate import Progress
+from kvkeep.errors import BadInput
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "lighthouse.txt"
 EXAMPLE_QUESTION = "What is the serial number of the replacement lamp motor?"
@@ -42,6 +43,7 @@ def tiny(monkeypatch):
 
     monkeypatch.setattr(kvkeep.cli.ask, "load", load)
     monkeypatch.setattr("kvkeep.model.load.load", load)
+    monkeypatch.setattr("kvkeep.model.load.load_tokenizer", lambda *_: tiny_chat.tokenizer())
     return asked
 
 
@@ -134,7 +136,7 @@ def refused(*args, stdin=None):
 @pytest.fixture
 def no_model(monkeypatch):
     """Mistakes below are found before any model is loaded."""
-    for place in ("kvkeep.cli.ask.load", "kvkeep.model.load.load"):
+    for place in ("kvkeep.cli.ask.load", "kvkeep.model.load.load", "kvkeep.model.load.load_tokenizer"):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("a model was loaded"))
 
 
@@ -393,8 +395,12 @@ def test_a_config_file_that_makes_no_sense(tmp_path, content, says):
     assert says in refused("eval", "--config", tmp_path / "grid.yaml", "--out", tmp_path / "out")
 
 
-def test_eval_with_nothing_to_do(tiny, tmp_path):
+def test_eval_with_nothing_to_do(tiny, tmp_path, monkeypatch):
+    def fetch(name, say=None):
+        raise BadInput(f"'{name}' could not be fetched; check the network, or give --data DIR.")
+
+    monkeypatch.setattr("kvkeep.evaluate.suite.fetch", fetch)
     said = refused("eval", "--tasks", "wic", "--out", tmp_path / "out")
-    assert "none of these tasks can be had: wic is read from a file, and no folder was given" in said
+    assert "none of these tasks can be had: wic is not here: 'wic' could not be fetched" in said and "--data" in said
     assert "no task 'niha'. Did you mean 'niah'?" in refused("eval", "--tasks", "niha", "--out", tmp_path / "out")
     assert "--data 'nowhere' is not there" in refused("eval", "--tasks", "wic", "--out", "x", "--data", "nowhere")

@@ -19,6 +19,13 @@ EPILOG = "Exit status: 0 done · 2 bad usage or input, said in one line on stder
 class _Commands(typer.core.TyperGroup):
     """Turns what kvkeep raises on purpose into one line and an exit status."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """`--ray` may stand alone, which the parser does not know."""
+        ends = [*args[1:], "-"]
+        given = [[each, grid.LOCAL] if each == "--ray" and after.startswith("-") else [each]
+                 for each, after in zip(args, ends, strict=True)]  # fmt: skip
+        return super().parse_args(ctx, [part for parts in given for part in parts])
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -108,6 +115,15 @@ def evaluate(
     haystack: Annotated[str | None, typer.Option(help="Essays for needle tasks: a folder of .txt files.")] = None,
     squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,
     hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Cut prompts to this; the model's window if less.")
+    ] = None,
+    share: Annotated[
+        bool | None, typer.Option("--share/--alone", help="Read and write for all methods at once, or for each alone.")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="[ADDRESS]", help="On Ray: a cluster at this address, or this machine.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML file with any of these names.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadInput
+
+LOCAL = "local"  # a Ray of its own on this machine
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Wanted:
     seed: int = 42
     max_length: int | None = None
     share: bool = True
+    ray: str | None = None
     data: str | None = None
     haystack: str | None = None
     squad: str | None = None
@@ -78,28 +83,44 @@ def _shaped(name: str, value: Any) -> Any:
 def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """-> all rows, and the tasks left out with their reasons"""
     from kvkeep.evaluate import suite
-    from kvkeep.evaluate.answer import Answerer
     from kvkeep.evaluate.render import PROTOCOLS
     from kvkeep.evaluate.run import Grid
     from kvkeep.evaluate.run import run as answer
     from kvkeep.evaluate.table import write_csv
-    from kvkeep.model.load import hush, load
+    from kvkeep.model.load import hush, load_tokenizer
 
     protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
     grid = Grid(options.methods, options.budgets, protocols)
     hush()
-    model, tokenizer = load(options.model, device=options.device, dtype=options.dtype, progress=say)
+    tokenizer = load_tokenizer(options.model, say)
     say("making samples")
     places = {name: _path(getattr(options, name), name) for name in ("data", "haystack", "squad", "hotpotqa")}
     sources = suite.Sources(**places, lengths=options.length, limit=options.limit, seed=options.seed)
-    samples, skipped = suite.load(options.tasks, tokenizer, sources)
+    samples, skipped = suite.load(options.tasks, tokenizer, sources, say)
     if not samples:
         reasons = "; ".join(f"{name} {why}" for name, why in skipped.items())
         raise BadInput(f"none of these tasks can be had: {reasons}.")
-    answerer = Answerer(model, tokenizer, grid.cells, options.share, options.max_length)
-    rows = answer(answerer, samples, grid, options.out, note)
+    make = partial(answerer, options, tuple(grid.cells))
+    rows = answer(_workers(options, make, say) if options.ray else make(say), samples, grid, options.out, note)
     write_csv(rows, Path(options.out) / "results.csv")
     return rows, skipped
+
+
+def answerer(options: Wanted, cells: Sequence[Any], say: Any = None) -> Any:
+    """The model, loaded here, ready to answer; a worker of Ray calls it there."""
+    from kvkeep.evaluate.answer import Answerer
+    from kvkeep.model.load import hush, load
+
+    hush()
+    model, tokenizer = load(options.model, device=options.device, dtype=options.dtype, progress=say)
+    return Answerer(model, tokenizer, cells, options.share, options.max_length)
+
+
+def _workers(options: Wanted, make: Any, say: Any) -> Any:
+    from kvkeep.evaluate.cluster import on_ray
+
+    address = None if options.ray == LOCAL else options.ray
+    return lambda items: on_ray(address, make, items, say=say)
 
 
 def _path(given: str | None, name: str) -> Path | None:

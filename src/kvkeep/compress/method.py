@@ -150,11 +150,17 @@ def _like(name: str, value: Any, default: Any) -> Any:
     raise BadParameter(f"{name}={value!r} should be {type(default).__name__}, like its default {default!r}.")
 
 
-def _cross(method: Method, crossing: str, change: dict[str, Any], base: str) -> Method:
-    """Make one change, unless it makes no sense."""
+def _cross(method: Method, crossing: str, change: Any, base: str) -> Method:
+    """Make one change, or one that depends on what there is, unless it makes no sense."""
     spec = f"'{base}+{crossing}' cannot work"
     if method.recall is not None:
         raise BadParameter(f"{spec}: '{base}' drops nothing, so there is no budget to share.")
+    if callable(change):
+        if method.scorer is None:
+            raise BadParameter(f"{spec}: '{base}' keeps everything, so there is nothing to choose.")
+        if not getattr(method.scorer, "scores", True):
+            raise BadParameter(f"{spec}: '{base}' orders tokens by age; there are no votes to change.")
+        change = change(method)
     if "recall" in change:
         if not hasattr(method.group, "members"):
             raise BadParameter(f"{spec}: '{base}' has no clusters to put away; 'protokv+recall' does.")

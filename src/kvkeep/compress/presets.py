@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvkeep.compress.allocate.heads import AdaptiveHeads
 from kvkeep.compress.allocate.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.group.blocks import Blocks
@@ -18,6 +20,7 @@ from kvkeep.compress.score.intent import Intent
 from kvkeep.compress.score.mass import Accumulate, Mass
 from kvkeep.compress.score.nacl import VotesAndLuck
 from kvkeep.compress.score.outlier import Outliers
+from kvkeep.compress.score.prior import ByValue
 from kvkeep.compress.score.prototype import WindowLogits
 from kvkeep.compress.score.recency import Recency
 from kvkeep.compress.score.spread import MeanAndVariance
@@ -183,6 +186,16 @@ def recalled(sinks: int | None = None, local: int | None = None, pack: int | Non
     return lambda method: Recall(Grouped(method.group, pack), Centres(), None, "true", sinks, local, usual=(4, 32))
 
 
+def first_kept(first=4):
+    """The first tokens stay, whatever the votes say."""
+    return lambda method: {"guard": replace(method.guard, sinks=max(first, method.guard.sinks))}
+
+
+def by_value(power=1.0, value_pool=5):
+    """Votes count more for tokens with large values."""
+    return lambda method: {"scorer": ByValue(method.scorer, power, value_pool)}
+
+
 GROUPED = "the query heads of a key head vote with their average"
 ONCE = "layers are compared once, when all are read, and held whole until then"
 SIGN = "equation 5's sign follows the text"
@@ -283,6 +296,14 @@ CROSSINGS = Registry("crossing", {
         lambda: {"layers": EntropyLayers()}, "ActQKV", "layers share by entropy of attention",
         f"the paper's density of chunks, read here from the window's attention; {ONCE}",
     ),
+    "blocks": Named(lambda block=16: {"group": Blocks(block)}, "IntentKV", "whole blocks of tokens"),
+    "prototypes": Named(
+        lambda kappa=5, anchors=32, bits=2, chunks=500, gamma=None, seed=0: {
+            "group": Prototypes(kappa, anchors, bits, chunks, gamma, "both", seed)
+        }, "ProtoKV", "whole clusters of keys",
+    ),
+    "values": Named(by_value, "AhaKV", "votes are weighted by the size of the values"),
+    "sinks": Named(first_kept, "arXiv:2309.17453", "the first tokens stay"),
     "recall": Named(
         lambda sinks=None, local=None, pack=None: {"recall": recalled(sinks, local, pack)}, "ProtoKV, table 3",
         "clusters are put away, not dropped, and fetched for every token", "the paper gives no formula: by mean key",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 
@@ -25,4 +24,4 @@ class Sample:
     long: bool = False  # the answer is long enough to have to stay within the budget itself
     stops: tuple[str, ...] = ()  # texts that end an answer, beside the model's own end
     margin: int | None = None  # cut as LongBench does: the prompt, template apart, leaves so much of the window free
-    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # for the metric: classes, length
+    extra: Mapping[str, Any] = field(default_factory=dict)  # for the metric: classes, length

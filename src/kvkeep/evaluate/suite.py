@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import UnknownName
+from kvkeep.errors import KvkeepError, UnknownName
+from kvkeep.evaluate.hub import SOURCES, fetch
 from kvkeep.evaluate.reasoning import ASK
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
@@ -31,7 +32,7 @@ FOLDERS = {"longbench": longbench.longbench, "infinitebench": infinitebench.infi
 class Sources:
     """Where samples come from, and how many."""
 
-    data: Path | None = None  # a folder of official files: longbench/qasper.jsonl, short/wic.jsonl, math500.jsonl …
+    data: Path | None = None  # a folder of official files: longbench/qasper.jsonl, short/wic.jsonl …; None: the hub
     haystack: Path | None = None
     squad: Path | None = None
     hotpotqa: Path | None = None
@@ -45,30 +46,41 @@ def names() -> list[str]:
     return ["ruler", "niah", *RULER, *MADE, "short", *READ, *FOLDERS]
 
 
-def load(wanted: Iterable[str], tokenizer: Any, sources: Sources) -> tuple[list[Sample], dict[str, str]]:
+def load(
+    wanted: Iterable[str], tokenizer: Any, sources: Sources, say: Callable[[str], None] | None = None
+) -> tuple[list[Sample], dict[str, str]]:
     """Samples of these tasks, and which could not be had, and why. A file that is there but damaged is an error."""
     samples: list[Sample] = []
     skipped: dict[str, str] = {}
     for name in dict.fromkeys(part for each in wanted for part in _parts(each, sources)):
-        if why := _missing(name, sources):
-            skipped[name] = why
+        try:
+            path = _located(name, sources, say)
+        except Unavailable as reason:
+            skipped[name] = str(reason)
         else:
-            samples += _task(name, tokenizer, sources)
+            samples += _task(name, path, tokenizer, sources)
     return samples, skipped
 
 
-def _missing(name: str, sources: Sources) -> str:
-    """Why a task cannot be had; empty if it can."""
-    if name in RULER:
-        return available(sources.haystack, sources.squad, sources.hotpotqa)[1].get(name, "")
-    if name in MADE:
-        return ""
+class Unavailable(Exception):
+    """Why a task cannot be had."""
+
+
+def _located(name: str, sources: Sources, say: Callable[[str], None] | None) -> Path | None:
+    """The file a task is read from, None for one that is made."""
+    if name in RULER or name in MADE:
+        if why := available(sources.haystack, sources.squad, sources.hotpotqa)[1].get(name):
+            raise Unavailable(why)
+        return None
     _reader(name)
     if sources.data is None:
-        return "is read from a file, and no folder was given: data="
-    return (
-        "" if _file(name, sources.data) else f"has no file {_stem(name)}.jsonl in {str(sources.data)!r} or its folders"
-    )
+        try:
+            return fetch(name, say=say)
+        except KvkeepError as error:
+            raise Unavailable(f"is not here: {error}") from error
+    if found := _file(name, sources.data):
+        return found
+    raise Unavailable(f"has no file {_stem(name)}.jsonl in {str(sources.data)!r} or its folders")
 
 
 def _parts(name: str, sources: Sources) -> list[str]:
@@ -83,18 +95,19 @@ def _parts(name: str, sources: Sources) -> list[str]:
 
 
 def _files(folder: str, sources: Sources) -> list[str]:
-    found = sorted((sources.data / folder).glob("*.jsonl")) if sources.data else []
+    if sources.data is None:
+        return [name for name in SOURCES if name.startswith(f"{folder}/") and not name.endswith("_e")]
+    found = sorted((sources.data / folder).glob("*.jsonl"))
     return [f"{folder}/{path.stem}" for path in found] or [f"{folder}/*"]
 
 
-def _task(name: str, tokenizer: Any, sources: Sources) -> list[Sample]:
+def _task(name: str, path: Path | None, tokenizer: Any, sources: Sources) -> list[Sample]:
     if name in RULER:
         return [sample for length in sources.lengths for sample in _ruler(name, length, tokenizer, sources)]
     if name in MADE:
         kind = "number" if name == "needle_number" else "sandwich"
         return needle(tokenizer, sources.lengths, folder=sources.haystack, kind=kind)[: sources.limit]
-    assert sources.data is not None
-    read = _reader(name)(_file(name, sources.data))[: sources.limit]
+    read = _reader(name)(path)[: sources.limit]
     return [_worked(sample) for sample in read] if name in PROBLEMS else read
 
 

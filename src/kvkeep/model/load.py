@@ -56,6 +56,18 @@ def load(
     return model.to(place), tokenizer
 
 
+def load_tokenizer(name: str | None = None, progress: Say | None = None) -> Any:
+    """A model's tokenizer alone."""
+    from transformers import AutoTokenizer
+
+    ours = name is None or name in ("default", DEFAULT)
+    source = str(fetch_default(progress or (lambda text: None))) if ours else _source(name)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelUnavailable(_why(name or DEFAULT, source, error)) from error
+
+
 def hush() -> None:
     """Silence transformers' advice and progress bars: they are for people who call it themselves."""
     from transformers.utils import logging

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from kvkeep.errors import BadInput, BadParameter
@@ -115,5 +114,5 @@ def _sample(spec: Task, frame: Frame, number: int, prompt: Any, length: int) -> 
         references=prompt.answers,
         metric=spec.metric,
         max_new_tokens=spec.max_new_tokens,
-        extra=MappingProxyType(extra),
+        extra=extra,
     )

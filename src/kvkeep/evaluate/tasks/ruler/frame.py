@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from kvkeep.errors import BadParameter
@@ -20,7 +19,7 @@ class Prompt(NamedTuple):
     question: str
     prefix: str
     answers: tuple[str, ...]
-    extra: Mapping[str, Any] = MappingProxyType({})
+    extra: Mapping[str, Any] = {}
 
     @property
     def text(self) -> str:

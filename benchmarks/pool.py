@@ -1,0 +1,32 @@
+"""Several processes on one device, each with the model: what these scripts use where there is no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+answer_one: Callable[[Any], Any] | None = None  # of this process
+
+
+def answers(make: Callable[[], Callable[[Any], Any]], workers: int) -> Callable[[Sequence[Any]], Iterator[Any]]:
+    """For `kvkeep.evaluate.run.run`: results in the order of the items."""
+
+    def answer(items: Sequence[Any]) -> Iterator[Any]:
+        with get_context("spawn").Pool(workers, _start, (make,)) as pool:
+            yield from pool.imap(_answer, items)
+
+    return answer
+
+
+def _start(make: Callable[[], Callable[[Any], Any]]) -> None:
+    global answer_one
+    torch.set_num_threads(1)
+    answer_one = make()
+
+
+def _answer(item: Any) -> Any:
+    assert answer_one is not None
+    return answer_one(item)

@@ -1,0 +1,168 @@
+"""Crossings nobody has published, tried on half of the tasks: which is best?
+
+    python benchmarks/search.py --stage 1 --out found --data DIR --haystack DIR      # a random part of all crossings
+    python benchmarks/search.py --stage 2 --out found --data DIR --haystack DIR      # the best, and what is like them
+    python benchmarks/search.py --stage 3 --out found --data DIR --haystack DIR      # the winner, on the other half
+
+A crossing's worth is its mean score over tasks, protocols and budgets. Stage 2 tries the best of stage 1, the one that
+is best on every axis by itself, and all that differ from these on one axis; the best of stage 2 is the winner. Only
+stage 3, and only it, sees the other half of the tasks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pool import answers
+
+from kvkeep.cli.grid import Wanted, answerer
+from kvkeep.compress.method import parse
+from kvkeep.errors import KvkeepError
+from kvkeep.evaluate import suite
+from kvkeep.evaluate.run import Grid, run
+from kvkeep.evaluate.table import cells
+from kvkeep.model.load import load_tokenizer
+
+PUBLISHED = (
+    "intentkv", "intelllm", "ahakv", "protokv", "satkv", "streamingllm", "lm_infinite", "h2o", "tova", "snapkv",
+    "pyramidkv", "chunkkv", "nacl", "cake", "snapkv+adakv", "protokv+adakv", "intentkv+adakv",
+)  # fmt: skip
+AXES = {
+    "votes": [
+        *(f"snapkv:window={w}" for w in (8, 16, 32, 64)), *(f"snapkv:window={w}:pool=7:pooling=max" for w in (8, 16, 32)),
+        "intentkv:recent=8", "intentkv:window=32:recent=8", "intentkv:intention=false:window=16:recent=8",
+        "ahakv:recent=16", "ahakv",
+    ],
+    "units": ["", "+blocks:block=8", "+blocks:block=16", "+blocks:block=32", "+prototypes"],
+    "values": ["", "+values:power=0.5", "+values"],
+    "first": ["", "+sinks"],
+    "heads": ["", "+adakv", "+adakv:alpha=0.5"],
+    "layers": ["", "+pyramid", "+cake", "+entropy"],
+}  # fmt: skip
+Choice = tuple[str, ...]  # one of each axis
+LONGBENCH = (
+    ("qasper", "hotpotqa", "multi_news", "trec", "samsum", "passage_retrieval_en", "lcc", "qmsum"),
+    ("multifieldqa_en", "2wikimqa", "gov_report", "triviaqa", "musique", "narrativeqa", "repobench-p", "passage_count"),
+)
+NIAH = (
+    ("niah_single_2", "niah_multikey_1", "niah_multikey_3", "niah_multiquery"),
+    ("niah_single_1", "niah_single_3", "niah_multikey_2", "niah_multivalue", "needle_number"),
+)
+HALVES = [[*niah, *(f"longbench/{task}" for task in rest)] for niah, rest in zip(NIAH, LONGBENCH, strict=True)]
+
+
+def main() -> None:
+    options = _options()
+    out = Path(options.out)
+    if options.stage == 1:
+        specs = sorted(map(spec, drawn(options.count, options.seed)))
+    elif options.stage == 2:
+        specs = sorted(map(spec, refined(worth(read(out / "stage1")))))
+    else:
+        specs = [max(ranked(worth(read(out / "stage2"))), key=lambda pair: pair[1])[0]]
+    half = HALVES[1] if options.stage == 3 else HALVES[0]
+    rows = evaluate((*PUBLISHED, *specs), half, out / f"stage{options.stage}", options)
+    for name, score in ranked(worth(rows))[:25]:
+        print(f"{score:6.2f}  {name}{'' if name in PUBLISHED else '   (ours)'}")
+
+
+def drawn(count: int, seed: int) -> list[Choice]:
+    """So many of all crossings that work, at random."""
+    working = [choice for choice in product(*AXES.values()) if works(spec(choice))]
+    return random.Random(seed).sample(working, count)
+
+
+def refined(scores: dict[str, float]) -> set[Choice]:
+    """The five best crossings, the best level of every axis together, and their neighbours on one axis."""
+    known = {choice: scores[spec(choice)] for choice in product(*AXES.values()) if spec(choice) in scores}
+    best = sorted(known, key=lambda choice: -known[choice])[:5]
+    together = tuple(_best_level(number, known) for number in range(len(AXES)))
+    centre = [choice for choice in (together, best[0]) if works(spec(choice))]
+    near = {
+        (*choice[:axis], level, *choice[axis + 1 :])
+        for choice in centre
+        for axis, levels in enumerate(AXES.values())
+        for level in levels
+    }
+    return {choice for choice in {*best, *near} if works(spec(choice))}
+
+
+def _best_level(axis: int, known: dict[Choice, float]) -> str:
+    """By its mean over everything it was crossed with."""
+    levels = defaultdict(list)
+    for choice, score in known.items():
+        levels[choice[axis]].append(score)
+    return max(levels, key=lambda level: sum(levels[level]) / len(levels[level]))
+
+
+def spec(choice: Choice) -> str:
+    return "".join(choice)
+
+
+def works(name: str) -> bool:
+    try:
+        parse(name)
+    except KvkeepError:
+        return False
+    return True
+
+
+def evaluate(methods: Sequence[str], tasks: Sequence[str], out: Path, options: Any) -> list[dict[str, Any]]:
+    wanted = Wanted(
+        tuple(tasks), str(out), ("full", *dict.fromkeys(methods)), tuple(options.budgets), model=options.model,
+        device=options.device, dtype="float32", max_length=options.max_length,
+    )  # fmt: skip
+    grid = Grid(wanted.methods, wanted.budgets)
+    sources = suite.Sources(
+        Path(options.data), Path(options.haystack), lengths=(options.length,), limit=options.limit, seed=options.seed
+    )
+    samples, skipped = suite.load(tasks, load_tokenizer(options.model), sources)
+    assert not skipped, skipped
+    make = partial(answerer, wanted, tuple(grid.cells))
+    return run(answers(make, options.workers), samples, grid, out, lambda done, total: print(done, total, flush=True))
+
+
+def worth(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Mean over tasks, protocols and budgets, in percent."""
+    found = defaultdict(list)
+    for cell in cells(rows):
+        found[cell.method].append(cell.score)
+    return {method: sum(scores) / len(scores) for method, scores in found.items()}
+
+
+def ranked(scores: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(((name, score) for name, score in scores.items() if name != "full"), key=lambda pair: -pair[1])
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), required=True)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--haystack", required=True)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--device")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--limit", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--max-length", type=int, default=None)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=7)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

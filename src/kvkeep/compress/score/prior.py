@@ -1,0 +1,32 @@
+"""Another scorer's scores, weighted by the size of each token's value: what is large when attended to counts more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvkeep.compress.observe import real
+from kvkeep.compress.pool import check_pool, pool
+from kvkeep.errors import BadParameter
+from kvkeep.types import Observation
+
+
+@dataclass(frozen=True)
+class ByValue:
+    """power 1: squared norms, as AhaKV; 0.5: norms."""
+
+    scorer: Callable[[Observation, int], Tensor]
+    power: float = 1.0
+    pool: int = 5
+
+    def __post_init__(self) -> None:
+        check_pool("value_pool", self.pool)
+        if self.power <= 0:
+            raise BadParameter(f"power={self.power} does not favour large values; use more than 0.")
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        tokens = real(seen)
+        size = pool(seen.values.float().square().sum(-1) * tokens, tokens, self.pool) * tokens
+        return self.scorer(seen, budget) * (size / size.amax(1, keepdim=True).clamp_min(1e-30)) ** self.power
