@@ -37,7 +37,8 @@ PUBLISHED = (
 )  # fmt: skip
 AXES = {
     "votes": [
-        *(f"snapkv:window={w}" for w in (8, 16, 32, 64)), *(f"snapkv:window={w}:pool=7:pooling=max" for w in (8, 16, 32)),
+        *(f"snapkv:window={w}" for w in (8, 16, 32, 64)),
+        *(f"snapkv:window={w}:pool=7:pooling=max" for w in (8, 16, 32)),
         "intentkv:recent=8", "intentkv:window=32:recent=8", "intentkv:intention=false:window=16:recent=8",
         "ahakv:recent=16", "ahakv",
     ],
@@ -69,7 +70,7 @@ def main() -> None:
     else:
         specs = [max(ranked(worth(read(out / "stage2"))), key=lambda pair: pair[1])[0]]
     half = HALVES[1] if options.stage == 3 else HALVES[0]
-    rows = evaluate((*PUBLISHED, *specs), half, out / f"stage{options.stage}", options)
+    rows = evaluate((*options.among, *specs), half, out / f"stage{options.stage}", options)
     for name, score in ranked(worth(rows))[:25]:
         print(f"{score:6.2f}  {name}{'' if name in PUBLISHED else '   (ours)'}")
 
@@ -155,8 +156,9 @@ def _options() -> Any:
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--limit", type=int, default=8)
+    parser.add_argument("--count", type=int, default=60, help="crossings drawn in stage 1")
+    parser.add_argument("--limit", type=int, default=8, help="samples of each task")
+    parser.add_argument("--among", nargs="+", default=PUBLISHED, help="published methods beside them")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--max-length", type=int, default=None)
     parser.add_argument("--workers", type=int, default=1)

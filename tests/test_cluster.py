@@ -204,7 +204,7 @@ def test_the_same_rows_come_out_of_the_command(running, tmp_path, killed, monkey
 
     tiny_chat.model().save_pretrained(tmp_path / "model")
     tiny_chat.tokenizer().save_pretrained(tmp_path / "model")
-    args = ["eval", "--tasks", "needle_number", "--model", str(tmp_path / "model"), "--length", "300,400", "--limit", 
+    args = ["eval", "--tasks", "needle_number", "--model", str(tmp_path / "model"), "--length", "300,400", "--limit",
             "6", "--methods", "full,snapkv", "--budgets", "80", "--device", "cpu", "--max-length", "600"]  # fmt: skip
     plain = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "plain")])
     assert plain.exit_code == 0, plain.output

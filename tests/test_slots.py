@@ -91,6 +91,7 @@ def test_packs_waste_at_most_half():
     for pack in found:
         assert max(sizes[row] for row in pack) * len(pack) <= 2 * sum(sizes[row] for row in pack)
     assert len(found) < 8 and packs([]) == []
+    assert packs([9, 9, 9], most=20) == [[0, 1], [2]] and packs([9], most=5) == [[0]]
 
 
 def test_what_many_rows_hold_is_never_shared(tiny):

@@ -24,6 +24,8 @@ class Fan(AdaptedCache):
     def __init__(self, model: Any, caches: Sequence[Cache]) -> None:
         super().__init__(model)
         self.caches = caches
+        for cache in caches[1:]:  # what one finds true of the model is true for all
+            cache.watch.checked = caches[0].watch.checked
 
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
         shared = replace(new, stock=once(new.stock))

@@ -88,13 +88,14 @@ class Report:
 
     def __str__(self) -> str:
         seen = "+".join(map(str, self.tokens_seen)) or "0"
+        most = human(self.peak_bytes)
         share = f"{self.bytes / self.full_bytes:.1%}" if self.full_bytes else "–"
         away = [f"  put away          {human(self.host_bytes)}"] if self.host_bytes else []
         return "\n".join([
             f"{self.method}, budget {self.budget}",
             f"  tokens seen       {seen}",
             f"  kept per key head {self.kept_per_head:.1f} on average ({self.layers} layers × {self.kv_heads} heads)",
-            f"  keys and values   {human(self.bytes)} of {human(self.full_bytes)} ({share}), at most {human(self.peak_bytes)}",
+            f"  keys and values   {human(self.bytes)} of {human(self.full_bytes)} ({share}), at most {most}",
             *away,
         ])  # fmt: skip
 

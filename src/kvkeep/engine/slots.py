@@ -100,12 +100,16 @@ def _slots(rows: Sequence[Sequence[Tokens]], room: int) -> Slots:
     return Slots(*buffers, lengths.to(like.keys.device))
 
 
-def packs(sizes: Sequence[int]) -> list[list[int]]:
-    """Rows of like size together, so that at most half of their slots lie empty. -> their numbers, largest first"""
+def packs(sizes: Sequence[int], most: int = 2**15) -> list[list[int]]:
+    """Rows of like size together, so that at most half of their slots lie empty, and no more than `most` are made.
+
+    -> their numbers, largest first
+    """
     found: list[list[int]] = []
     for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
         held = sum(sizes[other] for other in found[-1]) + sizes[row] if found else 0
-        if found and (len(found[-1]) + 1) * sizes[found[-1][0]] <= 2 * held:
+        slots = (len(found[-1]) + 1) * sizes[found[-1][0]] if found else 0
+        if found and slots <= min(2 * held, most):
             found[-1].append(row)
         else:
             found.append([row])

@@ -1,0 +1,130 @@
+"""Every method on the default model: the tables of docs/RESULTS.md.
+
+python benchmarks/default_model.py made --out results/made --haystack DIR           # RULER's niah tasks, needle grid
+python benchmarks/default_model.py longbench --out results/longbench --data DIR
+python benchmarks/default_model.py fetching --out results/fetching --haystack DIR   # methods that drop nothing
+python benchmarks/default_model.py table --out results                              # from all rows that are there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pool import answers
+
+import kvkeep
+from kvkeep.cli.grid import Wanted, answerer
+from kvkeep.compress.method import parse
+from kvkeep.errors import KvkeepError
+from kvkeep.evaluate import suite
+from kvkeep.evaluate.run import Grid, run
+from kvkeep.evaluate.table import BEST, interval, write_csv
+from kvkeep.model.load import load_tokenizer
+
+DROPPING = [name for name, method in kvkeep.methods.items() if method.recall is None and method.scorer]
+CROSSED = ["snapkv+adakv", "protokv+adakv", "intentkv+adakv"]
+FETCHING = [name for name, method in kvkeep.methods.items() if method.recall]
+PARTS = {
+    "made": (["niah", "needle_number"], ["full", *DROPPING, *CROSSED], (64, 128, 256, 512, 1024), (2048, 4096)),
+    "longbench": (["longbench"], ["full", *DROPPING, *CROSSED], (128, 512, 1024), ()),
+    "fetching": (["niah", "needle_number"], FETCHING, (256, 1024), (2048,)),
+}
+
+
+def main() -> None:
+    options = _options()
+    if options.part == "table":
+        return table(Path(options.out))
+    tasks, methods, budgets, lengths = PARTS[options.part]
+    wanted = Wanted(
+        tuple(tasks), options.out, (*methods, *options.also), budgets, model=options.model, device=options.device,
+        dtype="float32", length=lengths or (4096,),
+    )  # fmt: skip
+    grid = Grid(tuple(name for name in wanted.methods if _allowed(name, budgets)), budgets)
+    places = {name: Path(value) if (value := getattr(options, name)) else None for name in ("data", "haystack")}
+    sources = suite.Sources(**places, lengths=wanted.length, limit=options.limit)
+    samples, skipped = suite.load(tasks, load_tokenizer(options.model), sources)
+    print(f"{len(samples)} samples, {len(grid.cells)} cells; left out: {skipped}", flush=True)
+    make = partial(answerer, wanted, tuple(grid.cells))
+    rows = run(answers(make, options.workers), samples, grid, options.out, lambda *done: print(*done, flush=True))
+    write_csv(rows, Path(options.out) / "results.csv")
+
+
+def _allowed(name: str, budgets: Iterable[int]) -> bool:
+    """Whether a method can work with every budget."""
+    try:
+        for budget in budgets:
+            parse(name).check(budget)
+    except KvkeepError as error:
+        print(f"left out: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def table(out: Path) -> None:
+    """Markdown, one table for each part and protocol: mean over all samples, with its interval."""
+    for part in PARTS:
+        path = out / part / "rows.jsonl"
+        if not path.is_file():
+            continue
+        groups: dict[tuple, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            kind = (part, _kind(row), row["protocol"])
+            groups[kind][row["method"], row["budget"]].append(100 * row["score"] / BEST.get(row["metric"], 1))
+        for kind, scores in sorted(groups.items()):
+            _print(" · ".join(kind), scores)
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """niah tasks by length, LongBench as a whole."""
+    if row["task"].startswith("niah"):
+        return f"niah, {row['task'].rpartition('_')[2]} tokens"
+    return "needle grid" if row["task"].startswith("needle") else "LongBench"
+
+
+def _print(title: str, scores: dict[tuple, list[float]]) -> None:
+    budgets = sorted({budget for _, budget in scores if budget is not None})
+    print(f"\n### {title} (n = {len(next(iter(scores.values())))})\n")
+    print("| method | " + " | ".join(map(str, budgets)) + " |\n|---|" + "---|" * len(budgets))
+    methods = dict.fromkeys(method for method, _ in scores)
+    for method in sorted(methods, key=lambda name: -_mean(name, scores)):
+        shown = [scores.get((method, budget), scores.get((method, None), [])) for budget in budgets]
+        print(f"| {method} | " + " | ".join(map(_cell, shown)) + " |")
+
+
+def _mean(method: str, scores: dict[tuple, list[float]]) -> float:
+    mine = [score for (name, _), values in scores.items() if name == method for score in values]
+    return sum(mine) / len(mine)
+
+
+def _cell(values: list[float]) -> str:
+    if not values:
+        return "–"
+    low, high = (100 * bound for bound in interval([value / 100 for value in values]))
+    return f"{sum(values) / len(values):.1f} [{low:.0f}, {high:.0f}]"
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*PARTS, "table"])
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--data")
+    parser.add_argument("--haystack")
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--device")
+    parser.add_argument("--limit", type=int, default=10)
+    parser.add_argument("--also", nargs="*", default=[])
+    parser.add_argument("--workers", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

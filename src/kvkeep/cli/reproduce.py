@@ -1,0 +1,178 @@
+"""`kvkeep reproduce`: a table of one of the papers, made again, with the paper's numbers beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvkeep.cli import grid, show
+from kvkeep.errors import BadInput
+from kvkeep.evaluate.recipes.compare import Line, compare, write_csv
+from kvkeep.evaluate.recipes.jobs import Job, jobs
+from kvkeep.evaluate.recipes.recipe import Recipe, names, recipe, shrink
+
+KINDS = {"scores": "scores", "measure": "measured by a script", "facts": "not an experiment"}
+SMALL = "Small: another model, other lengths and budgets, few samples. At best the order may be compared."
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command's options that change what is run, or where."""
+
+    small: bool = False
+    out: str | None = None  # ./reproduce/<name>
+    model: str | None = None  # in place of the paper's
+    data: str | None = None
+    haystack: str | None = None
+    squad: str | None = None
+    hotpotqa: str | None = None
+    limit: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    dry_run: bool = False
+
+
+def reproduce(name: str, options: Options) -> None:
+    """Run a recipe and print the comparison; what needs no run is said and left at that."""
+    wanted = recipe(name)
+    if wanted.kind != "scores":
+        _tell(wanted)
+        return
+    wanted = _changed(wanted, options)
+    out = Path(options.out or f"reproduce/{name}{'-small' if options.small else ''}")
+    plan = [
+        (job, _wanted(wanted, job, out / f"{number}-{job.model.rpartition('/')[2]}", options))
+        for number, job in enumerate(jobs(wanted), 1)
+    ]
+    _introduce(wanted, options)
+    if options.dry_run:
+        _print_plan(plan)
+        return
+    lines = compare(wanted, _run(plan))
+    _print_lines(lines, wanted)
+    write_csv(lines, out / "comparison.csv")
+    typer.echo(f"{len(lines)} numbers in {out / 'comparison.csv'}, rows beside it")
+
+
+def print_names() -> None:
+    """Every table of every paper, and what becomes of it."""
+    rows = [[each.name, KINDS[each.kind], each.shows] for each in map(recipe, names())]
+    show.print_table(["table", "kind", "shows"], rows)
+
+
+def _changed(wanted: Recipe, options: Options) -> Recipe:
+    """As the options have it: small, another model, fewer samples."""
+    wanted = shrink(wanted) if options.small else wanted
+    if options.model and len(wanted.models) > 1:  # one model, beside the first one's printed numbers
+        group = next(iter(wanted.models))
+        cells = tuple(cell for cell in wanted.cells if cell.group == group)
+        wanted = replace(wanted, models={group: options.model}, cells=cells)
+    elif options.model:
+        wanted = replace(wanted, models=dict.fromkeys(wanted.models, options.model))
+    return replace(wanted, limit=options.limit or wanted.limit)
+
+
+def _wanted(wanted: Recipe, job: Job, out: Path, options: Options) -> grid.Wanted:
+    places = {key: getattr(options, key) for key in ("data", "haystack", "squad", "hotpotqa", "device", "dtype")}
+    sizes = {"budgets": job.budgets, "length": job.lengths, "limit": wanted.limit, "max_length": wanted.max_length}
+    given = {key: value for key, value in {**places, **sizes}.items() if value}
+    return grid.Wanted(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)
+
+
+def _run(plan: Iterable[tuple[Job, grid.Wanted]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of each model, by its name in the paper. A grid without data is left out, unless all are."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    failed: list[BadInput] = []
+    for job, each in plan:
+        try:
+            with show.counting("starting") as (say, note):
+                found, skipped = grid.run(each, say, note)
+        except BadInput as error:
+            failed.append(error)
+            continue
+        rows.setdefault(job.group, []).extend(found)
+        for task, why in skipped.items():
+            typer.echo(f"left out: {task} {why}", err=True)
+    if failed and not rows:
+        raise failed[0]
+    for why in map(str, failed):
+        typer.echo(f"left out: {why}", err=True)
+    return rows
+
+
+def _tell(wanted: Recipe) -> None:
+    typer.echo(f"{wanted.name}: {wanted.shows}")
+    if wanted.kind == "facts":
+        typer.echo("Not an experiment: there is nothing to run.")
+        return
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for cell in wanted.cells:
+        rows.setdefault((cell.group, cell.label), {})[cell.column] = f"{cell.number:g}"
+    columns = [column.name for column in wanted.columns]
+    table = [[*key, *(row.get(column, "–") for column in columns)] for key, row in rows.items()]
+    show.print_table(["paper", "", *columns], table)
+    _remark(wanted)
+    typer.echo(f"To measure it here: {wanted.command}")
+
+
+def _introduce(wanted: Recipe, options: Options) -> None:
+    typer.echo(f"{wanted.name}: {wanted.shows}")
+    typer.echo(f"Protocol: {wanted.protocol}. Models: {', '.join(f'{m} (for {g})' for g, m in wanted.models.items())}.")
+    if options.small:
+        typer.echo(SMALL)
+        for column in wanted.columns:
+            typer.echo(f"{column.name} here: {', '.join(map(_point, column.points))}")
+    elif options.model:
+        typer.echo("Another model than the paper's: only the order may be compared.")
+    _remark(wanted)
+
+
+def _point(point: tuple[str, int | None]) -> str:
+    task, length = point
+    return f"{task} at {length:,} tokens" if length else task
+
+
+def _remark(wanted: Recipe) -> None:
+    for note in wanted.notes:
+        typer.echo(f"Note: {note}")
+    for each in wanted.misprints:
+        says = each.get("says") or f"the mean of its row is {each['mean']:g}"
+        typer.echo(f"Misprint: {each['at']}: {says}")
+
+
+def _print_plan(plan: Iterable[tuple[Job, grid.Wanted]]) -> None:
+    for number, (job, each) in enumerate(plan, 1):
+        answers = (
+            f"{job.answers * each.limit:,} answers"
+            if each.limit
+            else f"{job.answers:,} answers to one sample of each task"
+        )
+        typer.echo(f"\n{number}. {job.model}: {answers}, in {each.out}")
+        typer.echo(f"   tasks    {', '.join(job.tasks)}")
+        if job.lengths:
+            typer.echo(f"   lengths  {', '.join(map(str, job.lengths))}")
+        typer.echo(f"   methods  {', '.join(job.methods)}")
+        typer.echo(f"   budgets  {', '.join(map(str, job.budgets)) or '–'}")
+
+
+def _print_lines(lines: list[Line], wanted: Recipe) -> None:
+    """A table for each model: every printed number and ours."""
+    for group, model in wanted.models.items():
+        typer.echo(f"\n{group} in the paper, {model} here")
+        rows = [_cells(line) for line in lines if line.model == group]
+        show.print_table(["method", "budget", "column", "paper", "ours [95 %]", "n"], rows)
+
+
+def _cells(line: Line) -> list[str]:
+    budget = "–" if line.budget is None else str(line.budget)
+    if line.used != line.budget:
+        budget += f" → {line.used}"
+    if line.ours is None:
+        return [line.method, budget, line.column, f"{line.paper:g}", line.why, "–"]
+    ours = f"{line.ours:.1f} [{line.low:.0f}, {line.high:.0f}]"
+    n = f"{line.n} ({line.tasks})" if line.tasks else str(line.n)
+    return [line.method, budget, line.column, f"{line.paper:g}", ours, n]

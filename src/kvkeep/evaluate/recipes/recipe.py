@@ -1,0 +1,147 @@
+"""A table of a paper as a value: models, tasks, methods and budgets, and every number it prints.
+
+The tables are in the .yaml files beside this one. A row is written as it is printed: numbers in the order of the
+columns, "-" where the paper has none, "?" where the text we have lost it. Sentences are ours, numbers theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from kvkeep.errors import BadInput, UnknownName
+from kvkeep.evaluate.tasks.ruler import TASKS as RULER
+from kvkeep.registry import did_you_mean
+
+PAPERS = ("intentkv", "intelllm", "ahakv", "actqkv", "protokv")
+GROUPS = {"ruler": list(RULER), "niah": [task for task in RULER if task.startswith("niah")]}
+Budget = int | float | None
+Point = tuple[str, int | None]  # a task, and its length where it is made
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's name, and the tasks it is the mean of."""
+
+    name: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One printed number."""
+
+    group: str  # the model's name in the paper; what else rows are grouped by, where no model is scored
+    label: str  # the method's name in the paper
+    spec: str | None  # the same method here; None: kvkeep does not have it
+    budget: Budget
+    column: str
+    number: float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One table, and how to make it again."""
+
+    name: str
+    shows: str
+    kind: Literal["scores", "measure", "facts"] = "scores"
+    models: Mapping[str, str] = field(default_factory=dict)  # the paper's name -> the hub's
+    protocol: str = "aware"
+    columns: tuple[Column, ...] = ()
+    average: str = ""  # the column that is the mean over all tasks of the others
+    cells: tuple[Cell, ...] = ()
+    command: str = ""  # of a measurement
+    small: Mapping[str, Any] | None = None  # what changes on the default model
+    notes: tuple[str, ...] = ()
+    misprints: tuple[Mapping[str, Any], ...] = ()
+    budgets: Mapping[Any, Any] = field(default_factory=dict)  # printed -> used, where they differ
+    limit: int | None = None  # samples of each task
+    max_length: int | None = None  # tokens beyond which a prompt loses its middle
+    others: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # task -> label -> another method for it
+
+    def column(self, name: str) -> Column:
+        return next(column for column in self.columns if column.name == name)
+
+    def spec(self, cell: Cell, task: str) -> str | None:
+        """The method that answers a task for a cell."""
+        return self.others.get(task, {}).get(cell.label, cell.spec)
+
+
+def names() -> list[str]:
+    return [f"{paper}/{table}" for paper in PAPERS for table in _read(paper)["tables"]]
+
+
+def recipe(name: str) -> Recipe:
+    if name not in names():
+        raise UnknownName(f"there is no recipe '{name}'.{did_you_mean(name, names())} See `kvkeep reproduce --list`.")
+    paper, _, table = name.partition("/")
+    read = _read(paper)
+    return _recipe(name, read["methods"], dict(read["tables"][table]))
+
+
+def shrink(recipe: Recipe) -> Recipe:
+    """The same on the default model: few short samples, budgets in proportion, beside one model's printed numbers."""
+    if recipe.small is None:
+        raise BadInput(f"'{recipe.name}' has no small variant.")
+    small = dict(recipe.small)
+    group = next(iter(recipe.models))
+    columns, specs, budgets = _columns(small.pop("columns")), small.pop("methods", {}), small.pop("budgets", {})
+    shown = {column.name for column in columns}
+    cells = tuple(
+        replace(cell, spec=specs.get(cell.spec, cell.spec))
+        for cell in recipe.cells
+        if cell.group == group and cell.column in shown and (cell.budget is None or cell.budget in budgets)
+    )
+    models = {group: "default"}
+    return replace(
+        recipe, models=models, columns=columns, average="", cells=cells, budgets=budgets, small=None, **small
+    )
+
+
+@cache
+def _read(paper: str) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load(Path(__file__).with_name(f"{paper}.yaml").read_text(encoding="utf-8"))
+
+
+def _recipe(name: str, shared: Mapping[str, str], table: dict[str, Any]) -> Recipe:
+    methods: dict[str, str | None] = {**shared, **table.pop("methods", {})}
+    columns, average = _columns(table.pop("columns", {})), table.get("average", "")
+    if average:
+        everything = tuple(point for column in columns for point in column.points)
+        columns = (*columns, Column(average, everything))
+    numbers = table.pop("numbers", {})
+    cells = tuple(cell for head, rows in numbers.items() for cell in _cells(head, rows, methods, columns))
+    lists: dict[str, Any] = {key: tuple(table.pop(key, ())) for key in ("notes", "misprints")}
+    return Recipe(name, columns=columns, cells=cells, **lists, **table)
+
+
+def _columns(written: Mapping[str, str | None]) -> tuple[Column, ...]:
+    return tuple(Column(str(name), tuple(_points(tasks or ""))) for name, tasks in written.items())
+
+
+def _points(tasks: str) -> Iterator[Point]:
+    """ "niah@4096 longbench/qasper" as tasks and lengths."""
+    for each in tasks.split():
+        name, _, length = each.partition("@")
+        for task in GROUPS.get(name, [name]):
+            yield task, int(length) if length else None
+
+
+def _cells(
+    head: str, rows: Mapping[str, Any], methods: Mapping[str, str | None], columns: tuple[Column, ...]
+) -> Iterator[Cell]:
+    """The rows under a head such as "Llama3.1 @4096"; where tasks are scored, every label has a method or null."""
+    group, at, size = head.partition(" @")
+    budget = (float(size) if "." in size else int(size)) if at else None
+    for label, written in rows.items():
+        for column, number in zip(columns, str(written).split(), strict=True):
+            spec = methods[label] if column.points else None
+            if number not in ("-", "?"):
+                kept = None if spec == "full" else budget
+                yield Cell(group, str(label), spec, kept, column.name, float(number))
