@@ -69,7 +69,7 @@ def main() -> None:
         specs = sorted(map(spec, refined(worth(read(out / "stage1")))))
     else:
         specs = [max(ranked(worth(read(out / "stage2"))), key=lambda pair: pair[1])[0]]
-    half = HALVES[1] if options.stage == 3 else HALVES[0]
+    half = [task for task in HALVES[options.stage == 3] if not options.only or task in options.only]
     rows = evaluate((*options.among, *specs), half, out / f"stage{options.stage}", options)
     for name, score in ranked(worth(rows))[:25]:
         print(f"{score:6.2f}  {name}{'' if name in PUBLISHED else '   (ours)'}")
@@ -121,7 +121,7 @@ def evaluate(methods: Sequence[str], tasks: Sequence[str], out: Path, options: A
         tuple(tasks), str(out), ("full", *dict.fromkeys(methods)), tuple(options.budgets), model=options.model,
         device=options.device, dtype="float32", max_length=options.max_length,
     )  # fmt: skip
-    grid = Grid(wanted.methods, wanted.budgets)
+    grid = Grid(wanted.methods, wanted.budgets, tuple(options.protocols))
     sources = suite.Sources(
         Path(options.data), Path(options.haystack), lengths=(options.length,), limit=options.limit, seed=options.seed
     )
@@ -153,6 +153,8 @@ def _options() -> Any:
     parser.add_argument("--out", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--haystack", required=True)
+    parser.add_argument("--only", nargs="+", help="these tasks of the half alone")
+    parser.add_argument("--protocols", nargs="+", default=["agnostic", "aware"])
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 512])

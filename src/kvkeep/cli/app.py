@@ -1,4 +1,4 @@
-"""The commands: `kvkeep run`, `kvkeep eval`, `kvkeep methods`, `kvkeep models`."""
+"""The commands: `kvkeep run`, `kvkeep eval`, `kvkeep reproduce`, `kvkeep methods`, `kvkeep models`."""
 
 from __future__ import annotations
 
@@ -137,6 +137,35 @@ def evaluate(
     for name, why in skipped.items():
         typer.echo(f"left out: {name} {why}", err=True)
     typer.echo(f"{len(rows)} rows in {options.out}: rows.jsonl, times.jsonl, results.csv")
+
+
+@app.command(epilog=EPILOG)
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="A table of a paper: intentkv/table1 …; see --list.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Every table, and what it shows.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="On the default model, in minutes.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and stop.")] = False,
+    out: Annotated[str | None, typer.Option(help="Folder for rows and comparison.csv; ./reproduce/NAME.")] = None,
+    model: Annotated[str | None, typer.Option(help="In place of the paper's: a hub id or a local folder.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of official files: longbench/qasper.jsonl …")] = None,
+    haystack: Annotated[str | None, typer.Option(help="Essays for needle tasks: a folder of .txt files.")] = None,
+    squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,
+    hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="[ADDRESS]", help="On Ray: a cluster at this address, or this machine.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+) -> None:
+    """Make a table of one of the five papers again, with its numbers beside ours."""
+    given = {key: value for key, value in locals().items() if key not in ("name", "listing")}
+    from kvkeep.cli import reproduce as recipes
+
+    if listing or name is None:
+        recipes.print_names()
+    else:
+        recipes.reproduce(name, recipes.Options(**given))
 
 
 @app.command(epilog=EPILOG)

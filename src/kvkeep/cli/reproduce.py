@@ -31,6 +31,7 @@ class Options:
     squad: str | None = None
     hotpotqa: str | None = None
     limit: int | None = None
+    ray: str | None = None
     device: str | None = None
     dtype: str | None = None
     dry_run: bool = False
@@ -77,7 +78,7 @@ def _changed(wanted: Recipe, options: Options) -> Recipe:
 
 
 def _wanted(wanted: Recipe, job: Job, out: Path, options: Options) -> grid.Wanted:
-    places = {key: getattr(options, key) for key in ("data", "haystack", "squad", "hotpotqa", "device", "dtype")}
+    places = {key: getattr(options, key) for key in ("data", "haystack", "squad", "hotpotqa", "ray", "device", "dtype")}
     sizes = {"budgets": job.budgets, "length": job.lengths, "limit": wanted.limit, "max_length": wanted.max_length}
     given = {key: value for key, value in {**places, **sizes}.items() if value}
     return grid.Wanted(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)

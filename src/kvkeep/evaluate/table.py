@@ -55,7 +55,7 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
         half = WIDE * sqrt(mean * (1 - mean) / n + WIDE**2 / (4 * n**2)) / (1 + WIDE**2 / n)
         return max(0.0, middle - half), min(1.0, middle + half)
     spread = sqrt(sum((score - mean) ** 2 for score in scores) / max(1, n - 1))
-    return mean - WIDE * spread / sqrt(n), mean + WIDE * spread / sqrt(n)
+    return max(0.0, mean - WIDE * spread / sqrt(n)), min(1.0, mean + WIDE * spread / sqrt(n))
 
 
 def write_csv(rows: Iterable[dict[str, Any]], path: str | Path) -> None:
