@@ -32,7 +32,8 @@ DROPPING = [name for name, method in kvkeep.methods.items() if method.recall is 
 CROSSED = ["snapkv+adakv", "protokv+adakv", "intentkv+adakv"]
 FETCHING = [name for name, method in kvkeep.methods.items() if method.recall]
 PARTS = {
-    "made": (["niah", "needle_number"], ["full", *DROPPING, *CROSSED], (64, 128, 256, 512, 1024), (2048, 4096)),
+    "niah": (["niah"], ["full", *DROPPING, *CROSSED], (64, 128, 256, 512, 1024), (2048, 4096)),
+    "needle": (["needle_number"], ["full", *DROPPING, *CROSSED], (64, 128, 256, 512, 1024), (2048, 4096)),
     "longbench": (["longbench"], ["full", *DROPPING, *CROSSED], (128, 512, 1024), ()),
     "fetching": (["niah", "needle_number"], FETCHING, (256, 1024), (2048,)),
 }
@@ -120,7 +121,7 @@ def _options() -> Any:
     parser.add_argument("--haystack")
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
-    parser.add_argument("--limit", type=int, default=10)
+    parser.add_argument("--limit", type=int, help="samples of each task")
     parser.add_argument("--also", nargs="*", default=[])
     parser.add_argument("--workers", type=int, default=1)
     return parser.parse_args()

@@ -315,7 +315,7 @@ def test_the_spinner_shows_only_to_a_person(capsys, monkeypatch):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("method", ["full", "intentkv"])
+@pytest.mark.parametrize("method", ["full", "intentkv", "kvkeep"])
 def test_the_example_is_answered_rightly(method):
     found = json.loads(kvkeep_("run", EXAMPLE, EXAMPLE_QUESTION, "--method", method, "--json").stdout)
     assert EXAMPLE_ANSWER in found["answer"]

@@ -1,6 +1,8 @@
 """The grid: rows that can be trusted, whatever happened on the way."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -314,3 +316,19 @@ def test_long_answers_stay_within_the_budget(chat, tmp_path):
     rows = evaluate(chat, [sample(long=True, metric="math", max_new_tokens=20)], grid, tmp_path)
     assert [row["schedule"] for row in rows] == [None, 1, 128]
     assert [row["compressed"] for row in rows] == ["nothing", "decoding", "decoding"]
+
+
+def test_a_full_disk_is_named_and_costs_nothing(chat, tmp_path, monkeypatch):
+    whole = evaluate(chat, [sample()], GRID, tmp_path / "whole")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    evaluate(chat, [sample()], replace(GRID, protocols=("agnostic",)), tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("kvkeep.evaluate.rows.os.fsync", full)
+        with pytest.raises(BadInput, match="cannot be written .No space left on device.; its 5 rows are safe"):
+            evaluate(chat, [sample()], GRID, tmp_path / "out")
+    with (tmp_path / "out" / "rows.jsonl").open("a") as file:
+        file.write('{"task": "to')  # what there was room for
+    assert evaluate(chat, [sample()], GRID, tmp_path / "out") == whole

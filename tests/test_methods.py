@@ -155,3 +155,32 @@ def test_the_mass_of_a_long_text_is_summed_in_blocks(monkeypatch):
     monkeypatch.setitem(reference.AT_ONCE, "cpu", 1)
     torch.testing.assert_close(reference.column_mass(q, k, where, 300, 0.25), whole, atol=1e-4, rtol=0)
     assert whole.sum().item() == pytest.approx(2 * 300, rel=1e-5)
+
+
+def test_parameters_fit_in_the_name():
+    queries, keys, values = draw(200)
+    named = kvkeep.select("snapkv:window=16:pooling=max+adakv:alpha=0.5", queries, keys, values, 40)
+    given = kvkeep.select("snapkv+adakv", queries, keys, values, 40, window=16, pooling="max", alpha=0.5)
+    assert named.tolist() == given.tolist()
+    assert parse("intentkv:intention=false").parameters["intention"] is False
+    assert parse("snapkv:window=16", pool=7).parameters == {"window": 16, "pool": 7, "pooling": "avg"}
+    assert parse("snapkv:window=16", window=8).parameters["window"] == 8  # what is said last
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("snapkv:alpha=0.5+adakv", "no parameter 'alpha'; it has window, pool, pooling"),
+        ("snapkv:window", "'window' is not name=value"),
+        ("snapkv:", "'' is not name=value"),
+        ("snapkv:windw=3", "Did you mean 'window'"),
+        ("snapkv:window=many", "window='many' should be int"),
+        ("full+values", "keeps everything"),
+        ("streamingllm+sinks", "orders tokens by age"),
+        ("protokv+values", "below zero cannot be weighted"),
+        ("snapkv+values:power=0", "power=0"),
+    ],
+)
+def test_names_that_make_no_sense(spec, says):
+    with pytest.raises(BadParameter, match=says):
+        parse(spec)

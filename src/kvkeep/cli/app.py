@@ -63,7 +63,7 @@ def _kvkeep(
 def run(
     document: Annotated[str, typer.Argument(help="A text file, or - for standard input.")],
     question: Annotated[str, typer.Argument(help="What to ask about it.")],
-    method: Annotated[str, typer.Option(help="See `kvkeep methods`; cross them as in snapkv+adakv.")] = "intentkv",
+    method: Annotated[str, typer.Option(help="See `kvkeep methods`; cross them as in snapkv+adakv.")] = "kvkeep",
     budget: Annotated[str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1.")] = "512",
     model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop the answer after this many tokens.")] = 64,

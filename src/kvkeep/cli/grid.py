@@ -19,7 +19,7 @@ class Wanted:
 
     tasks: tuple[str, ...]
     out: str
-    methods: tuple[str, ...] = ("full", "intentkv")
+    methods: tuple[str, ...] = ("full", "kvkeep")
     budgets: tuple[int | float, ...] = (512,)
     protocol: str = "both"
     model: str = "default"

@@ -33,6 +33,13 @@ def full():
     return Method("full", scorer=None)
 
 
+def kvkeep(window=32, pool=7, block=16, sinks=4, alpha=0.5):
+    scorer = ByValue(Votes(window, pool, "max"))
+    return Method(
+        "kvkeep", scorer, Guard(sinks, window=window), Blocks(block), heads=AdaptiveHeads(alpha), voters=window
+    )
+
+
 def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0):
     return Method("intentkv", Intent(window, smooth, intention), Guard(sinks, recent), Blocks(block), voters=window)
 
@@ -201,6 +208,9 @@ ONCE = "layers are compared once, when all are read, and held whole until then"
 SIGN = "equation 5's sign follows the text"
 METHODS = Registry("method", {
     "full": Named(full, "", "everything"),
+    "kvkeep": Named(
+        kvkeep, "docs/RESULTS.md", "blocks the last queries attend to, weighted by values, shared among heads by score",
+    ),
     "intentkv": Named(
         intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to",
         "mean, not sum, over the question's rows; budget left by whole blocks goes to the next block's best tokens",

@@ -67,7 +67,7 @@ class Engine:
         self,
         model: Any,
         tokenizer: Any,
-        method: str | Method = "intentkv",
+        method: str | Method = "kvkeep",
         budget: int | float | None = 2048,
         *,
         piece: int | None = None,

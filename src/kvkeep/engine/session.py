@@ -45,7 +45,7 @@ class Cache(AdaptedCache):
     def __init__(
         self,
         model: Any,
-        method: str | Method = "intentkv",
+        method: str | Method = "kvkeep",
         budget: int | float | None = None,
         *,
         schedule: str | int | Schedule | None = None,

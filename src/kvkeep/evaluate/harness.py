@@ -50,7 +50,7 @@ class KvkeepLM(HFLM):
     def __init__(
         self,
         pretrained: Any = "default",
-        method: str = "intentkv",
+        method: str = "kvkeep",
         budget: int | float | None = None,
         *,
         tokenizer: Any = None,

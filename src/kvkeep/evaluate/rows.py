@@ -40,10 +40,16 @@ class Rows:
         if key(row) in self.done:
             return
         line = json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n"
-        with self.path.open("ab") as file:
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("ab") as file:
+                file.write(line.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise BadInput(
+                f"{str(self.path)!r} cannot be written ({error.strerror}); its {len(self.rows)} rows are safe: make room, "
+                "and start again to go on."
+            ) from error
         self.rows.append(row)
         self.done.add(key(row))
 

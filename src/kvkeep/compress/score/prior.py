@@ -23,6 +23,8 @@ class ByValue:
 
     def __post_init__(self) -> None:
         check_pool("value_pool", self.pool)
+        if getattr(self.scorer, "signed", False):
+            raise BadParameter("scores below zero cannot be weighted by values; use protokv:votes=softmax.")
         if self.power <= 0:
             raise BadParameter(f"power={self.power} does not favour large values; use more than 0.")
 

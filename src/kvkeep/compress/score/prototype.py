@@ -20,6 +20,11 @@ class WindowLogits:
     window: Size = None
     votes: str = "raw"
 
+    @property
+    def signed(self) -> bool:
+        """Whether what nobody wants scores below zero."""
+        return self.votes == "raw"
+
     def __post_init__(self) -> None:
         if self.votes not in ("raw", "softmax"):
             raise BadParameter(f"votes='{self.votes}' is not known; use 'raw' or 'softmax'.")
