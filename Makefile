@@ -9,16 +9,19 @@ compat_oldest := transformers==5.10.4
 compat_newest := transformers>=5.10,<6
 
 .DELETE_ON_ERROR:
-.PHONY: help run test lint model compat clean
+.PHONY: help run test gpu-test lint model compat clean
 
 help:  ## list these commands
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / /' | awk '{ n = $$1; $$1 = ""; printf "  make %-8s%s\n", n, $$0 }'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / /' | awk '{ n = $$1; $$1 = ""; printf "  make %-8s%s\n", n, $$0 }'
 
 run: model  ## set up, fetch the default model, answer a question about a long document
 	.venv/bin/kvkeep run $(DOCUMENT) "$(QUESTION)"
 
 test: lint model  ## set up, then the linter and the whole test suite
 	.venv/bin/python -m pytest -n $(JOBS) -q
+
+gpu-test:  ## on a machine with a GPU and torch: the kernels, and the rest of what differs there
+	PYTHONPATH=src python -m pytest -q tests/kernel_cases.py tests/test_gpu.py tests/test_slots.py
 
 lint: .venv/.ready  ## ruff
 	.venv/bin/ruff check .

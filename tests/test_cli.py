@@ -74,7 +74,7 @@ def test_run_reads_standard_input(tiny):
 def test_json_is_one_object_with_measured_numbers(tiny, document):
     done = kvkeep_("run", document, "How many?", "--budget", 100, "--max-new-tokens", 5, "--json")
     found = json.loads(done.stdout)
-    assert found["method"] == "intentkv" and found["budget"] == 100 and found["model"] == "default"
+    assert found["method"] == "kvkeep" and found["budget"] == 100 and found["model"] == "default"
     assert 0 < found["bytes"] < found["full_bytes"]
     assert found["kept_per_head"] < found["prompt_tokens"]
     assert found["first_token_s"] > 0 and found["new_tokens"] <= 5
@@ -86,8 +86,8 @@ def test_compare_runs_full_beside_it(tiny, document):
     found = json.loads(kvkeep_(*args, "--json").stdout)
     assert found["bytes"] < found["full"]["bytes"]
     assert found["full"]["method"] == "full" and found["full"]["prompt_tokens"] == found["prompt_tokens"]
-    header = next(line for line in kvkeep_(*args).stdout.splitlines() if "intentkv" in line)
-    assert header.split() == ["intentkv", "full"]
+    header = next(line for line in kvkeep_(*args).stdout.splitlines() if "full" in line and "kvkeep" in line)
+    assert header.split() == ["kvkeep", "full"]
 
 
 def test_options_reach_the_model_and_the_method(tiny, document, monkeypatch):

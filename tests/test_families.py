@@ -189,7 +189,7 @@ def expect_within_budget(cache: kvkeep.Cache, method: str, seen: int) -> None:
     elif "pyramid" in method or parse(method).layers.weigh:
         # a layer whose share grows between two turns cannot take back what it dropped
         assert kept.sum() == kept.numel() * BUDGET or (seen > TOKENS and kept.sum() < kept.numel() * BUDGET), method
-    elif "+adakv" in method:
+    elif parse(method).heads.needs_scores:
         assert kept.sum(1).eq(kept.shape[1] * BUDGET).all(), method
     else:
         assert kept.eq(BUDGET).all(), method

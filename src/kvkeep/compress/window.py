@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -55,9 +56,10 @@ class Guard:
     def check(self, budget: int, name: str) -> None:
         if self.size(budget) > budget:
             sinks, late = self.ends(budget)
+            enough = next(more for more in count(budget) if self.size(more) <= more)  # the window grows with it
             raise BudgetTooSmall(
                 f"budget={budget} cannot hold the {sinks} sinks and {late} recent tokens '{name}' always keeps; "
-                f"use a budget of {sinks + late} or more."
+                f"use a budget of {enough} or more."
             )
 
     def step(self, now: Step, budget: int) -> Tensor:

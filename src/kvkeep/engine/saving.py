@@ -50,6 +50,7 @@ def save(cache: Cache, path: str | Path) -> None:
         "seen": cache.arrivals.seen,
         "held": cache.arrivals.held,
         "columns": cache.arrivals.columns,
+        "peak": cache.peak,
         "schedule": cache.method.schedule.every,
         "layers": {str(i): _shape(layer) for i, layer in cache.store.items()},
         "stock": _stock(cache, tensors),
@@ -95,7 +96,7 @@ def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) ->
     where = devices(cache.model)
     tensors = {name: t.to(where.get(_layer_of(name), cache.model.device)) for name, t in tensors.items()}
     cache.arrivals.seen, cache.arrivals.held = facts["seen"], facts["held"]
-    cache.arrivals.columns = facts["columns"]
+    cache.arrivals.columns, cache.peak = facts["columns"], facts["peak"]
     cache.arrivals.shown = tensors.get("shown")
     for i, layer in cache.store.items():
         for name, value in facts["layers"][str(i)].items():

@@ -214,6 +214,7 @@ class Cache(AdaptedCache):
             twin.purse = twin.recaller.purse = self.purse  # what both hold is paid for once
             twin.recaller.shelves = {i: list(rows) for i, rows in self.recaller.shelves.items()}
             twin.recaller.marks, twin.recaller.question = list(self.recaller.marks), dict(self.recaller.question)
+        twin.peak = self.peak
         twin.arrivals, twin.watch.checked = copy.copy(self.arrivals), set(self.watch.checked)
         return twin
 

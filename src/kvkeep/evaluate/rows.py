@@ -47,8 +47,8 @@ class Rows:
                 os.fsync(file.fileno())
         except OSError as error:
             raise BadInput(
-                f"{str(self.path)!r} cannot be written ({error.strerror}); its {len(self.rows)} rows are safe: make room, "
-                "and start again to go on."
+                f"{str(self.path)!r} cannot be written ({error.strerror}); its {len(self.rows)} rows are safe: make "
+                "room, and start again to go on."
             ) from error
         self.rows.append(row)
         self.done.add(key(row))

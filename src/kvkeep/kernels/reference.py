@@ -188,6 +188,26 @@ def attend_slots(
     return output.reshape(rows, heads, q, -1).to(queries.dtype)
 
 
+def attend_ragged(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    longest: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attend_slots` over a flat buffer, in which each row and key head has a stretch of its own, of any size.
+
+    queries [rows, heads, q, dim], keys and values [slots, dim], starts and lengths [rows, kv_heads], none longer than
+    `longest` -> [rows, heads, q, dim]
+    """
+    where = (starts[..., None] + torch.arange(longest, device=keys.device)).clamp_max(len(keys) - 1)
+    return attend_slots(queries, keys[where], values[where], lengths, scale, softcap, sinks)
+
+
 def _even_stride(segments: Sequence[tuple[int, int]]) -> int:
     """Distance between segments when all are equally long and equally spaced, else 0."""
     (first, length), *rest = segments

@@ -1,0 +1,41 @@
+"""The functions with a fast implementation, each called by its one name: Triton's on a GPU, torch's elsewhere.
+
+A kernel that cannot be had, or fails, is reported once and then done without.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.kernels import reference
+
+
+class Best:
+    """One function in two implementations; the device of its first argument decides."""
+
+    def __init__(self, name: str, module: str, fits: Callable[..., bool] = lambda *_: True) -> None:
+        """fits: whether the kernel is made for these arguments; where it is not, torch's is the implementation."""
+        self.name, self.module, self.fits = name, module, fits
+        self.plain = getattr(reference, name)
+        self.broken = False
+
+    def __call__(self, first: Tensor, *rest: Any) -> Tensor:
+        if first.device.type != "cuda" or self.broken or not self.fits(first, *rest):
+            return self.plain(first, *rest)
+        try:
+            return getattr(import_module(f"kvkeep.kernels.fused.{self.module}"), self.name)(first, *rest)
+        except Exception as error:  # whatever a compiler, a driver or a missing package raises
+            self.broken = True
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            warnings.warn(f"the kernel '{self.name}' cannot be used ({why}); torch does its work.", stacklevel=2)
+            return self.plain(first, *rest)
+
+
+attend_slots = Best("attend_slots", "decode", lambda queries, *_: queries.shape[2] == 1)
+attend_ragged = Best("attend_ragged", "decode", lambda queries, *_: queries.shape[2] == 1)
+column_mass = Best("column_mass", "mass")

@@ -1,0 +1,87 @@
+"""Random and edge shapes for every kernel. Run by test_kernels.py, and on a GPU by `make gpu-test`."""
+
+import pytest
+import torch
+
+from kvkeep.kernels import reference
+from kvkeep.kernels.fused import decode, mass
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
+KINDS = [(None, False), (2.0, False), (None, True), (1.5, True)]
+
+
+def off(got, want):
+    """Largest difference, relative to the largest value."""
+    return float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-6))
+
+
+def drawn(*shape, kind=torch.float32, scale=1.0):
+    return (torch.randn(*shape) * scale).to(kind).to(DEVICE)
+
+
+@pytest.mark.parametrize("kind", BOUND, ids=str)
+@pytest.mark.parametrize("softcap, sunk", KINDS)
+@pytest.mark.parametrize(
+    "rows, heads, kv_heads, size, dim", [(1, 1, 1, 1, 16), (2, 4, 2, 9, 16), (3, 9, 3, 300, 64), (2, 8, 1, 129, 24)]
+)
+def test_attend_slots(rows, heads, kv_heads, size, dim, softcap, sunk, kind):
+    torch.manual_seed(rows)
+    queries, keys, values = (drawn(rows, h, n, dim, kind=kind) for h, n in ((heads, 1), *[(kv_heads, size)] * 2))
+    lengths = torch.randint(1, size + 1, (rows, kv_heads), device=DEVICE)
+    lengths[0, 0], lengths[-1, -1] = 1, size
+    sinks = drawn(heads) if sunk else None
+    got = decode.attend_slots(queries, keys, values, lengths, 0.3, softcap, sinks)
+    want = reference.attend_slots(queries.float(), keys.float(), values.float(), lengths, 0.3, softcap, sinks)
+    # the result of a lower precision is rounded to it, whoever computes it
+    assert got.dtype == kind and off(got, want) <= BOUND[kind] + (torch.finfo(kind).eps if kind != torch.float32 else 0)
+
+
+@pytest.mark.parametrize("kind", BOUND, ids=str)
+@pytest.mark.parametrize("rows, heads, kv_heads, dim", [(1, 4, 1, 16), (3, 6, 3, 24), (2, 8, 2, 64)])
+def test_attend_ragged(rows, heads, kv_heads, dim, kind):
+    torch.manual_seed(heads)
+    lengths = torch.randint(0, 200, (rows, kv_heads), device=DEVICE)
+    lengths[0, 0] = 1
+    room = lengths + torch.randint(0, 9, (rows, kv_heads), device=DEVICE)
+    starts = (room.flatten().cumsum(0) - room.flatten()).view_as(lengths)
+    queries, keys, values = (
+        drawn(rows, heads, 1, dim, kind=kind),
+        *(drawn(int(room.sum()) + 5, dim, kind=kind) for _ in range(2)),
+    )
+    got = decode.attend_ragged(queries, keys, values, starts, lengths, 256, 0.3)
+    for row in range(rows):
+        for head in range(heads):
+            mine = head // (heads // kv_heads)
+            first, count = int(starts[row, mine]), int(lengths[row, mine])
+            if not count:
+                assert got[row, head].eq(0).all()
+                continue
+            k, v = (t[first : first + count].double() for t in (keys, values))
+            want = (k @ queries[row, head, 0].double() * 0.3).softmax(0) @ v
+            assert off(got[row, head, 0], want) <= BOUND[kind] + (torch.finfo(kind).eps if kind != torch.float32 else 0)
+
+
+def test_a_head_with_nothing_gives_zeros():
+    queries, keys, values = drawn(1, 2, 1, 16), drawn(1, 2, 5, 16), drawn(1, 2, 5, 16)
+    got = decode.attend_slots(queries, keys, values, torch.tensor([[0, 3]], device=DEVICE), 0.3)
+    assert got[0, 0].eq(0).all() and got[0, 1].ne(0).any()
+
+
+@pytest.mark.parametrize("kind", BOUND, ids=str)
+@pytest.mark.parametrize("softcap, sunk", KINDS)
+@pytest.mark.parametrize(
+    "heads, kv_heads, q, n, dim, cursor",
+    [
+        (1, 1, 1, 1, 16, 1), (4, 2, 5, 9, 16, 9), (6, 3, 70, 200, 24, 200), (2, 2, 64, 130, 8, 400),
+        (4, 1, 130, 130, 64, 130),
+    ],
+)  # fmt: skip
+def test_column_mass(heads, kv_heads, q, n, dim, cursor, softcap, sunk, kind):
+    torch.manual_seed(n)
+    queries, keys = drawn(heads, q, dim, kind=kind, scale=2), drawn(kv_heads, n, dim, kind=kind)
+    positions = torch.stack([torch.randperm(cursor)[:n].sort().values for _ in range(kv_heads)]).int().to(DEVICE)
+    sinks = drawn(heads) if sunk else None
+    got = mass.column_mass(queries, keys, positions, cursor, 0.3, softcap, sinks)
+    want = reference.column_mass(queries.float(), keys.float(), positions, cursor, 0.3, softcap, sinks)
+    assert off(got, want) <= BOUND[kind]

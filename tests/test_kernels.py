@@ -1,0 +1,40 @@
+"""Triton's kernels equal torch's functions: on a GPU where there is one, else in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+CASES = Path(__file__).with_name("kernel_cases.py")
+
+
+def test_kernels_equal_the_reference():
+    """In a process of its own: whether Triton interprets is decided when it is imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    environment = os.environ | ({} if GPU else {"TRITON_INTERPRET": "1"})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+def test_a_failing_kernel_is_reported_once_and_done_without(monkeypatch):
+    from kvkeep.kernels.best import Best
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda")
+
+    best = Best("column_mass", "nothing_of_this_name")
+    queries = torch.randn(2, 3, 4).as_subclass(OnGpu)
+    rest = (torch.randn(1, 3, 4), torch.arange(3)[None], 3, 0.5)
+    monkeypatch.setattr(best, "plain", lambda *_: "torch")
+    with pytest.warns(UserWarning, match="'column_mass' cannot be used .No module named .*; torch does its work"):
+        assert best(queries, *rest) == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert best(queries, *rest) == "torch"
