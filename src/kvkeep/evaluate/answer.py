@@ -41,7 +41,7 @@ class Answerer:
 
     def __call__(self, item: Item) -> list[Answered]:
         by = self._chosen if item.samples[0].choices else self._written
-        return [answered for answered in by(item)]
+        return list(by(item))
 
     @property
     def window(self) -> int:
@@ -59,9 +59,9 @@ class Answerer:
             if text not in readings:
                 readings = {text: self._hold(prompt.context, sample)}
             for held, ids, timed in self._write(readings[text], prompt, sample):
-                text_written = _cut(self.tokenizer.decode(ids, skip_special_tokens=True), sample.stops)
-                score = METRICS[sample.metric](text_written, _references(sample), **sample.extra)
-                facts = {"score": score, "answer": text_written, "new_tokens": len(ids)}
+                said = _cut(self.tokenizer.decode(ids, skip_special_tokens=True), sample.stops)
+                score = METRICS[sample.metric](said, _references(sample), **sample.extra)
+                facts = {"score": score, "answer": said, "new_tokens": len(ids)}
                 yield self._row(item, sample, prompt, held, facts), {**_place(item, sample, held), **timed}
 
     def _write(
