@@ -188,6 +188,15 @@ def devices(model: PreTrainedModel) -> dict[int, torch.device]:
     return found
 
 
+def key_shape(model: PreTrainedModel) -> tuple[int, int]:
+    """Key heads of a layer, and the size of a key."""
+    config = model.config.get_text_config(decoder=True)
+    queries = config.num_attention_heads
+    return getattr(config, "num_key_value_heads", None) or queries, getattr(
+        config, "head_dim", None
+    ) or config.hidden_size // queries
+
+
 def trained_window(model: PreTrainedModel) -> int:
     """How many tokens the model was made for."""
     return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31

@@ -1,0 +1,137 @@
+"""Many prompts at once: each is read and compressed by itself, then all are written together, a token each at a time.
+
+A sequence that is done leaves, and the next that waits takes its place.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.engine.draw import draw
+from kvkeep.engine.pool import Pool
+from kvkeep.engine.session import Cache
+from kvkeep.engine.words import Unfolding
+from kvkeep.errors import BadInput, BadParameter
+
+
+@dataclass
+class Request:
+    """One prompt, and what was written for it so far."""
+
+    ids: Tensor
+    words: Unfolding
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    pieces: deque[str] = field(default_factory=deque)  # not read yet
+    done: bool = False
+    refused: str = ""  # why there is no answer, or only part of one
+
+    @property
+    def text(self) -> str:
+        return self.words.text
+
+    def add(self, token: int, ends: set[int]) -> None:
+        if token not in ends:
+            self.pieces.append(self.words.add(token))
+        self.done = token in ends or len(self.words.ids) >= self.max_new_tokens
+        if self.done:
+            self.pieces.append(self.words.end())
+
+
+class Batch:
+    """Rows of a pool, and who has them."""
+
+    def __init__(
+        self, model: Any, read: Callable[[Tensor], tuple[Cache, Tensor]], ends: set[int], pool: Pool, seed: int = 0
+    ):
+        """read: ids -> a cache that has read them, and the logits after the last"""
+        self.model, self.read, self.ends, self.pool = model, read, ends, pool
+        self.waiting: deque[Request] = deque()
+        self.at_work: dict[int, Request] = {}
+        self.ahead: tuple[Cache, Tensor] | None = None  # of the first that waits, read but not let in
+        place = {"device": model.device}
+        self.tokens = torch.zeros(pool.rows, 1, dtype=torch.int64, **place)
+        self.positions = torch.zeros(pool.rows, 1, dtype=torch.int64, **place)
+        self.heat, self.share = torch.zeros(pool.rows, **place), torch.ones(pool.rows, **place)
+        self.source = torch.Generator(model.device).manual_seed(seed)
+
+    def submit(self, request: Request) -> Request:
+        if request.max_new_tokens < 1:
+            raise BadParameter(f"max_new_tokens={request.max_new_tokens}: an answer has at least one.")
+        self.waiting.append(request)
+        return request
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.at_work)
+
+    def run(self) -> Iterator[Request]:
+        """Requests in the order they are done."""
+        while self.busy:
+            yield from self.step()
+
+    def step(self) -> list[Request]:
+        """Let in who can come in, then one token for everybody. -> who is done"""
+        done = self._let_in()
+        if self.at_work:
+            for row, token in enumerate(self._decode()):
+                if row in self.at_work:
+                    self.at_work[row].add(token, self.ends)
+        for row in [row for row, request in self.at_work.items() if request.done]:
+            done.append(self.at_work.pop(row))
+            self.pool.release(row)
+        return done
+
+    def _let_in(self) -> list[Request]:
+        """Read the prompts of those there is room for. -> who was refused, or done with the first token"""
+        over: list[Request] = []
+        free = [row for row in range(self.pool.rows) if row not in self.at_work]
+        while self.waiting and free:
+            request = self.waiting[0]
+            try:
+                cache, logits = self.ahead or self.read(request.ids)
+            except (BadInput, torch.OutOfMemoryError) as error:
+                request.refused, request.done = str(error).splitlines()[0], True
+            else:
+                if not self.pool.fits(cache, request.max_new_tokens) and self.at_work:
+                    self.ahead = cache, logits  # somebody will leave
+                    return over
+                self._admit(free, request, cache, logits)
+            self.ahead = None
+            self.waiting.popleft()
+            over += [request] if request.done else []
+        return over
+
+    def _admit(self, free: list[int], request: Request, cache: Cache, logits: Tensor) -> None:
+        if not self.pool.fits(cache, request.max_new_tokens):
+            request.refused, request.done = self._too_large(cache, request), True
+            return
+        heat, share = logits.new_tensor([request.temperature]), logits.new_tensor([request.top_p])
+        first = draw(logits[None], heat, share, self.source)
+        request.add(int(first), self.ends)
+        if request.done:
+            return
+        row = free.pop(0)
+        self.pool.admit(row, cache, request.max_new_tokens)
+        self.at_work[row] = request
+        self.tokens[row], self.positions[row] = first, len(request.ids)
+        self.heat[row], self.share[row] = request.temperature, request.top_p
+
+    def _too_large(self, cache: Cache, request: Request) -> str:
+        need = max(sum(n + request.max_new_tokens for n in cache.store[i].row_lengths(0)) for i in self.pool.owned)
+        return f"the answer needs {need} slots of a layer, the pool has {self.pool.tokens}; make it larger."
+
+    def _decode(self) -> list[int]:
+        """One forward pass. -> the next token of every row"""
+        with torch.inference_mode():
+            output = self.model(self.tokens, position_ids=self.positions, past_key_values=self.pool)
+            self.tokens.copy_(draw(output.logits[:, -1], self.heat, self.share, self.source)[:, None])
+            self.positions += 1
+        return self.tokens[:, 0].tolist()

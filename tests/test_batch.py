@@ -1,0 +1,133 @@
+"""Many prompts at once say what each says alone."""
+
+import pytest
+import tiny_chat
+import torch
+from conftest import make_llama
+
+import kvkeep
+from kvkeep.cache.stretches import Stretches
+from kvkeep.engine.batch import Batch, Request
+from kvkeep.engine.draw import draw
+from kvkeep.engine.pool import Pool
+from kvkeep.engine.words import Unfolding
+from kvkeep.errors import BadInput, BadParameter
+
+WORDS = tiny_chat.tokenizer()
+
+
+def reader(model, spec, budget):
+    def read(ids):
+        if len(ids) > 300:
+            raise BadInput("too long")
+        cache = kvkeep.Cache(model, spec, budget, schedule="prompt")
+        with torch.inference_mode():
+            return cache, model(ids[None], past_key_values=cache, logits_to_keep=1).logits[0, -1]
+
+    return read
+
+
+def request(seed, length, new=8, **how):
+    ids = torch.randint(5, 120, (length,), generator=torch.Generator().manual_seed(seed))
+    return Request(ids, Unfolding(WORDS), new, **how)
+
+
+def alone(model, spec, budget, one):
+    cache, logits = reader(model, spec, budget)(one.ids)
+    written = []
+    for _ in range(one.max_new_tokens):
+        written.append(int(logits.argmax()))
+        logits = model(torch.tensor([written[-1:]]), past_key_values=cache).logits[0, -1]
+    return written
+
+
+def batch(model, spec="snapkv+adakv", budget=40, rows=3, tokens=4000, ends=()):
+    return Batch(model, reader(model, spec, budget), set(ends), Pool(model, rows, tokens))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", ["full", "kvkeep", "snapkv", "snapkv+adakv", "h2o", "intelllm", "pyramidkv", "cake"])
+def test_together_is_alone_whoever_comes_and_goes(spec):
+    model = make_llama()
+    work = batch(model, spec)
+    requests = [work.submit(request(seed, 60 + 37 * seed, 5 + 3 * seed)) for seed in range(5)]
+    done = list(work.run())
+    assert sorted(map(id, done)) == sorted(map(id, requests)) and not work.busy
+    for one in requests:
+        assert one.words.ids == alone(model, spec, 40, one) and "".join(one.pieces) == one.text
+    assert all(free.free == [(0, 4000)] for free in work.pool.free.values())
+    assert not any(int(lengths.sum()) for lengths in work.pool.lengths.values())
+
+
+def test_who_does_not_fit_waits_and_who_never_will_is_refused_with_numbers():
+    model = make_llama()
+    work = batch(model, "snapkv", 40, rows=4, tokens=4 * 50 + 10)  # room for one at a time
+    small = [work.submit(request(seed, 70)) for seed in range(3)]
+    large, strange = work.submit(request(9, 70, new=40)), work.submit(request(3, 400))
+    read, readings = work.read, []
+    work.read = lambda ids: readings.append(ids) or read(ids)
+    done = list(work.run())
+    assert len(readings) == 5  # nobody is read twice
+    assert len(done) == 5 and [one.words.ids for one in small] == [alone(model, "snapkv", 40, one) for one in small]
+    assert large.refused == "the answer needs 320 slots of a layer, the pool has 210; make it larger."
+    assert strange.refused == "too long" and not strange.words.ids
+    with pytest.raises(BadParameter, match="max_new_tokens=0"):
+        work.submit(request(0, 5, new=0))
+
+
+def test_memory_that_runs_out_while_reading_costs_one_request(monkeypatch):
+    model = make_llama()
+    work = batch(model)
+    read = work.read
+
+    def sometimes(ids):
+        if len(ids) == 99:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB\nmore")
+        return read(ids)
+
+    work.read = sometimes
+    good, bad, other = (work.submit(request(0, length)) for length in (70, 99, 80))
+    assert len(list(work.run())) == 3
+    assert bad.refused.startswith("CUDA out of memory. Tried to allocate 7 GiB") and "more" not in bad.refused
+    assert [len(one.words.ids) for one in (good, bad, other)] == [8, 0, 8]
+
+
+def test_an_end_ends_a_row_and_only_it():
+    model = make_llama()
+    free = batch(model)
+    one = free.submit(request(1, 80))
+    list(free.run())
+    stop = one.words.ids[3]
+    work = batch(model, ends=[stop])
+    again, other = work.submit(request(1, 80)), work.submit(request(2, 90))
+    list(work.run())
+    assert again.words.ids == one.words.ids[: one.words.ids.index(stop)]
+    assert stop not in other.words.ids
+
+
+def test_drawing():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 50) * 3
+    source = torch.Generator().manual_seed(1)
+    heat, share = torch.tensor([0.0, 1.0, 1.0, 2.0]), torch.tensor([1.0, 1e-6, 0.5, 1.0])
+    many = torch.stack([draw(logits, heat, share, source) for _ in range(4000)])
+    assert many[:, 0].eq(logits[0].argmax()).all() and many[:, 1].eq(logits[1].argmax()).all()
+    chances = logits[3].div(2).softmax(-1)
+    seen = torch.bincount(many[:, 3], minlength=50) / 4000
+    assert (seen - chances).abs().max() < 0.03
+    likely, order = logits[2].softmax(-1).sort(descending=True)
+    most = int((likely.cumsum(0) < 0.5).sum()) + 1
+    assert set(many[:, 2].tolist()) == set(order[:most].tolist())
+
+
+def test_stretches():
+    free = Stretches(10)
+    a, b, c = free.take(3), free.take(3), free.take(4)
+    assert (a, b, c, free.largest) == (0, 3, 6, 0)
+    with pytest.raises(MemoryError, match="no stretch of 1"):
+        free.take(1)
+    free.give_back(a, 3)
+    free.give_back(c, 4)
+    assert (free.free, free.largest, free.total) == ([(0, 3), (6, 4)], 4, 7)
+    free.give_back(b, 3)
+    assert free.free == [(0, 10)] and Stretches(0).largest == 0
