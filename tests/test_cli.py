@@ -369,6 +369,21 @@ def test_eval_names_what_it_leaves_out(tiny, official, tmp_path):
     assert "left out: wic has no file wic.jsonl" in done.stderr and "left out: qa_1 reads a file" in done.stderr
 
 
+def test_eval_says_what_became_of_the_prompts(tiny, official, tmp_path, monkeypatch):
+    args = ("eval", "--tasks", "longbench/qasper", "--methods", "full", "--data", official, "--protocol", "aware")
+    long = json.loads((official / "longbench" / "qasper.jsonl").read_text().splitlines()[0])
+    lines = [json.dumps({**long, "_id": str(n), "context": "goose " * (1 + n * 400)}) for n in range(3)]
+    (official / "longbench" / "qasper.jsonl").write_text("\n".join(lines))
+    model = tiny_chat.model(window=4096)
+    monkeypatch.setattr("kvkeep.model.load.load", lambda *_, **__: (model, tiny_chat.tokenizer()))
+    done = kvkeep_(*args, "--out", tmp_path / "a")
+    assert "note: qasper: 1 of 3 prompts were too long and lost up to" in done.stderr
+    bare = tiny_chat.tokenizer(template=None)
+    monkeypatch.setattr("kvkeep.model.load.load", lambda *_, **__: (model, bare))
+    done = kvkeep_(*args, "--out", tmp_path / "b")
+    assert "note: no prompt went through a chat template" in done.stderr
+
+
 def test_eval_takes_a_config_file(tiny, official, tmp_path):
     config = tmp_path / "grid.yaml"
     config.write_text(f"tasks: [longbench/qasper]\nmethods: full\nprotocol: agnostic\nlimit: 1\ndata: {official}\n")

@@ -134,6 +134,8 @@ def evaluate(
     with show.counting("starting") as (say, note):
         rows, skipped = grid.run(options, say, note)
     show.print_scores(rows)
+    for remark in show.remarks(rows):
+        typer.echo(f"note: {remark}", err=True)
     for name, why in skipped.items():
         typer.echo(f"left out: {name} {why}", err=True)
     typer.echo(f"{len(rows)} rows in {options.out}: rows.jsonl, times.jsonl, results.csv")

@@ -91,6 +91,21 @@ def print_scores(rows: list[dict[str, Any]]) -> None:
     print_table(["protocol", "method", "budget", *tasks], lines)
 
 
+def remarks(rows: list[dict[str, Any]]) -> list[str]:
+    """What a reader of the scores should know of the prompts."""
+    tasks: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        tasks.setdefault(row["task"], {})[row["id"]] = row
+    found = []
+    for task, samples in tasks.items():
+        cut = [row["truncated"] for row in samples.values() if row["truncated"]]
+        if cut:
+            found.append(f"{task}: {len(cut)} of {len(samples)} prompts were too long and lost up to {max(cut)} tokens")
+    if rows and all(row["template"] == "plain" for row in rows):
+        found.append("no prompt went through a chat template: the tokenizer has none, or these tasks want none")
+    return found
+
+
 def print_outcomes(outcomes: list[Outcome]) -> None:
     from kvkeep.engine.report import human
 

@@ -1,0 +1,111 @@
+"""How far the attention of each row of a window lies from that of its first row (IntentKV), without those rows.
+
+Two passes over the keys: the first finds every query's log-sum-exp, the second sums, key by key, what each adds to
+the divergence. Split over the keys, then added up.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, product
+from kvkeep.kernels.fused.mass import QUERIES, _sums
+
+KEYS = 64  # at a time
+PROGRAMS = 512  # enough to fill a large GPU
+
+
+def distance(
+    queries: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    cursor: int,
+    smooth: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Square root of the Jensen–Shannon divergence (natural log) of every smoothed row of attention from the first.
+
+    Queries stand at `cursor - w … cursor - 1`; a row is smoothed with its smooth - 1 successors. Small windows only:
+    all of it is held at once.
+    queries [heads, w, dim], keys [kv_heads, n, dim], positions [kv_heads, n] -> [heads, w] float32
+    """
+    heads, w, dim = queries.shape
+    kv_heads, n, _ = keys.shape
+    queries, keys, positions = queries.contiguous(), keys.contiguous(), positions.contiguous()
+    sums = queries.new_empty(heads, w, dtype=torch.float32)  # without the sink: these rows add up to 1
+    wide = max(AT_LEAST, triton.next_power_of_2(dim))
+    how = (cursor - w, w, n, heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None)
+    _sums[triton.cdiv(w, QUERIES), heads](
+        queries, keys, positions, sums, sums, *how, cursor == n, INTERPRETED, wide, False, QUERIES, KEYS, num_warps=4
+    )
+    splits = max(1, min(triton.cdiv(n, 4 * KEYS), PROGRAMS // heads))
+    parts = queries.new_empty(heads, splits, w, dtype=torch.float32)
+    extra = sums if sinks is None else sinks.float().contiguous()
+    _divergence[heads, splits](
+        queries, keys, positions, sums, extra, parts, *how, smooth, splits, sinks is not None, INTERPRETED, wide,
+        max(AT_LEAST, triton.next_power_of_2(w)), KEYS, num_warps=4,
+    )  # fmt: skip
+    return parts.sum(1).sqrt()
+
+
+@triton.jit
+def _divergence(
+    queries, keys, positions, sums, sinks, parts, before, w, n, group, dim, scale, softcap, CAPPED: tl.constexpr,
+    smooth, splits, SUNK: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    head, split = tl.program_id(0), tl.program_id(1)
+    asks, channels = tl.arange(0, ROWS), tl.arange(0, DIM)
+    inside = (asks < w)[:, None] & (channels < dim)[None, :]
+    a = tl.load(queries + (head * w + asks)[:, None].to(tl.int64) * dim + channels[None, :], mask=inside, other=0.0)
+    below = tl.load(sums + head * w + asks, mask=asks < w, other=float("inf"))
+    weights = _smoothing(below, sinks + head, smooth, SUNK, ROWS)
+
+    key_base, stood = keys + (head // group).to(tl.int64) * n * dim, positions + (head // group).to(tl.int64) * n
+    stretch = tl.cdiv(tl.cdiv(n, splits), KEYS) * KEYS
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(split * stretch, tl.minimum(split * stretch + stretch, n), KEYS):
+        tokens = start + tl.arange(0, KEYS)
+        real = tokens < n
+        inside = real[:, None] & (channels < dim)[None, :]
+        k = tl.load(key_base + tokens[:, None].to(tl.int64) * dim + channels[None, :], mask=inside, other=0.0)
+        where = tl.load(stood + tokens, mask=real, other=2147483647)
+        logits = capped(product(a, tl.trans(k), WIDEN) * scale, softcap, CAPPED)
+        seen = where[None, :] <= (before + asks)[:, None]
+        chances = tl.where(seen, tl.exp(logits - below[:, None]), 0.0)
+        smoothed = tl.dot(weights, chances, input_precision="ieee")
+        first = tl.sum(tl.where((asks == 0)[:, None], smoothed, 0.0), 0)
+        total += tl.sum(_apart(smoothed, first[None, :]), 1)
+    tl.store(parts + (head * splits + split) * w + asks, total, mask=asks < w)
+
+
+@triton.jit
+def _smoothing(below, sink, smooth, SUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Weights that sum each row and its smooth - 1 successors, and bring the sum back to 1."""
+    seeing = tl.where(below == float("inf"), 0.0, 1.0)
+    if SUNK:
+        seeing = seeing / (1 + tl.exp(tl.load(sink) - below))  # what the sink leaves of the row
+    row, other = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+    band = tl.where((other >= row) & (other < row + smooth), seeing[None, :], 0.0)
+    return band / tl.maximum(tl.sum(band, 1), 1e-30)[:, None]
+
+
+@triton.jit
+def _apart(p, q):
+    """What a key adds: m / 2 · (a ln a + b ln b), m = (p + q) / 2, a = p / m, b = q / m.
+
+    The sum over keys is H(m) - (H(p) + H(q)) / 2, but no small difference of large entropies is ever taken; with
+    a = 1 + d and b = 1 - d, small d are a series: d² + d⁴ / 6 + d⁶ / 15 + d⁸ / 28 + …
+    """
+    both = p + q
+    twice = 2 / tl.maximum(both, 1e-30)
+    a, b = p * twice, q * twice
+    d = (p - q) * (twice / 2)
+    s = d * d
+    near = s * (1 + s * (1 / 6 + s * (1 / 15 + s * (1 / 28 + s / 45))))
+    far = a * tl.log(tl.maximum(a, 1e-30)) + b * tl.log(tl.maximum(b, 1e-30))
+    return both / 4 * tl.where(s < 0.0625, near, far)

@@ -1,0 +1,223 @@
+"""Random and edge shapes for the kernels that move, compare, cluster and look up tokens, each beside its torch twin."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kvkeep.compress.observe import entropy
+from kvkeep.compress.score import intent
+from kvkeep.kernels.fused import assign, chunks, compact, divergence
+from kvkeep.kernels.reference import probabilities
+from kvkeep.types import NOWHERE
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
+TIE = 1e-6  # cosines this close are the same to float32
+
+
+def off(got, want):
+    """Largest difference, relative to the largest value."""
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-6))
+
+
+def drawn(*shape, kind=torch.float32, scale=1.0):
+    return (torch.randn(*shape) * scale).to(kind).to(DEVICE)
+
+
+# In torch: what the kernels are checked against.
+
+
+def plain_compact(keys: Tensor, values: Tensor, index: Tensor) -> None:
+    """engine/contest.py::picked, in place."""
+    for buffer in (keys, values):
+        for tokens, row in zip(buffer, index, strict=True):
+            row = row[row < len(tokens)].long()
+            tokens[: len(row)] = tokens[row]
+
+
+def plain_rows(queries, keys, positions, cursor, scale, softcap, sinks):
+    """compress/observe.py::attention, all heads in one list. [heads, w, n]"""
+    seen = positions[:, None] <= torch.arange(cursor - queries.shape[1], cursor, device=DEVICE)[:, None]
+    return probabilities(queries, keys, seen, scale, softcap, sinks, blind=True).flatten(0, 1)
+
+
+def plain_distance(rows: Tensor, smooth: int) -> Tensor:
+    """compress/score/intent.py::distance of ::smoothing, in double: entropies of 10 leave float32 no digits."""
+    rows = rows.double()
+    band = torch.ones(rows.shape[1], rows.shape[1], dtype=rows.dtype, device=rows.device).triu().tril(smooth - 1)
+    smoothed = (band / (band @ rows.sum(-1, keepdim=True)).clamp_min(1e-30)) @ rows
+    disorder, between = entropy(smoothed), entropy((smoothed + smoothed[:, :1]) / 2)
+    return (between - (disorder + disorder[:, :1]) / 2).clamp_min(0).sqrt()
+
+
+def plain_cosines(keys: Tensor, centres: Tensor, sizes: Tensor) -> Tensor:
+    """compress/group/prototypes.py::nearest and compress/recall/cut.py::_nearest, before the maximum, in double."""
+    cosines = normalize(keys.double(), dim=-1) @ normalize(centres.double(), dim=-1).transpose(1, 2)
+    return cosines - 4.0 * (sizes == 0)[:, None]
+
+
+def plain_means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """compress/recall/index.py::Centres.describe; also inside cut.py::kmeans and prototypes.py::prototypes."""
+    keys, mine = keys.float(), member.clamp_max(count)  # the last one is nobody's
+    total = keys.new_zeros(len(keys), count + 1, keys.shape[-1]).scatter_add(1, mine[..., None].expand_as(keys), keys)
+    size = mine.new_zeros(len(keys), count + 1).scatter_add(1, mine, torch.ones_like(mine))
+    return (total / size.clamp_min(1)[..., None])[:, :count], size[:, :count]
+
+
+def plain_chunks(query: Tensor, representatives: Tensor) -> Tensor:
+    """compress/recall/index.py::Representatives.worth (one head) and ::Centres.worth (each its own)."""
+    return (representatives.float() @ query.float()[..., None])[..., 0]
+
+
+def plain_bounds(query: Tensor, bounds: Tensor) -> Tensor:
+    """compress/recall/index.py::Bounds.worth."""
+    query = query.float().view(len(bounds), -1, query.shape[-1])
+    low, high = bounds.float().unbind(2)
+    up, down = query.clamp_min(0).mean(1)[:, None], query.clamp_max(0).mean(1)[:, None]
+    return (up * high).sum(-1) + (down * low).sum(-1)
+
+
+# Moving tokens
+
+
+@pytest.mark.parametrize("kind", [*BOUND, torch.int32], ids=str)
+@pytest.mark.parametrize(
+    "heads, n, k, dim, wide",
+    [(1, 1, 1, 16, 16), (2, 9, 9, 16, 8), (3, 70, 30, 24, 40), (2, 3000, 2100, 20, 1), (2, 2500, 1024, 64, 64)],
+)
+def test_compact(heads, n, k, dim, wide, kind):
+    torch.manual_seed(n)
+    room = n + 3  # slots behind the tokens, which nobody may touch
+    full = [drawn(heads, room, d, scale=99).to(kind) for d in (dim, wide)]
+    index = torch.stack([torch.randperm(n)[:k].sort().values for _ in range(heads)]).to(DEVICE)
+    index[-1, (k + 1) // 2 :] = n  # a shorter head
+    want = [t.clone() for t in full]
+    plain_compact(*(t[:, :n] for t in want), index)
+    compact.compact(*(t[:, :n] for t in full), index)
+    for got, expected in zip(full, want, strict=True):
+        assert got[:, :k].equal(expected[:, :k]) and got[:, n:].equal(expected[:, n:])
+
+
+@pytest.mark.parametrize("gone", [0, 1, 1023, 1024, 2049])
+def test_compact_without_one_token_shifts_the_rest(gone):
+    keys = torch.arange(2050, dtype=torch.float32, device=DEVICE).expand(1, 4, -1).mT.contiguous()
+    values = keys.clone()
+    kept = torch.arange(2050, device=DEVICE)
+    kept = kept[kept != gone][None]
+    compact.compact(keys, values, kept.int())
+    assert keys[0, :-1, 0].equal(kept[0].float()) and values[0, :-1, 3].equal(kept[0].float())
+
+
+def test_compact_refuses_what_it_cannot_move():
+    with pytest.raises(ValueError, match="side by side"):
+        compact.compact(drawn(1, 4, 8).mT, drawn(1, 8, 4), torch.zeros(1, 1, dtype=torch.long, device=DEVICE))
+
+
+# Comparing rows
+
+
+@pytest.mark.parametrize("kind", BOUND, ids=str)
+@pytest.mark.parametrize("softcap, sunk", [(None, False), (2.0, False), (1.5, True)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, w, n, dim, cursor, smooth",
+    [
+        (1, 1, 1, 1, 16, 1, 8), (4, 2, 5, 9, 16, 9, 2), (6, 3, 33, 300, 24, 300, 8), (2, 2, 64, 130, 8, 400, 1),
+        (4, 1, 64, 700, 64, 700, 100), (2, 1, 20, 5, 16, 40, 3),
+    ],
+)  # fmt: skip
+def test_distance(heads, kv_heads, w, n, dim, cursor, smooth, softcap, sunk, kind):
+    torch.manual_seed(n)
+    queries, keys = drawn(heads, w, dim, kind=kind, scale=2), drawn(kv_heads, n, dim, kind=kind)
+    positions = torch.stack([torch.randperm(cursor)[:n].sort().values for _ in range(kv_heads)]).int().to(DEVICE)
+    if cursor > n > 5:
+        positions[-1, n // 2 :] = NOWHERE  # a shorter head
+    sinks = drawn(heads, scale=3) if sunk else None
+    got = divergence.distance(queries, keys, positions, cursor, smooth, 0.3, softcap, sinks)
+    rows = plain_rows(queries.double(), keys.double(), positions, cursor, 0.3, softcap, sinks)
+    assert off(got, plain_distance(rows, smooth)) <= BOUND[kind]
+    assert off(got, intent.distance(rows.float(), intent.smoothing(rows.float(), smooth))) <= 5e-3  # its own noise
+    assert got[:, 0].eq(0).all()
+
+
+def test_distance_of_equal_queries_is_nothing():
+    queries, keys = drawn(2, 1, 16).expand(-1, 12, -1), drawn(1, 200, 16)
+    positions = torch.arange(200, dtype=torch.int32, device=DEVICE)[None]
+    got = divergence.distance(queries, keys, positions, 300, 4, 0.3)  # all of them see every key
+    assert got.max() < 1e-6
+
+
+def test_distance_of_rows_that_share_nothing_is_the_root_of_ln_2():
+    queries, keys = 90 * torch.eye(16, device=DEVICE)[None, [0, 0, 1, 1]], torch.eye(16, device=DEVICE)[None, :2]
+    got = divergence.distance(queries, keys, torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), 9, 1, 1.0)
+    assert got[0].tolist() == pytest.approx([0, 0, 0.8325546, 0.8325546], abs=1e-6)
+
+
+# Clusters
+
+
+@pytest.mark.parametrize("kind", BOUND, ids=str)
+@pytest.mark.parametrize("heads, n, c, dim", [(1, 1, 1, 16), (2, 9, 4, 24), (3, 130, 70, 20), (2, 300, 129, 64)])
+def test_assign(heads, n, c, dim, kind):
+    torch.manual_seed(n)
+    keys, centres = drawn(heads, n, dim, kind=kind), drawn(heads, c, dim)
+    sizes = torch.randint(0, 3, (heads, c), device=DEVICE)
+    sizes[:, c // 2] = 1
+    for size in (None, sizes):
+        cosines = plain_cosines(keys, centres, torch.ones_like(sizes) if size is None else size)
+        got = assign.assign(keys, centres, size)
+        # another choice than the reference's is right only if its cosine, in double, is the highest but for a hair
+        assert got.dtype == torch.int64
+        assert (cosines.amax(-1) - cosines.gather(-1, got[..., None])[..., 0]).max() <= TIE
+        two = cosines.topk(min(2, c), -1).values
+        clear = two[..., 0] - two[..., -1] > 2 * TIE
+        assert got[clear].equal(cosines.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("kind", BOUND, ids=str)
+def test_assign_gives_ties_to_the_lower_number(kind):
+    torch.manual_seed(0)
+    keys, centres = drawn(1, 50, 16, kind=kind), drawn(1, 40, 16)
+    once = assign.assign(keys, centres)
+    assert assign.assign(keys, torch.cat([centres, centres, 2 * centres], 1)).equal(once)  # in other blocks, and longer
+    nothing = torch.zeros(1, 3, 16, device=DEVICE, dtype=kind)
+    assert assign.assign(nothing, centres).eq(0).all()
+    sizes = torch.tensor([[0, 0, 5, *[1] * 37]], device=DEVICE)
+    assert assign.assign(nothing, centres, sizes).eq(2).all()
+    assert assign.assign(keys, centres, torch.zeros_like(sizes)).eq(0).all()  # nobody in reach: as torch's maximum
+
+
+@pytest.mark.parametrize("kind", BOUND, ids=str)
+@pytest.mark.parametrize("heads, n, c, dim", [(1, 1, 1, 16), (2, 9, 4, 24), (3, 130, 7, 20), (1, 40, 60, 64)])
+def test_means(heads, n, c, dim, kind):
+    torch.manual_seed(n)
+    keys, member = drawn(heads, n, dim, kind=kind), torch.randint(0, c, (heads, n), device=DEVICE)
+    member[-1, n // 2 + 1 :] = c  # a shorter head: padding is nobody's
+    member[member == c // 2] = 0  # a cluster without members (where there are two)
+    (got, size), (want, count) = assign.means(keys, member, c), plain_means(keys, member, c)
+    assert size.equal(count) and got[size == 0].eq(0).all()
+    assert off(got, want) <= BOUND[torch.float32]
+    assert assign.means(keys, member, c)[0].equal(got)
+
+
+# Looking up
+
+
+@pytest.mark.parametrize("kind", BOUND, ids=str)
+@pytest.mark.parametrize("heads, units, dim", [(1, 1, 16), (1, 50, 520), (3, 17, 24), (2, 33, 128)])
+def test_score_chunks(heads, units, dim, kind):
+    torch.manual_seed(units)
+    query, about = drawn(heads, dim, kind=kind), drawn(heads, units, dim, kind=kind)
+    assert off(chunks.score_chunks(query, about), plain_chunks(query, about)) <= BOUND[torch.float32]
+    assert off(chunks.score_chunks(query.float(), about), plain_chunks(query, about)) <= BOUND[torch.float32]
+
+
+@pytest.mark.parametrize("kind", BOUND, ids=str)
+@pytest.mark.parametrize(
+    "heads, kv_heads, units, dim", [(1, 1, 1, 16), (6, 3, 17, 24), (8, 2, 33, 128), (4, 1, 5, 160)]
+)
+def test_score_bounds(heads, kv_heads, units, dim, kind):
+    torch.manual_seed(units)
+    query = drawn(heads, dim, kind=kind)
+    bounds = drawn(kv_heads, units, 2, dim, kind=kind).sort(2).values
+    assert off(chunks.score_bounds(query, bounds), plain_bounds(query, bounds)) <= BOUND[torch.float32]
