@@ -9,6 +9,7 @@ import kvkeep
 from kvkeep.cache.stretches import Stretches
 from kvkeep.engine.batch import Batch, Request
 from kvkeep.engine.draw import draw
+from kvkeep.engine.many import can_batch
 from kvkeep.engine.pool import Pool
 from kvkeep.engine.words import Unfolding
 from kvkeep.errors import BadInput, BadParameter
@@ -41,8 +42,8 @@ def alone(model, spec, budget, one):
     return written
 
 
-def batch(model, spec="snapkv+adakv", budget=40, rows=3, tokens=4000, ends=()):
-    return Batch(model, reader(model, spec, budget), set(ends), Pool(model, rows, tokens))
+def batch(model, spec="snapkv+adakv", budget=40, rows=3, tokens=4000, ends=(), longest=400):
+    return Batch(model, reader(model, spec, budget), set(ends), Pool(model, rows, tokens, longest))
 
 
 @pytest.mark.core
@@ -69,7 +70,9 @@ def test_who_does_not_fit_waits_and_who_never_will_is_refused_with_numbers():
     done = list(work.run())
     assert len(readings) == 5  # nobody is read twice
     assert len(done) == 5 and [one.words.ids for one in small] == [alone(model, "snapkv", 40, one) for one in small]
-    assert large.refused == "the answer needs 320 slots of a layer, the pool has 210; make it larger."
+    assert large.refused == (
+        "prompt and answer need 320 slots of a layer and up to 80 of a key head; the pool has 210 and 400."
+    )
     assert strange.refused == "too long" and not strange.words.ids
     with pytest.raises(BadParameter, match="max_new_tokens=0"):
         work.submit(request(0, 5, new=0))
@@ -131,3 +134,19 @@ def test_stretches():
     assert (free.free, free.largest, free.total) == ([(0, 3), (6, 4)], 4, 7)
     free.give_back(b, 3)
     assert free.free == [(0, 10)] and Stretches(0).largest == 0
+
+
+@pytest.mark.parametrize("spec", ["kvkeep", "snapkv", "full", "pyramidkv", "h2o", "infllm"])
+def test_the_engine_answers_many_as_it_answers_one(spec):
+    model = tiny_chat.model()
+    prompts = ["".join(chr(97 + (i * i + n) % 23) for i in range(100 + 60 * n)) for n in range(5)]
+    one, many = (kvkeep.Engine(model, WORDS, spec, 64) for _ in range(2))
+    want = [one.generate(prompt, max_new_tokens=7) for prompt in prompts]
+    assert many.generate(prompts, max_new_tokens=7, rows=2) == want
+    assert many.generate([]) == [] and can_batch(many) == (spec not in ("h2o", "infllm"))
+
+
+def test_the_engine_names_the_prompts_it_refuses():
+    engine = kvkeep.Engine(tiny_chat.model(), WORDS, "snapkv", 64)
+    with pytest.raises(BadInput, match="prompt 1: the prompt has 15.. tokens and the answer may take 1"):
+        engine.generate(["a" * 100, "b" * 1500], max_new_tokens=3)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.engine.draw import draw
+from kvkeep.engine.graph import Replay
 from kvkeep.engine.pool import Pool
 from kvkeep.engine.session import Cache
 from kvkeep.engine.words import Unfolding
@@ -24,9 +25,9 @@ from kvkeep.errors import BadInput, BadParameter
 class Request:
     """One prompt, and what was written for it so far."""
 
-    ids: Tensor
+    ids: Tensor  # [n]
     words: Unfolding
-    max_new_tokens: int
+    max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
     pieces: deque[str] = field(default_factory=deque)  # not read yet
@@ -60,6 +61,7 @@ class Batch:
         self.tokens = torch.zeros(pool.rows, 1, dtype=torch.int64, **place)
         self.positions = torch.zeros(pool.rows, 1, dtype=torch.int64, **place)
         self.heat, self.share = torch.zeros(pool.rows, **place), torch.ones(pool.rows, **place)
+        self.passes: dict[int, Replay] = {}  # by how many rows
         self.source = torch.Generator(model.device).manual_seed(seed)
 
     def submit(self, request: Request) -> Request:
@@ -100,7 +102,8 @@ class Batch:
             except (BadInput, torch.OutOfMemoryError) as error:
                 request.refused, request.done = str(error).splitlines()[0], True
             else:
-                if not self.pool.fits(cache, request.max_new_tokens) and self.at_work:
+                room = request.max_new_tokens
+                if self.pool.holds(cache, room) and not self.pool.fits(cache, room):
                     self.ahead = cache, logits  # somebody will leave
                     return over
                 self._admit(free, request, cache, logits)
@@ -114,7 +117,7 @@ class Batch:
             request.refused, request.done = self._too_large(cache, request), True
             return
         heat, share = logits.new_tensor([request.temperature]), logits.new_tensor([request.top_p])
-        first = draw(logits[None], heat, share, self.source)
+        first = draw(logits[None], heat, share, self.source) if request.temperature else logits.argmax()
         request.add(int(first), self.ends)
         if request.done:
             return
@@ -125,13 +128,35 @@ class Batch:
         self.heat[row], self.share[row] = request.temperature, request.top_p
 
     def _too_large(self, cache: Cache, request: Request) -> str:
-        need = max(sum(n + request.max_new_tokens for n in cache.store[i].row_lengths(0)) for i in self.pool.owned)
-        return f"the answer needs {need} slots of a layer, the pool has {self.pool.tokens}; make it larger."
+        lengths = [[n + request.max_new_tokens for n in cache.store[i].row_lengths(0)] for i in self.pool.owned]
+        return (
+            f"prompt and answer need {max(map(sum, lengths))} slots of a layer and up to {max(map(max, lengths))} of a "
+            f"key head; the pool has {self.pool.tokens} and {self.pool.longest}."
+        )
 
     def _decode(self) -> list[int]:
-        """One forward pass. -> the next token of every row"""
+        """One forward pass. -> the next token of every row in use, and of free ones between them"""
+        rows = 1 << max(self.at_work).bit_length()  # rows are given out from the first, so few are free
+        rows = min(rows, self.pool.rows)
         with torch.inference_mode():
-            output = self.model(self.tokens, position_ids=self.positions, past_key_values=self.pool)
-            self.tokens.copy_(draw(output.logits[:, -1], self.heat, self.share, self.source)[:, None])
-            self.positions += 1
-        return self.tokens[:, 0].tolist()
+            if rows not in self.passes:
+                self.passes[rows] = self._pass(rows)
+            self.pool.open(rows)
+            logits = self.passes[rows]()
+            self.tokens[:rows, 0] = self._draw(logits, slice(rows))
+            self.positions[:rows] += 1
+        return self.tokens[:rows, 0].tolist()
+
+    def _pass(self, rows: int) -> Replay:
+        tokens, positions = self.tokens[:rows], self.positions[:rows]
+
+        def run() -> Tensor:
+            return self.model(tokens, position_ids=positions, past_key_values=self.pool).logits[:, -1]
+
+        with self.pool.rehearsal(rows):
+            return Replay(run, self.model.device)
+
+    def _draw(self, logits: Tensor, rows: slice) -> Tensor:
+        if not any(request.temperature for request in self.at_work.values()):
+            return logits.argmax(-1)
+        return draw(logits, self.heat[rows], self.share[rows], self.source)

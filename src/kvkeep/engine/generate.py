@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from kvkeep.cache.trim import trim
 from kvkeep.compress.method import Method, parse
 from kvkeep.engine.listen import listen
+from kvkeep.engine.many import together
 from kvkeep.engine.sample import Sampler
 from kvkeep.engine.session import Cache
 from kvkeep.engine.words import Sentences, Unfolding
@@ -91,9 +92,22 @@ class Engine:
     def _fresh(self) -> Cache:
         return Cache(self.model, self.method, self.budget, **self.options)
 
-    def generate(self, prompt: str, **options: Any) -> str:
-        """The whole answer at once; options as in `stream`."""
-        return "".join(self.stream(prompt, **options))
+    @overload
+    def generate(self, prompt: str, **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: Sequence[str], **options: Any) -> list[str]: ...
+    def generate(self, prompt: str | Sequence[str], **options: Any) -> str | list[str]:
+        """The whole answer at once, options as in `stream`; or the answers to several prompts, `rows` at a time."""
+        if isinstance(prompt, str):
+            return "".join(self.stream(prompt, **options))
+        return together(self, prompt, **options)
+
+    def read_alone(self, ids: Tensor) -> tuple[Cache, Tensor]:
+        """A cache of its own that has read a prompt, and the logits after it."""
+        twin = copy.copy(self)
+        twin.cache, twin.fed = self._fresh(), []
+        twin.check_length(len(ids), 1)
+        return twin.cache, twin.read(ids)
 
     def stream(
         self,
@@ -110,13 +124,14 @@ class Engine:
 
         question: what the prompt is read for; it is asked after the prompt, and query-aware methods know it before.
         """
-        ids = self._encode(prompt, question)
+        ids = self.encode(prompt, question)
         self.cache, self.fed = self._fresh(), []
         if question is not None:
             self._read_for(question)
         yield from self._answer(ids, max_new_tokens, Sampler(temperature, top_p, seed), progress)
 
-    def _encode(self, prompt: str, question: str | None) -> Tensor:
+    def encode(self, prompt: str, question: str | None = None) -> Tensor:
+        """A prompt as the model reads it. -> [n]"""
         text = prompt if question is None else f"{prompt}\n\n{question}"
         if not text.strip():
             raise BadInput("the prompt is empty; give the model something to read.")
@@ -124,7 +139,7 @@ class Engine:
 
     def length(self, prompt: str, question: str | None = None) -> int:
         """Tokens of a prompt as the model reads it."""
-        return len(self._encode(prompt, question))
+        return len(self.encode(prompt, question))
 
     def chat(self, messages: list[dict[str, str]], **options: Any) -> str:
         """The answer to a conversation. What continues the last one goes on with its cache."""

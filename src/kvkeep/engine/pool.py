@@ -6,6 +6,8 @@ alone, so a decode step of all rows can be captured in a CUDA graph and replayed
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +24,8 @@ from kvkeep.model.attention import Handover
 class Pool(AdaptedCache):
     """A cache of so many rows that are decoded one token at a time, each where it stands."""
 
-    def __init__(self, model: Any, rows: int, tokens: int):
-        """tokens: slots of each layer, over all rows and key heads"""
+    def __init__(self, model: Any, rows: int, tokens: int, longest: int):
+        """tokens: slots of each layer, over all rows and key heads; longest: slots one head may have of them"""
         super().__init__(model)
         if len(self.owned) != len(self.layers):
             raise UnsupportedModel(f"{self.name} has sliding-window or linear layers, which a pool does not hold yet.")
@@ -39,7 +41,7 @@ class Pool(AdaptedCache):
         self.active = {i: torch.zeros(rows, 1, **ints[i]) for i in self.owned}
         self.free = {i: Stretches(tokens) for i in self.owned}
         self.taken: dict[int, list[tuple[int, int]]] = {}  # row -> its stretch in every layer
-        self.longest = 0
+        self.longest, self.opened = longest, rows
 
     @property
     def seen(self) -> int:
@@ -47,7 +49,12 @@ class Pool(AdaptedCache):
 
     def fits(self, cache: Cache, room: int) -> bool:
         """Whether there is space now for what a cache kept and so many tokens more per key head."""
-        return all(self.free[i].largest >= _size(cache, i, room) for i in self.owned)
+        return self.holds(cache, room) and all(self.free[i].largest >= _size(cache, i, room) for i in self.owned)
+
+    def holds(self, cache: Cache, room: int) -> bool:
+        """Whether there would be if nobody else was here."""
+        most = max(max(cache.store[i].row_lengths(0)) for i in self.owned) + room
+        return most <= self.longest and all(_size(cache, i, room) <= self.tokens for i in self.owned)
 
     def admit(self, row: int, cache: Cache, room: int) -> None:
         """Copy what a cache of one row kept."""
@@ -61,7 +68,6 @@ class Pool(AdaptedCache):
                 n = len(kept.keys)
                 self.keys[i][start : start + n], self.values[i][start : start + n] = kept.keys, kept.values
                 self.starts[i][row, head], self.lengths[i][row, head] = start, n
-                self.longest = max(self.longest, n + room)
                 start += n + room
             self.active[i][row] = 1
         self.taken[row] = stretches
@@ -71,13 +77,31 @@ class Pool(AdaptedCache):
             self.free[i].give_back(start, size)
             self.starts[i][row], self.lengths[i][row], self.active[i][row] = self.tokens, 0, 0
 
+    @contextmanager
+    def rehearsal(self, rows: int) -> Iterator[None]:
+        """Passes in here leave nothing behind: every row is as if free."""
+        self.open(rows)
+        kept = {i: (self.starts[i].clone(), self.lengths[i].clone(), self.active[i].clone()) for i in self.owned}
+        for i in self.owned:
+            self.starts[i].fill_(self.tokens), self.lengths[i].zero_(), self.active[i].zero_()
+        try:
+            yield
+        finally:
+            for i, parts in kept.items():
+                for mine, before in zip((self.starts[i], self.lengths[i], self.active[i]), parts, strict=True):
+                    mine.copy_(before)
+
+    def open(self, rows: int) -> None:
+        """The next passes are of the first so many rows."""
+        self.opened = rows
+
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
         """One token for every row; rows that are free write where nobody reads."""
-        starts, lengths = self.starts[index], self.lengths[index]
+        starts, lengths = self.starts[index][: self.opened], self.lengths[index][: self.opened]
         where = (starts + lengths).flatten()
         self.keys[index].index_copy_(0, where, new.key[:, :, 0].flatten(0, 1))
         self.values[index].index_copy_(0, where, new.value[:, :, 0].flatten(0, 1))
-        lengths += self.active[index]
+        lengths += self.active[index][: self.opened]
         output = attend_ragged(
             new.query, self.keys[index], self.values[index], starts, lengths, self.longest, new.scale, new.softcap,
             new.sinks,

@@ -1,0 +1,59 @@
+"""Several prompts for one engine: written together where the method allows it, else one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.compress.allocate.heads import EqualHeads
+from kvkeep.compress.allocate.layers import EqualLayers
+from kvkeep.engine.batch import Batch, Request
+from kvkeep.engine.pool import Pool
+from kvkeep.engine.words import Unfolding
+from kvkeep.errors import BadInput
+from kvkeep.model.adapter import key_shape
+from kvkeep.model.prompt import ends
+
+if TYPE_CHECKING:
+    from kvkeep.engine.generate import Engine
+
+
+def together(engine: Engine, prompts: Sequence[str], *, rows: int = 16, seed: int = 0, **options: Any) -> list[str]:
+    """Answers to all prompts, so many of them written at a time; options: max_new_tokens, temperature, top_p."""
+    if not can_batch(engine):
+        return [engine.generate(prompt, seed=seed, **options) for prompt in prompts]
+    requests = [Request(engine.encode(prompt), Unfolding(engine.tokenizer), **options) for prompt in prompts]
+    if not requests:
+        return []
+    batch = batch_for(engine, requests, min(rows, len(requests)), seed)
+    for request in requests:
+        batch.submit(request)
+    for _ in batch.run():
+        pass
+    if refused := [f"prompt {n}: {each.refused}" for n, each in enumerate(requests) if each.refused]:
+        raise BadInput("; ".join(refused))
+    return [request.text for request in requests]
+
+
+def can_batch(engine: Engine) -> bool:
+    """Nothing is fetched, and nothing competes while answers are written."""
+    cache = engine.cache
+    plain = cache.method.recall is None and cache.method.schedule.every is None
+    return plain and len(cache.owned) == len(cache.layers)
+
+
+def batch_for(engine: Engine, requests: Sequence[Request], rows: int, seed: int = 0) -> Batch:
+    """Room for so many sequences at a time, each as large as the largest of these."""
+    method, (kv_heads, _) = engine.method, key_shape(engine.model)
+    kept = max(_kept(engine, len(request.ids)) for request in requests)
+    if not isinstance(method.layers, EqualLayers):
+        kept *= 2  # a layer may get more than its share
+    room = max(request.max_new_tokens for request in requests)
+    longest = kept if isinstance(method.heads, EqualHeads) else kept * kv_heads  # so may a head
+    pool = Pool(engine.model, rows, rows * kv_heads * (kept + room), longest + room)
+    return Batch(engine.model, engine.read_alone, ends(engine.model, engine.tokenizer), pool, seed)
+
+
+def _kept(engine: Engine, tokens: int) -> int:
+    method = engine.method
+    return tokens if method.scorer is None else min(tokens, method.tokens(engine.cache.budget, tokens))
