@@ -1,11 +1,16 @@
 """Random and edge shapes for the kernels that move, compare, cluster and look up tokens, each beside its torch twin."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from kvkeep.compress.group import prototypes
 from kvkeep.compress.observe import entropy
+from kvkeep.compress.recall.index import Asking, Bounds, Centres, Leaving, Representatives
+from kvkeep.compress.recall.probe import joined
 from kvkeep.compress.score import intent
 from kvkeep.kernels.fused import assign, chunks, compact, divergence
 from kvkeep.kernels.reference import probabilities
@@ -78,6 +83,26 @@ def plain_bounds(query: Tensor, bounds: Tensor) -> Tensor:
     return (up * high).sum(-1) + (down * low).sum(-1)
 
 
+def test_the_twins_are_what_the_library_does():
+    torch.manual_seed(0)
+    queries, keys, member = drawn(4, 3, 16), drawn(2, 30, 16), torch.randint(0, 5, (2, 30), device=DEVICE)
+    asking, leaving = Asking(queries, 2, 0.5), Leaving(keys, drawn(30).abs(), member, 5)
+    query, sizes = queries.mean(1), torch.ones(2, 5, device=DEVICE)
+    bounds, centres = Bounds().describe(leaving), Centres().describe(leaving)
+    near = torch.testing.assert_close
+    near(plain_bounds(query, bounds), Bounds().worth(asking, bounds, sizes))
+    near(plain_means(keys, member, 5)[0], centres)
+    near(plain_chunks(query.view(2, 2, 16).mean(1) * 0.5, centres), Centres().worth(asking, centres, sizes))
+    about = Representatives().describe(replace(leaving, member=member[:1]))
+    near(plain_chunks(joined(queries, 2).mean(0)[None], about), Representatives().worth(asking, about, sizes))
+    tokens = torch.arange(30, device=DEVICE).expand(2, -1) < 25
+    homes, count = prototypes.prototypes(keys, member, tokens, 6)  # the last one is empty
+    mean, size = plain_means(keys, member.masked_fill(~tokens, 6), 6)
+    near(normalize(mean, dim=-1), homes[..., :-1])
+    near(size.float(), count)
+    near(plain_cosines(keys, mean, size).argmax(-1), prototypes.nearest(keys, homes))
+
+
 # Moving tokens
 
 
@@ -134,7 +159,7 @@ def test_distance(heads, kv_heads, w, n, dim, cursor, smooth, softcap, sunk, kin
         positions[-1, n // 2 :] = NOWHERE  # a shorter head
     sinks = drawn(heads, scale=3) if sunk else None
     got = divergence.distance(queries, keys, positions, cursor, smooth, 0.3, softcap, sinks)
-    rows = plain_rows(queries.double(), keys.double(), positions, cursor, 0.3, softcap, sinks)
+    rows = plain_rows(queries, keys, positions, cursor, 0.3, softcap, sinks)
     assert off(got, plain_distance(rows, smooth)) <= BOUND[kind]
     assert off(got, intent.distance(rows.float(), intent.smoothing(rows.float(), smooth))) <= 5e-3  # its own noise
     assert got[:, 0].eq(0).all()
@@ -156,8 +181,8 @@ def test_distance_of_rows_that_share_nothing_is_the_root_of_ln_2():
 # Clusters
 
 
-@pytest.mark.parametrize("kind", BOUND, ids=str)
-@pytest.mark.parametrize("heads, n, c, dim", [(1, 1, 1, 16), (2, 9, 4, 24), (3, 130, 70, 20), (2, 300, 129, 64)])
+@pytest.mark.parametrize("kind", [*BOUND, torch.float16], ids=str)
+@pytest.mark.parametrize("heads, n, c, dim", [(1, 1, 1, 16), (2, 9, 4, 24), (3, 130, 70, 20), (2, 150, 129, 64)])
 def test_assign(heads, n, c, dim, kind):
     torch.manual_seed(n)
     keys, centres = drawn(heads, n, dim, kind=kind), drawn(heads, c, dim)

@@ -49,7 +49,7 @@ class Held:
 
 def hold(model: Any, tokenizer: Any, ids: Tensor, cells: Sequence[Cell], long: bool, share: bool) -> list[Held]:
     """Read a text with every cell. ids [n]"""
-    apart = {cell for cell in cells if long or parse(cell[0]).recall}
+    apart = [cell for cell in cells if long or parse(cell[0]).recall]
     together = [cell for cell in cells if cell not in apart]
     found: dict[Cell, Held] = {}
     for group in [together] if share and together else [[cell] for cell in together]:

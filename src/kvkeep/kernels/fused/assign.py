@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, product
 
-TOKENS, CENTRES = 64, 64  # at a time
+TOKENS, CENTRES = 64, 64  # at a time; fewer centres where keys are wide
 MEMBERS = 32  # of a cluster at a time
 
 
@@ -24,12 +24,13 @@ def assign(keys: Tensor, centres: Tensor, sizes: Tensor | None = None) -> Tensor
     keys [kv_heads, n, dim], centres [kv_heads, c, dim], sizes [kv_heads, c] -> [kv_heads, n] int64
     """
     heads, n, dim = keys.shape
-    keys, centres = keys.contiguous(), normalize(centres.float(), dim=-1)
+    keys, centres = keys.contiguous(), normalize(centres.float(), dim=-1).contiguous()
     member = torch.empty(heads, n, dtype=torch.int64, device=keys.device)
+    wide, halves = max(AT_LEAST, triton.next_power_of_2(dim)), keys.dtype != torch.float32
     _assign[triton.cdiv(n, TOKENS), heads](
         keys, centres, member if sizes is None else sizes.contiguous(), member, n, centres.shape[1], dim,
-        sizes is not None, keys.dtype != torch.float32, INTERPRETED, TOKENS, CENTRES,
-        max(AT_LEAST, triton.next_power_of_2(dim)), num_warps=4, num_stages=2,
+        sizes is not None, halves, INTERPRETED, TOKENS, max(AT_LEAST, min(CENTRES, CENTRES * 128 // wide)), wide,
+        num_warps=4 if halves else 8, num_stages=2,
     )  # fmt: skip
     return member
 
@@ -45,9 +46,7 @@ def means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
     numbers = torch.arange(count + 1, device=keys.device).expand(heads, -1).contiguous()
     bounds = torch.searchsorted(ranked, numbers.to(ranked.dtype))
     mean = torch.empty(heads, count, dim, dtype=torch.float32, device=keys.device)
-    _means[count, heads](
-        keys, order, bounds, mean, n, count, dim, MEMBERS, triton.next_power_of_2(dim), num_warps=4
-    )  # fmt: skip
+    _means[count, heads](keys, order, bounds, mean, n, count, dim, MEMBERS, triton.next_power_of_2(dim), num_warps=4)
     return mean, bounds.diff(dim=1)
 
 
@@ -58,8 +57,8 @@ def _assign(
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens, channels = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
-    inside = (tokens < n)[:, None] & (channels < dim)[None, :]
-    k = tl.load(keys + (head * n + tokens)[:, None] * dim + channels[None, :], mask=inside, other=0.0)
+    known = (tokens < n)[:, None] & (channels < dim)[None, :]
+    k = tl.load(keys + (head * n + tokens)[:, None] * dim + channels[None, :], mask=known, other=0.0)
     best = tl.full([TOKENS], float("-inf"), tl.float32)
     chosen = tl.zeros([TOKENS], tl.int32)
     for start in range(0, count, CENTRES):
@@ -69,7 +68,8 @@ def _assign(
         c = tl.load(centres + (head * count + numbers)[:, None] * dim + channels[None, :], mask=inside, other=0.0)
         if SIZED:
             real = real & (tl.load(sizes + head * count + numbers, mask=real, other=0) > 0)
-        cosine = tl.where(real[None, :], _dot(k, c, SPLIT, WIDEN), float("-inf"))
+        cosine = split_product(k, tl.trans(c), WIDEN) if SPLIT else product(k, tl.trans(c), WIDEN)
+        cosine = tl.where(real[None, :], cosine, float("-inf"))
         highest = tl.max(cosine, 1)
         lowest = tl.min(tl.where(cosine == highest[:, None], numbers[None, :], 2147483647), 1)
         chosen = tl.where(highest > best, lowest, chosen)
@@ -78,16 +78,13 @@ def _assign(
 
 
 @triton.jit
-def _dot(k, c, SPLIT: tl.constexpr, WIDEN: tl.constexpr):
-    """k @ c.T to float32's precision. SPLIT: with k in half of it, and c as a sum of three numbers of its kind."""
-    if not SPLIT:
-        return product(k, tl.trans(c), WIDEN)
-    high = c.to(k.dtype)
-    rest = c - high.to(tl.float32)
-    middle = rest.to(k.dtype)
-    low = (rest - middle.to(tl.float32)).to(k.dtype)
-    small = product(k, tl.trans(low), WIDEN) + product(k, tl.trans(middle), WIDEN)
-    return small + product(k, tl.trans(high), WIDEN)
+def split_product(a, b, WIDEN: tl.constexpr):
+    """a @ b in float32, a in half of its precision and b, in all of it, as the sum of three numbers of a's kind."""
+    high = b.to(a.dtype)
+    rest = b - high.to(tl.float32)
+    middle = rest.to(a.dtype)
+    low = (rest - middle.to(tl.float32)).to(a.dtype)
+    return product(a, low, WIDEN) + product(a, middle, WIDEN) + product(a, high, WIDEN)
 
 
 @triton.jit

@@ -35,9 +35,8 @@ def compact(keys: Tensor, values: Tensor, index: Tensor) -> None:
 def _compact(buffer, index, apart, step, n, dim, k, WIDE: tl.constexpr, TOKENS: tl.constexpr):
     head, channels = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     base, mine = buffer + head * apart + channels[None, :], index + head * k
-    # A token comes from its own place or a later one, so a block reads nothing that earlier blocks wrote, and what it
-    # overwrites is wanted by no later block. Inside a block everyone has read (the barrier) before anyone writes; a
-    # thread that is a block ahead waits at that block's barrier for those still reading.
+    # Token j comes from j or later, so blocks that follow want nothing that this one overwrites. Within a block nobody
+    # writes before all have read: that is the barrier, which also stops who is done from writing a block ahead of them.
     for start in range(0, k, TOKENS):
         slots = start + tl.arange(0, TOKENS)
         source = tl.load(mine + slots, mask=slots < k, other=n).to(tl.int64)

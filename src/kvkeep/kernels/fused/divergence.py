@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvkeep.kernels.fused.assign import split_product
 from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, product
 from kvkeep.kernels.fused.mass import QUERIES, _sums
 
@@ -48,7 +49,7 @@ def distance(
     extra = sums if sinks is None else sinks.float().contiguous()
     _divergence[heads, splits](
         queries, keys, positions, sums, extra, parts, *how, smooth, splits, sinks is not None, INTERPRETED, wide,
-        max(AT_LEAST, triton.next_power_of_2(w)), KEYS, num_warps=4,
+        max(AT_LEAST, triton.next_power_of_2(w)), KEYS, num_warps=4, num_stages=2,
     )  # fmt: skip
     return parts.sum(1).sqrt()
 
@@ -60,10 +61,15 @@ def _divergence(
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
     asks, channels = tl.arange(0, ROWS), tl.arange(0, DIM)
-    inside = (asks < w)[:, None] & (channels < dim)[None, :]
-    a = tl.load(queries + (head * w + asks)[:, None].to(tl.int64) * dim + channels[None, :], mask=inside, other=0.0)
+    known = (asks < w)[:, None] & (channels < dim)[None, :]
+    a = tl.load(queries + (head * w + asks)[:, None].to(tl.int64) * dim + channels[None, :], mask=known, other=0.0)
     below = tl.load(sums + head * w + asks, mask=asks < w, other=float("inf"))
-    weights = _smoothing(below, sinks + head, smooth, SUNK, ROWS)
+    share = tl.where(below == float("inf"), 0.0, 1.0)  # of its attention that a row gives to keys
+    if SUNK:
+        share = share / (1 + tl.exp(tl.load(sinks + head) - below))
+    ahead = asks[None, :] - asks[:, None]
+    band = tl.where((ahead >= 0) & (ahead < smooth), 1.0, 0.0)
+    whole = tl.maximum(tl.sum(band * share[None, :], 1), 1e-30)
 
     key_base, stood = keys + (head // group).to(tl.int64) * n * dim, positions + (head // group).to(tl.int64) * n
     stretch = tl.cdiv(tl.cdiv(n, splits), KEYS) * KEYS
@@ -77,21 +83,10 @@ def _divergence(
         logits = capped(product(a, tl.trans(k), WIDEN) * scale, softcap, CAPPED)
         seen = where[None, :] <= (before + asks)[:, None]
         chances = tl.where(seen, tl.exp(logits - below[:, None]), 0.0)
-        smoothed = tl.dot(weights, chances, input_precision="ieee")
+        smoothed = split_product(band.to(tl.bfloat16), chances * share[:, None], WIDEN) / whole[:, None]
         first = tl.sum(tl.where((asks == 0)[:, None], smoothed, 0.0), 0)
         total += tl.sum(_apart(smoothed, first[None, :]), 1)
     tl.store(parts + (head * splits + split) * w + asks, total, mask=asks < w)
-
-
-@triton.jit
-def _smoothing(below, sink, smooth, SUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Weights that sum each row and its smooth - 1 successors, and bring the sum back to 1."""
-    seeing = tl.where(below == float("inf"), 0.0, 1.0)
-    if SUNK:
-        seeing = seeing / (1 + tl.exp(tl.load(sink) - below))  # what the sink leaves of the row
-    row, other = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
-    band = tl.where((other >= row) & (other < row + smooth), seeing[None, :], 0.0)
-    return band / tl.maximum(tl.sum(band, 1), 1e-30)[:, None]
 
 
 @triton.jit
