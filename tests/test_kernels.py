@@ -10,13 +10,24 @@ import pytest
 import torch
 
 GPU = torch.cuda.is_available()
-CASES = Path(__file__).with_name("kernel_cases.py")
+CASES = ["kernel_cases.py", "kernel_cases_more.py"]
 
 
-def test_kernels_equal_the_reference():
+@pytest.mark.parametrize("cases", CASES)
+def test_kernels_equal_the_reference(cases):
     """In a process of its own: whether Triton interprets is decided when it is imported."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        str(Path(__file__).with_name(cases)),
+    ]
     environment = os.environ | ({} if GPU else {"TRITON_INTERPRET": "1"})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
