@@ -177,7 +177,7 @@ def clusterkv(tokens=80, iterations=20, sinks: int | None = None, local: int | N
     return Method("clusterkv", None, recall=recall)
 
 
-def squeezed(tokens=20, iterations=20, window: int | None = None, threshold=0.5, pack: int | None = None):
+def squeezed(tokens=20, iterations=20, window: int | None = None, threshold=0.05, pack: int | None = None):
     index = Centres(estimate=True, threshold=threshold)
     recall = Recall(Clusters(tokens, pack, iterations), index, None, "true", 0, window, usual=(0, 100))
     return Method("squeezed", None, recall=recall)
