@@ -1,4 +1,4 @@
-"""The commands: `kvkeep run`, `kvkeep eval`, `kvkeep reproduce`, `kvkeep methods`, `kvkeep models`."""
+"""The commands: `kvkeep run`, `kvkeep eval`, `kvkeep bench`, `kvkeep reproduce`, `kvkeep methods`, `kvkeep models`."""
 
 from __future__ import annotations
 
@@ -139,6 +139,29 @@ def evaluate(
     for name, why in skipped.items():
         typer.echo(f"left out: {name} {why}", err=True)
     typer.echo(f"{len(rows)} rows in {options.out}: rows.jsonl, times.jsonl, results.csv")
+
+
+@app.command(epilog=EPILOG)
+def bench(
+    methods: Annotated[str, typer.Option(help="Methods by commas.")] = "kvkeep",
+    budgets: Annotated[str, typer.Option(help="Budgets by commas.")] = "512",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, by commas.")] = "2048",
+    batch: Annotated[str, typer.Option(help="Sequences written at a time, by commas.")] = "1",
+    steps: Annotated[int, typer.Option(min=1, help="Tokens written; the median step counts.")] = 32,
+    piece: Annotated[int | None, typer.Option(min=1, help="Read the prompt this many tokens at a time.")] = None,
+    shape: Annotated[str | None, typer.Option(help="A random model of this shape: llama-8b, llama-1b, tiny.")] = None,
+    model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
+    out: Annotated[str | None, typer.Option(help="Folder for costs.json.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+) -> None:
+    """Measure time and memory beside the uncompressed model (×: times what it takes)."""
+    given = dict(locals())
+    from kvkeep.cli import bench as measuring
+
+    with show.busy("starting", quiet=False) as say:
+        found = measuring.run(measuring.Options(**given), say)
+    show.print_table(*measuring.table(found))
 
 
 @app.command(epilog=EPILOG)

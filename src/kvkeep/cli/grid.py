@@ -46,7 +46,7 @@ def wanted(config: Path | None, given: dict[str, Any]) -> Wanted:
     for name in ("tasks", "out"):
         if not values.get(name):
             raise BadInput(f"--{name} is missing; give it as an option or in a --config file.")
-    return Wanted(**{name: _shaped(name, value) for name, value in values.items()})
+    return Wanted(**{name: shaped(name, value) for name, value in values.items()})
 
 
 def _file(path: Path) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _file(path: Path) -> dict[str, Any]:
     return values
 
 
-def _shaped(name: str, value: Any) -> Any:
+def shaped(name: str, value: Any) -> Any:
     """Lists from commas or YAML lists; numbers where numbers are meant."""
     if name not in ("tasks", "methods", "budgets", "length"):
         return value

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvkeep.errors import CacheMisuse
+
+
+def stock_cache(model: Any) -> DynamicCache:
+    """transformers' own cache, which keeps everything."""
+    return DynamicCache(config=model.config)
 
 
 def tensors_of(index: int, layer: Any) -> dict[str, Tensor]:
