@@ -106,7 +106,8 @@ def test_a_killed_worker_is_replaced(running, notes, when):
         return item * item
 
     said = []
-    assert list(on_ray(None, make, range(20), workers=2, say=said.append)) == [item * item for item in range(20)]
+    workers = 1 if when == "loading the model" else 2  # another might do all the work before anybody asks
+    assert list(on_ray(None, make, range(20), workers=workers, say=said.append)) == [item * item for item in range(20)]
     assert notes.read_text() == "died\n"
     assert len(said) == 1 and said[0].startswith(f"{when} lost its worker")
 
