@@ -1,6 +1,7 @@
 """Every method on the default model: the tables of docs/RESULTS.md.
 
-python benchmarks/default_model.py made --out results/made --haystack DIR           # RULER's niah tasks, needle grid
+python benchmarks/default_model.py niah --out results/niah --haystack DIR           # RULER's needle tasks
+python benchmarks/default_model.py needle --out results/needle --haystack DIR       # a grid of lengths and depths
 python benchmarks/default_model.py longbench --out results/longbench --data DIR
 python benchmarks/default_model.py fetching --out results/fetching --haystack DIR   # methods that drop nothing
 python benchmarks/default_model.py table --out results                              # from all rows that are there

@@ -15,10 +15,6 @@ class Stretches:
     def largest(self) -> int:
         return max((size for _, size in self.free), default=0)
 
-    @property
-    def total(self) -> int:
-        return sum(size for _, size in self.free)
-
     def take(self, size: int) -> int:
         """-> where a stretch of this size begins"""
         for number, (start, room) in enumerate(self.free):

@@ -35,11 +35,6 @@ class Fan(AdaptedCache):
         return outcomes[0]
 
 
-def can_share(cache: Cache, tokens: int) -> bool:
-    """Whether this cache's first pass over so many tokens is the model's own attention."""
-    return not cache.seen and (cache.recaller is None or cache.recaller.fits(tokens))
-
-
 def read(model: Any, ids: Tensor, caches: Sequence[Cache]) -> Tensor:
     """One forward pass for all of them. ids [1, n] -> logits after the last token [vocabulary]"""
     fan = Fan(model, caches)

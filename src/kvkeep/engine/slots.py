@@ -57,10 +57,6 @@ class Together(AdaptedCache):
     def seen(self) -> int:
         return self.now
 
-    @property
-    def rows(self) -> int:
-        return len(self.slots[self.owned[0]].keys)
-
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
         slots = self.slots[index]
         slots.add(new.key.detach(), new.value.detach())
