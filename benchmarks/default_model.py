@@ -36,7 +36,7 @@ PARTS = {
     "niah": (["niah"], ["full", *DROPPING, *CROSSED], (64, 128, 256, 512, 1024), (2048, 4096)),
     "needle": (["needle_number"], ["full", *DROPPING, *CROSSED], (64, 128, 256, 512, 1024), (2048, 4096)),
     "longbench": (["longbench"], ["full", *DROPPING, *CROSSED], (128, 512, 1024), ()),
-    "fetching": (["niah", "needle_number"], FETCHING, (256, 1024), (2048,)),
+    "fetching": (["niah", "needle_number"], ["full", *FETCHING], (64, 128, 256, 512, 1024), (2048, 4096)),
 }
 
 

@@ -62,6 +62,23 @@ def test_attend_ragged(rows, heads, kv_heads, dim, kind):
             assert off(got[row, head, 0], want) <= BOUND[kind] + (torch.finfo(kind).eps if kind != torch.float32 else 0)
 
 
+@pytest.mark.parametrize("kind", BOUND, ids=str)
+@pytest.mark.parametrize("rows, kv_heads, dim, wide", [(1, 1, 16, 16), (3, 2, 24, 40), (5, 3, 128, 64)])
+def test_append_ragged(rows, kv_heads, dim, wide, kind):
+    torch.manual_seed(rows)
+    lengths = torch.randint(0, 9, (rows, kv_heads), device=DEVICE)
+    starts = torch.arange(0, rows * kv_heads * 10, 10, device=DEVICE).view_as(lengths)
+    active = torch.ones(rows, 1, dtype=torch.int64, device=DEVICE)
+    active[-1] = rows == 1
+    buffers = [drawn(rows * kv_heads * 10, size, kind=kind) for size in (dim, wide)]
+    new = [drawn(rows, 1, kv_heads, size, kind=kind).transpose(1, 2) for size in (dim, wide)]  # as attention has them
+    got, want = ([t.clone() for t in (*buffers, lengths)] for _ in range(2))
+    for module, (keys, values, counts) in ((decode, got), (reference, want)):
+        module.append_ragged(keys, values, *new, starts, counts, active)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert torch.equal(got[2], lengths + active) and not torch.equal(got[0], buffers[0])
+
+
 def test_a_head_with_nothing_gives_zeros():
     queries, keys, values = drawn(1, 2, 1, 16), drawn(1, 2, 5, 16), drawn(1, 2, 5, 16)
     got = decode.attend_slots(queries, keys, values, torch.tensor([[0, 3]], device=DEVICE), 0.3)

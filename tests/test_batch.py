@@ -57,7 +57,7 @@ def test_together_is_alone_whoever_comes_and_goes(spec):
     for one in requests:
         assert one.words.ids == alone(model, spec, 40, one) and "".join(one.pieces) == one.text
     assert all(free.free == [(0, 4000)] for free in work.pool.free.values())
-    assert not any(int(lengths.sum()) for lengths in work.pool.lengths.values())
+    assert not any(int(place.lengths.sum() + place.active.sum()) for place in work.pool.places.values())
 
 
 def test_who_does_not_fit_waits_and_who_never_will_is_refused_with_numbers():

@@ -86,11 +86,11 @@ def test_attention_over_slots_is_attention(q, softcap, sinks):
 
 def test_packs_waste_at_most_half():
     sizes = [64] * 18 + [128] * 18 + [1024] * 18 + [4096, 1, 512]
-    found = packs(sizes)
+    found = packs(sizes, most=2**20)
     assert sorted(row for pack in found for row in pack) == list(range(len(sizes)))
     for pack in found:
         assert max(sizes[row] for row in pack) * len(pack) <= 2 * sum(sizes[row] for row in pack)
-    assert len(found) < 8 and packs([]) == []
+    assert len(found) < 8 and packs([], most=9) == []
     assert packs([9, 9, 9], most=20) == [[0, 1], [2]] and packs([9], most=5) == [[0]]
 
 

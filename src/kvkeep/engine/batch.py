@@ -1,6 +1,7 @@
 """Many prompts at once: each is read and compressed by itself, then all are written together, a token each at a time.
 
-A sequence that is done leaves, and the next that waits takes its place.
+A sequence that is done leaves, and the next that waits takes its place. While a pass runs on the device, the host turns
+the tokens of the one before into words; so a sequence that ends has had one pass too many, which nobody looks at.
 """
 
 from __future__ import annotations
@@ -46,6 +47,30 @@ class Request:
             self.pieces.append(self.words.end())
 
 
+@dataclass(frozen=True)
+class Flight:
+    """A pass under way: whom it is for, and the tokens it will have found."""
+
+    requests: dict[int, Request]  # by row
+    tokens: Tensor  # [rows] on the host
+    landed: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, requests: dict[int, Request], tokens: Tensor) -> Flight:
+        if tokens.device.type != "cuda":
+            return cls(dict(requests), tokens.clone(), None)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        landed = torch.cuda.Event()
+        landed.record()
+        return cls(dict(requests), host, landed)
+
+    def land(self) -> list[int]:
+        if self.landed:
+            self.landed.synchronize()
+        return self.tokens.tolist()
+
+
 class Batch:
     """Rows of a pool, and who has them."""
 
@@ -62,6 +87,7 @@ class Batch:
         self.positions = torch.zeros(pool.rows, 1, dtype=torch.int64, **place)
         self.heat, self.share = torch.zeros(pool.rows, **place), torch.ones(pool.rows, **place)
         self.passes: dict[int, Replay] = {}  # by how many rows
+        self.flight: Flight | None = None
         self.source = torch.Generator(model.device).manual_seed(seed)
 
     def submit(self, request: Request) -> Request:
@@ -80,12 +106,13 @@ class Batch:
             yield from self.step()
 
     def step(self) -> list[Request]:
-        """Let in who can come in, then one token for everybody. -> who is done"""
+        """Let in who can come in, send everybody's next pass off, and hand out the tokens of the last. -> who is done"""
         done = self._let_in()
-        if self.at_work:
-            for row, token in enumerate(self._decode()):
-                if row in self.at_work:
-                    self.at_work[row].add(token, self.ends)
+        last, self.flight = self.flight, self._decode() if self.at_work else None
+        for row, token in enumerate(last.land()) if last else ():
+            request = self.at_work.get(row)
+            if request is not None and request is last.requests.get(row):
+                request.add(token, self.ends)
         for row in [row for row, request in self.at_work.items() if request.done]:
             done.append(self.at_work.pop(row))
             self.pool.release(row)
@@ -134,8 +161,8 @@ class Batch:
             f"key head; the pool has {self.pool.tokens} and {self.pool.longest}."
         )
 
-    def _decode(self) -> list[int]:
-        """One forward pass. -> the next token of every row in use, and of free ones between them"""
+    def _decode(self) -> Flight:
+        """One forward pass of every row in use, and of free ones between them."""
         rows = 1 << max(self.at_work).bit_length()  # rows are given out from the first, so few are free
         rows = min(rows, self.pool.rows)
         with torch.inference_mode():
@@ -143,20 +170,23 @@ class Batch:
                 self.passes[rows] = self._pass(rows)
             self.pool.open(rows)
             logits = self.passes[rows]()
-            self.tokens[:rows, 0] = self._draw(logits, slice(rows))
-            self.positions[:rows] += 1
-        return self.tokens[:rows, 0].tolist()
+            if any(request.temperature for request in self.at_work.values()):
+                self.tokens[:rows, 0] = draw(logits, self.heat[:rows], self.share[:rows], self.source)
+            return Flight.of(self.at_work, self.tokens[:rows, 0])
 
     def _pass(self, rows: int) -> Replay:
+        """Reads every row's token and leaves the likeliest next in its place."""
         tokens, positions = self.tokens[:rows], self.positions[:rows]
 
         def run() -> Tensor:
-            return self.model(tokens, position_ids=positions, past_key_values=self.pool).logits[:, -1]
+            logits = self.model(tokens, position_ids=positions, past_key_values=self.pool).logits[:, -1]
+            torch.argmax(logits, -1, keepdim=True, out=tokens)
+            positions.add_(1)
+            return logits
 
+        before = tokens.clone(), positions.clone()
         with self.pool.rehearsal(rows):
-            return Replay(run, self.model.device)
-
-    def _draw(self, logits: Tensor, rows: slice) -> Tensor:
-        if not any(request.temperature for request in self.at_work.values()):
-            return logits.argmax(-1)
-        return draw(logits, self.heat[rows], self.share[rows], self.source)
+            replay = Replay(run, self.model)
+        tokens.copy_(before[0])
+        positions.copy_(before[1])
+        return replay

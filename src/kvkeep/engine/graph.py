@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvkeep.model.fuse import fused
+
+REHEARSALS = 2  # passes before one is captured, so that everything that is made once is made
+LONGEST = 2 * REHEARSALS  # passes of a capture that fails at first
 
 
 class Replay:
     """A function of tensors that never move, whose result lies where it lay the first time."""
 
-    def __init__(self, run: Callable[[], Tensor], device: torch.device) -> None:
+    def __init__(self, run: Callable[[], Tensor], model: Any) -> None:
         self.run = run
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Tensor | None = None
-        if device.type == "cuda":
-            self._capture()
+        if model.device.type == "cuda" and not self._try(fused(model), "with its small operations compiled"):
+            self._try(nullcontext(), "in a CUDA graph")
 
     def __call__(self) -> Tensor:
         if self.graph is None:
@@ -29,19 +36,23 @@ class Replay:
         assert self.result is not None
         return self.result
 
-    def _capture(self) -> None:
-        """Run it beside first, so that everything that is made once is made."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+    def _try(self, setting: Any, how: str) -> bool:
         try:
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    self.run()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.result = self.run()
-            self.graph = graph
+            with setting:
+                self._capture()
         except RuntimeError as error:
             why = str(error).splitlines()[0]
-            warnings.warn(f"decoding cannot be captured in a CUDA graph ({why}); it runs as it is.", stacklevel=3)
+            warnings.warn(f"decoding cannot run {how} ({why}); it runs without.", stacklevel=4)
+        return self.graph is not None
+
+    def _capture(self) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(REHEARSALS):
+                self.run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.result = self.run()
+        self.graph = graph

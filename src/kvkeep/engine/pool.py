@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,9 +18,28 @@ from torch import Tensor
 from kvkeep.cache.stretches import Stretches
 from kvkeep.engine.session import Cache
 from kvkeep.errors import CacheMisuse, UnsupportedModel
-from kvkeep.kernels.reference import attend_ragged
+from kvkeep.kernels.best import append_ragged, attend_ragged
 from kvkeep.model.adapter import AdaptedCache, devices, key_shape
 from kvkeep.model.attention import Handover
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of those layers lie that are on one device."""
+
+    starts: Tensor  # [layers, rows, kv_heads]
+    lengths: Tensor  # [layers, rows, kv_heads]
+    active: Tensor  # [rows, 1] 1 where the row is taken
+
+    @classmethod
+    def empty(cls, layers: int, rows: int, kv_heads: int, nowhere: int, device: Any) -> Places:
+        kind = {"dtype": torch.int64, "device": device}
+        shape = layers, rows, kv_heads
+        return cls(torch.full(shape, nowhere, **kind), torch.zeros(shape, **kind), torch.zeros(rows, 1, **kind))
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.starts, self.lengths, self.active
 
 
 class Pool(AdaptedCache):
@@ -32,13 +53,16 @@ class Pool(AdaptedCache):
         self.rows, self.tokens = rows, tokens
         kv_heads, dim = key_shape(model)
         place = devices(model)
-        like = {i: {"dtype": model.dtype, "device": place.get(i, model.device)} for i in self.owned}
+        at = {i: place.get(i, model.device) for i in self.owned}
+        like = {i: {"dtype": model.dtype, "device": at[i]} for i in self.owned}
         self.keys = {i: torch.zeros(tokens + 1, dim, **like[i]) for i in self.owned}  # the last slot is nobody's
         self.values = {i: torch.zeros(tokens + 1, dim, **like[i]) for i in self.owned}
-        ints = {i: {"dtype": torch.int64, "device": like[i]["device"]} for i in self.owned}
-        self.starts = {i: torch.full((rows, kv_heads), tokens, **ints[i]) for i in self.owned}
-        self.lengths = {i: torch.zeros(rows, kv_heads, **ints[i]) for i in self.owned}
-        self.active = {i: torch.zeros(rows, 1, **ints[i]) for i in self.owned}
+        self.together = {device: [i for i in self.owned if at[i] == device] for device in at.values()}
+        self.places = {
+            device: Places.empty(len(layers), rows, kv_heads, tokens, device)
+            for device, layers in self.together.items()
+        }
+        self.place = {i: (self.places[at[i]], self.together[at[i]].index(i)) for i in self.owned}
         self.free = {i: Stretches(tokens) for i in self.owned}
         self.taken: dict[int, list[tuple[int, int]]] = {}  # row -> its stretch in every layer
         self.longest, self.opened = longest, rows
@@ -60,35 +84,39 @@ class Pool(AdaptedCache):
         """Copy what a cache of one row kept."""
         if row in self.taken:
             raise CacheMisuse(f"row {row} is taken.")
-        stretches = []
+        self.taken[row] = []
+        starts, lengths = {}, {i: cache.store[i].row_lengths(0) for i in self.owned}
         for i in self.owned:
             start = self.free[i].take(size := _size(cache, i, room))
-            stretches.append((start, size))
-            for head, kept in enumerate(cache.store[i].row(0)):
-                n = len(kept.keys)
-                self.keys[i][start : start + n], self.values[i][start : start + n] = kept.keys, kept.values
-                self.starts[i][row, head], self.lengths[i][row, head] = start, n
-                start += n + room
-            self.active[i][row] = 1
-        self.taken[row] = stretches
+            self.taken[row].append((start, size))
+            *starts[i], _ = accumulate((n + room for n in lengths[i]), initial=start)
+            for begin, kept in zip(starts[i], cache.store[i].row(0), strict=True):
+                mine = slice(begin, begin + len(kept.keys))
+                self.keys[i][mine], self.values[i][mine] = kept.keys, kept.values
+        for device, layers in self.together.items():
+            place = self.places[device]
+            place.starts[:, row] = torch.tensor([starts[i] for i in layers]).to(device)
+            place.lengths[:, row] = torch.tensor([lengths[i] for i in layers]).to(device)
+            place.active[row] = 1
 
     def release(self, row: int) -> None:
         for i, (start, size) in zip(self.owned, self.taken.pop(row), strict=True):
             self.free[i].give_back(start, size)
-            self.starts[i][row], self.lengths[i][row], self.active[i][row] = self.tokens, 0, 0
+        for place in self.places.values():
+            place.starts[:, row], place.lengths[:, row], place.active[row] = self.tokens, 0, 0
 
     @contextmanager
     def rehearsal(self, rows: int) -> Iterator[None]:
         """Passes in here leave nothing behind: every row is as if free."""
         self.open(rows)
-        kept = {i: (self.starts[i].clone(), self.lengths[i].clone(), self.active[i].clone()) for i in self.owned}
-        for i in self.owned:
-            self.starts[i].fill_(self.tokens), self.lengths[i].zero_(), self.active[i].zero_()
+        kept = [(place, [part.clone() for part in place.parts]) for place in self.places.values()]
+        for place, _ in kept:
+            place.starts.fill_(self.tokens), place.lengths.zero_(), place.active.zero_()
         try:
             yield
         finally:
-            for i, parts in kept.items():
-                for mine, before in zip((self.starts[i], self.lengths[i], self.active[i]), parts, strict=True):
+            for place, parts in kept:
+                for mine, before in zip(place.parts, parts, strict=True):
                     mine.copy_(before)
 
     def open(self, rows: int) -> None:
@@ -97,14 +125,12 @@ class Pool(AdaptedCache):
 
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
         """One token for every row; rows that are free write where nobody reads."""
-        starts, lengths = self.starts[index][: self.opened], self.lengths[index][: self.opened]
-        where = (starts + lengths).flatten()
-        self.keys[index].index_copy_(0, where, new.key[:, :, 0].flatten(0, 1))
-        self.values[index].index_copy_(0, where, new.value[:, :, 0].flatten(0, 1))
-        lengths += self.active[index][: self.opened]
+        keys, values = self.keys[index], self.values[index]
+        place, layer = self.place[index]
+        starts, lengths, active = (t[: self.opened] for t in (place.starts[layer], place.lengths[layer], place.active))
+        append_ragged(keys, values, new.key, new.value, starts, lengths, active)
         output = attend_ragged(
-            new.query, self.keys[index], self.values[index], starts, lengths, self.longest, new.scale, new.softcap,
-            new.sinks,
+            new.query, keys, values, starts, lengths, self.longest, new.scale, new.softcap, new.sinks
         )  # fmt: skip
         return new.outcome(output)
 

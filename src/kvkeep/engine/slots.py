@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.engine.graph import LONGEST, Replay
 from kvkeep.engine.session import Cache
 from kvkeep.errors import CacheMisuse
-from kvkeep.kernels.reference import attend_slots
+from kvkeep.kernels.best import attend_slots
 from kvkeep.model.adapter import AdaptedCache, OwnedLayer
 from kvkeep.model.attention import Handover
 from kvkeep.types import Tokens
+
+WARM = 8  # single tokens added before a pass is captured: a short answer is over sooner than that pays
 
 
 @dataclass
@@ -34,7 +37,7 @@ class Slots:
         where = (self.lengths[..., None] + torch.arange(keys.shape[2], device=keys.device))[..., None]
         for buffer, new in ((self.keys, keys), (self.values, values)):
             buffer.scatter_(2, where.expand(-1, -1, -1, buffer.shape[-1]), new.to(buffer.dtype))
-        self.lengths = self.lengths + keys.shape[2]
+        self.lengths += keys.shape[2]
 
 
 class Together(AdaptedCache):
@@ -47,11 +50,18 @@ class Together(AdaptedCache):
             raise CacheMisuse("only caches of one row that read the same text can be decoded together.")
         self.now = caches[0].seen
         self.end = self.now + room
+        room += LONGEST
         self.slots = {index: _slots([cache.store[index].row(0) for cache in caches], room) for index in self.owned}
         self.copy_stock(caches[0])
         for layer in self.layers:
             if not isinstance(layer, OwnedLayer):
                 layer.batch_repeat_interleave(len(caches))
+        self._prepare(len(caches))
+
+    def _prepare(self, rows: int) -> None:
+        """What a pass of one token for each row reads, where it can be captured."""
+        self.tokens, self.places = torch.zeros(2, rows, 1, dtype=torch.int64, device=self.model.device)
+        self.steps, self.step = 0, self._step
 
     @property
     def seen(self) -> int:
@@ -61,8 +71,6 @@ class Together(AdaptedCache):
         slots = self.slots[index]
         slots.add(new.key.detach(), new.value.detach())
         output = attend_slots(new.query, slots.keys, slots.values, slots.lengths, new.scale, new.softcap, new.sinks)
-        if index == self.owned[-1]:
-            self.now += new.query.shape[2]
         return new.outcome(output)
 
     def feed(self, ids: Tensor, keep: int = 1) -> Tensor:
@@ -70,7 +78,27 @@ class Together(AdaptedCache):
         if self.now + ids.shape[1] > self.end:
             raise CacheMisuse(f"{ids.shape[1]} tokens were to be added where {self.end - self.now} have room.")
         with torch.inference_mode():
-            return self.model(ids.to(self.model.device), past_key_values=self, logits_to_keep=keep).logits
+            if ids.shape[1] == 1 and len(self.owned) == len(self.layers):
+                logits = self._single(ids)
+            else:
+                logits = self.model(ids.to(self.model.device), past_key_values=self, logits_to_keep=keep).logits
+        self.now += ids.shape[1]
+        return logits
+
+    def _single(self, ids: Tensor) -> Tensor:
+        """The same for one token each, captured when there were enough of them. -> valid until the next pass"""
+        self.tokens.copy_(ids)
+        self.places.fill_(self.now)
+        self.steps += 1
+        if self.steps == WARM:
+            lengths = {index: slots.lengths.clone() for index, slots in self.slots.items()}
+            self.step = Replay(self._step, self.model)
+            for index, before in lengths.items():
+                self.slots[index].lengths.copy_(before)
+        return self.step()
+
+    def _step(self) -> Tensor:
+        return self.model(self.tokens, position_ids=self.places, past_key_values=self).logits
 
     def take(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
@@ -81,6 +109,7 @@ class Together(AdaptedCache):
         for layer in self.layers:
             if not isinstance(layer, OwnedLayer):
                 layer.batch_select_indices(which)
+        self._prepare(len(rows))
 
 
 def _slots(rows: Sequence[Sequence[Tokens]], room: int) -> Slots:
@@ -96,7 +125,7 @@ def _slots(rows: Sequence[Sequence[Tokens]], room: int) -> Slots:
     return Slots(*buffers, lengths.to(like.keys.device))
 
 
-def packs(sizes: Sequence[int], most: int = 2**15) -> list[list[int]]:
+def packs(sizes: Sequence[int], most: int) -> list[list[int]]:
     """Rows of like size together, so that at most half of their slots lie empty, and no more than `most` are made.
 
     -> their numbers, largest first

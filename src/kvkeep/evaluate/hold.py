@@ -21,6 +21,8 @@ from kvkeep.engine.report import Report
 from kvkeep.engine.session import Cache
 from kvkeep.engine.slots import Together, packs
 
+AT_ONCE = {"cpu": 2**31, "cuda": 3 * 2**31}  # bytes of keys and values answered from together
+
 Cell = tuple[str, int | float | None]  # a method and its budget; what keeps everything has none
 
 
@@ -84,11 +86,17 @@ def rows(model: Any, held: Sequence[Held], room: int, share: bool) -> list[tuple
     found: list[tuple[list[int], Row]] = []
     mixed = [number for number, one in enumerate(held) if one.engine is None]
     sizes = [max(n for layer in held[number].report.tokens for n in layer[0]) + room for number in mixed]
-    for pack in packs(sizes) if share else [[i] for i in range(len(mixed))]:
+    for pack in packs(sizes, _most(held)) if share else [[i] for i in range(len(mixed))]:
         numbers = [mixed[i] for i in pack]
         found.append((numbers, Together(model, [held[number].cache for number in numbers], room)))
     found += [([number], Alone(one.engine.fork())) for number, one in enumerate(held) if one.engine]
     return found
+
+
+def _most(held: Sequence[Held]) -> int:
+    """How many slots, of all layers and key heads, a batch may have."""
+    report = held[0].report
+    return AT_ONCE.get(held[0].logits.device.type, AT_ONCE["cpu"]) // max(1, report.full_bytes // report.tokens_seen[0])
 
 
 @dataclass

@@ -36,6 +36,7 @@ class Best:
             return self.plain(first, *rest)
 
 
+append_ragged = Best("append_ragged", "decode")
 attend_slots = Best("attend_slots", "decode", lambda queries, *_: queries.shape[2] == 1)
 attend_ragged = Best("attend_ragged", "decode", lambda queries, *_: queries.shape[2] == 1)
 column_mass = Best("column_mass", "mass")

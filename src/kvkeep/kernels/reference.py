@@ -208,6 +208,20 @@ def attend_ragged(
     return attend_slots(queries, keys[where], values[where], lengths, scale, softcap, sinks)
 
 
+def append_ragged(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, lengths: Tensor, active: Tensor
+) -> None:
+    """Put one token behind each stretch of such buffers, and count it where its row is active. In place.
+
+    keys and values [slots, dim], new ones [rows, kv_heads, 1, dim], starts and lengths [rows, kv_heads],
+    active [rows, 1]
+    """
+    where = (starts + lengths).flatten()
+    for buffer, new in ((keys, new_keys), (values, new_values)):
+        buffer.index_copy_(0, where, new[:, :, 0].flatten(0, 1).to(buffer.dtype))
+    lengths += active
+
+
 def _even_stride(segments: Sequence[tuple[int, int]]) -> int:
     """Distance between segments when all are equally long and equally spaced, else 0."""
     (first, length), *rest = segments

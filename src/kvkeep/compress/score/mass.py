@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.kernels.reference import column_mass
+from kvkeep.kernels.best import column_mass
 from kvkeep.types import Observation, Step
 
 

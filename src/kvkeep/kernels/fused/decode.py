@@ -71,6 +71,34 @@ def attend_slots(
     return attend_ragged(queries, *flat, starts, lengths, size, scale, softcap, sinks)
 
 
+def append_ragged(
+    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, lengths: Tensor, active: Tensor
+) -> None:
+    """As the reference's."""
+    rows, kv_heads, _, dim = new_keys.shape
+    wide = new_values.shape[-1]
+    _append[rows * kv_heads,](
+        keys, values, new_keys, new_values, starts, lengths, active, *new_keys.stride()[:2], *new_values.stride()[:2],
+        kv_heads, dim, wide, triton.next_power_of_2(max(dim, wide)), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _append(
+    keys, values, new_keys, new_values, starts, lengths, active, key_row, key_head, value_row, value_head, kv_heads,
+    dim, wide, DIM: tl.constexpr,
+):  # fmt: skip
+    place, channels = tl.program_id(0), tl.arange(0, DIM)
+    row, head = place // kv_heads, place % kv_heads
+    length = tl.load(lengths + place)
+    slot = tl.load(starts + place).to(tl.int64) + length
+    key = tl.load(new_keys + row * key_row + head * key_head + channels, mask=channels < dim)
+    value = tl.load(new_values + row * value_row + head * value_head + channels, mask=channels < wide)
+    tl.store(keys + slot * dim + channels, key.to(keys.dtype.element_ty), mask=channels < dim)
+    tl.store(values + slot * wide + channels, value.to(values.dtype.element_ty), mask=channels < wide)
+    tl.store(lengths + place, length + tl.load(active + row))
+
+
 @triton.jit
 def _partial(
     query, keys, values, starts, lengths, partial, weight, scale, softcap, group, splits, dim, wide,
