@@ -5,6 +5,7 @@ import torch
 
 from kvkeep.kernels import reference
 from kvkeep.kernels.fused import decode, mass
+from kvkeep.types import NOWHERE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
@@ -102,3 +103,36 @@ def test_column_mass(heads, kv_heads, q, n, dim, cursor, softcap, sunk, kind):
     got = mass.column_mass(queries, keys, positions, cursor, 0.3, softcap, sinks)
     want = reference.column_mass(queries.float(), keys.float(), positions, cursor, 0.3, softcap, sinks)
     assert off(got, want) <= BOUND[kind]
+
+
+@pytest.mark.parametrize("q, n", [(300, 300), (300, 700), (5, 300)])
+def test_column_mass_with_weights_and_known_sums(q, n):
+    torch.manual_seed(q)
+    queries, keys, weights = drawn(4, q, 32, scale=2), drawn(2, n, 32), torch.rand(4, q, device=DEVICE)
+    rest = keys, torch.arange(n, device=DEVICE).expand(2, -1), n, 0.3
+    want = reference.column_mass(queries, *rest, weights=weights)
+    sums = mass.log_sums(queries.contiguous(), keys, rest[1].contiguous(), n, 0.3, None)
+    seen = torch.arange(n, device=DEVICE) <= torch.arange(n - q, n, device=DEVICE)[:, None]
+    logits = (queries.view(2, 2, q, 32) @ keys[:, None].transpose(2, 3) * 0.3).masked_fill(~seen, float("-inf"))
+    assert off(sums, logits.logsumexp(-1).view(4, q)) <= 1e-5
+    assert off(mass.column_mass(queries, *rest, weights=weights), want) <= 1e-5
+    assert off(mass.column_mass(queries, *rest, None, None, weights, sums), want) <= 1e-5
+    ones = reference.column_mass(queries, *rest)
+    assert off(want, ones) > 0.1 and off(mass.column_mass(queries, *rest), ones) <= 1e-5
+
+
+@pytest.mark.parametrize("module", [mass, reference])
+def test_column_mass_where_one_head_kept_all_and_another_did_not(module):
+    torch.manual_seed(0)
+    n, q, kept = 40, 6, 25
+    queries, keys = drawn(2, q, 16), drawn(2, n, 16)
+    positions = torch.arange(n, device=DEVICE).repeat(2, 1)
+    positions[1, :kept] = torch.cat([torch.randperm(n - q)[: kept - q].sort().values, torch.arange(n - q, n)])
+    positions[1, kept:] = NOWHERE
+    keys[1, kept:] = 0
+    got = module.column_mass(queries, keys, positions, n, 0.3)
+    for head, tokens in enumerate((n, kept)):
+        seen = positions[head, :tokens] <= torch.arange(n - q, n, device=DEVICE)[:, None]
+        logits = (queries[head].double() @ keys[head, :tokens].double().T * 0.3).masked_fill(~seen, float("-inf"))
+        assert off(got[head, :tokens], logits.softmax(-1).sum(0)) <= 1e-5
+    assert got[1, kept:].eq(0).all()

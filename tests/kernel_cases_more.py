@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvkeep.compress.group import prototypes
-from kvkeep.compress.observe import entropy
 from kvkeep.compress.recall.index import Asking, Bounds, Centres, Leaving, Representatives
 from kvkeep.compress.recall.probe import joined
-from kvkeep.compress.score import intent
-from kvkeep.kernels.fused import assign, chunks, compact, divergence
-from kvkeep.kernels.reference import probabilities
+from kvkeep.kernels import reference
+from kvkeep.kernels.fused import assign, chunks, compact, divergence, neighbours
+from kvkeep.kernels.reference import entropy, probabilities
 from kvkeep.types import NOWHERE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +46,7 @@ def plain_rows(queries, keys, positions, cursor, scale, softcap, sinks):
 
 
 def plain_distance(rows: Tensor, smooth: int) -> Tensor:
-    """compress/score/intent.py::distance of ::smoothing, in double: entropies of 10 leave float32 no digits."""
+    """reference.row_distance in double: entropies of 10 leave float32 no digits."""
     rows = rows.double()
     band = torch.ones(rows.shape[1], rows.shape[1], dtype=rows.dtype, device=rows.device).triu().tril(smooth - 1)
     smoothed = (band / (band @ rows.sum(-1, keepdim=True)).clamp_min(1e-30)) @ rows
@@ -57,17 +55,9 @@ def plain_distance(rows: Tensor, smooth: int) -> Tensor:
 
 
 def plain_cosines(keys: Tensor, centres: Tensor, sizes: Tensor) -> Tensor:
-    """compress/group/prototypes.py::nearest and compress/recall/cut.py::_nearest, before the maximum, in double."""
+    """reference.assign before the maximum, in double."""
     cosines = normalize(keys.double(), dim=-1) @ normalize(centres.double(), dim=-1).transpose(1, 2)
     return cosines - 4.0 * (sizes == 0)[:, None]
-
-
-def plain_means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """compress/recall/index.py::Centres.describe; also inside cut.py::kmeans and prototypes.py::prototypes."""
-    keys, mine = keys.float(), member.clamp_max(count)  # the last one is nobody's
-    total = keys.new_zeros(len(keys), count + 1, keys.shape[-1]).scatter_add(1, mine[..., None].expand_as(keys), keys)
-    size = mine.new_zeros(len(keys), count + 1).scatter_add(1, mine, torch.ones_like(mine))
-    return (total / size.clamp_min(1)[..., None])[:, :count], size[:, :count]
 
 
 def plain_chunks(query: Tensor, representatives: Tensor) -> Tensor:
@@ -91,16 +81,17 @@ def test_the_twins_are_what_the_library_does():
     bounds, centres = Bounds().describe(leaving), Centres().describe(leaving)
     near = torch.testing.assert_close
     near(plain_bounds(query, bounds), Bounds().worth(asking, bounds, sizes))
-    near(plain_means(keys, member, 5)[0], centres)
+    near(reference.means(keys, member, 5)[0], centres)
     near(plain_chunks(query.view(2, 2, 16).mean(1) * 0.5, centres), Centres().worth(asking, centres, sizes))
     about = Representatives().describe(replace(leaving, member=member[:1]))
     near(plain_chunks(joined(queries, 2).mean(0)[None], about), Representatives().worth(asking, about, sizes))
-    tokens = torch.arange(30, device=DEVICE).expand(2, -1) < 25
-    homes, count = prototypes.prototypes(keys, member, tokens, 6)  # the last one is empty
-    mean, size = plain_means(keys, member.masked_fill(~tokens, 6), 6)
-    near(normalize(mean, dim=-1), homes[..., :-1])
-    near(size.float(), count)
-    near(plain_cosines(keys, mean, size).argmax(-1), prototypes.nearest(keys, homes))
+    sizes = torch.tensor([[3, 0, 1, 1, 9], [0, 0, 1, 1, 0]], device=DEVICE)
+    near(plain_cosines(keys, centres, sizes).argmax(-1), reference.assign(keys, centres, sizes))
+    positions = torch.arange(30, device=DEVICE).expand(2, -1)
+    rows = plain_rows(queries, keys, positions, 30, 0.5, None, None)
+    near(
+        plain_distance(rows, 2).float(), reference.distance(queries, keys, positions, 30, 2, 0.5), rtol=1e-3, atol=1e-3
+    )
 
 
 # Moving tokens
@@ -161,7 +152,7 @@ def test_distance(heads, kv_heads, w, n, dim, cursor, smooth, softcap, sunk, kin
     got = divergence.distance(queries, keys, positions, cursor, smooth, 0.3, softcap, sinks)
     rows = plain_rows(queries, keys, positions, cursor, 0.3, softcap, sinks)
     assert off(got, plain_distance(rows, smooth)) <= BOUND[kind]
-    assert off(got, intent.distance(rows.float(), intent.smoothing(rows.float(), smooth))) <= 5e-3  # its own noise
+    assert off(got, reference.row_distance(rows, smooth)) <= 5e-3  # its own noise
     assert got[:, 0].eq(0).all()
 
 
@@ -219,10 +210,21 @@ def test_means(heads, n, c, dim, kind):
     keys, member = drawn(heads, n, dim, kind=kind), torch.randint(0, c, (heads, n), device=DEVICE)
     member[-1, n // 2 + 1 :] = c  # a shorter head: padding is nobody's
     member[member == c // 2] = 0  # a cluster without members (where there are two)
-    (got, size), (want, count) = assign.means(keys, member, c), plain_means(keys, member, c)
+    (got, size), (want, count) = assign.means(keys, member, c), reference.means(keys, member, c)
     assert size.equal(count) and got[size == 0].eq(0).all()
     assert off(got, want) <= BOUND[torch.float32]
     assert assign.means(keys, member, c)[0].equal(got)
+
+
+@pytest.mark.parametrize("kind", BOUND, ids=str)
+@pytest.mark.parametrize("heads, n, dim, kappa", [(1, 1, 16, 5), (2, 9, 24, 5), (3, 130, 20, 2), (2, 40, 64, 100)])
+def test_likeness(heads, n, dim, kappa, kind):
+    torch.manual_seed(n)
+    keys, real = drawn(heads, n, dim, kind=kind), torch.ones(heads, n, dtype=torch.bool, device=DEVICE)
+    real[-1, n // 2 + 1 :] = False
+    want = reference.likeness(keys, real, kappa)
+    got = neighbours.likeness(keys, real, kappa)
+    assert off(got[real], want[real]) <= BOUND[torch.float32]
 
 
 # Looking up

@@ -20,6 +20,7 @@ import kvkeep
 from kvkeep.compress.allocate.heads import AdaptiveHeads
 from kvkeep.compress.allocate.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.place import Capped, Contiguous, Gap, Where
+from kvkeep.compress.score.nacl import uniform
 from kvkeep.types import Observation
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1), (8, 2)]
@@ -193,12 +194,28 @@ def test_cake(seed):
     )
 
 
+def test_luck_is_even_and_the_same_everywhere():
+    for seed in (0, 7, 3 * 1_000_003, 2**40 + 1):
+        got = uniform(seed, 20000, torch.device("cpu"))
+        for i in (0, 1, 12345):
+            bits = i
+            for part in (seed & 0xFFFFFFFF, seed >> 32):
+                bits = (bits + part * 0x9E3779B9) % 2**32
+                bits = (bits ^ bits >> 16) * 0x7FEB352D % 2**32
+                bits = (bits ^ bits >> 15) * 0x846CA68B % 2**32
+                bits ^= bits >> 16
+            assert got[i] == (bits + 0.5) / 2**32
+        assert torch.histc(got, 10, 0, 1).sub(2000).abs().max() < 200  # five standard deviations
+        assert torch.corrcoef(torch.stack([got[1:], got[:-1]]))[0, 1].abs() < 0.04
+        other = uniform(seed + 1, 20000, torch.device("cpu"))
+        assert torch.corrcoef(torch.stack([got, other]))[0, 1].abs() < 0.04
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_nacl(seed):
     q, k, v, budget = draw(seed)
     options = [{}, {"random": 0.3, "window": 9}, {"random": 0.0}, {"random": 1.0}][seed % 4]
-    source = torch.Generator().manual_seed(seed)
-    noise = gumbel(torch.rand(k.shape[:2], dtype=torch.float64, generator=source).numpy())
+    noise = gumbel(uniform(seed, k[..., 0].size, torch.device("cpu")).view(k.shape[:2]).numpy())
     expected = oracle_nacl(q, k, v, budget, noise=noise, **options)
     kept = ours("nacl", q, k, v, budget, seed=seed, **options)
     if kept != expected:

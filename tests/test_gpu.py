@@ -49,7 +49,7 @@ def test_device_memory_is_constant_in_the_length(spec):
     assert most[8000] <= 1.1 * most[2000]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("spec", ["full", "kvkeep", "snapkv", "snapkv+adakv", "h2o", "intelllm", "cake"])
 def test_a_batch_in_a_graph_says_what_each_says_alone(spec):
     model, words = tiny_chat.model().to("cuda"), tiny_chat.tokenizer()
@@ -60,18 +60,22 @@ def test_a_batch_in_a_graph_says_what_each_says_alone(spec):
     ]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_slots_go_on_in_a_graph_where_they_were():
     model = make_llama(vocab_size=512).to("cuda")
     caches = [kvkeep.Cache(model, "snapkv+adakv", budget, schedule="prompt") for budget in (40, 60, 80)]
     for cache in caches:
         read(model, IDS[:, :200].to("cuda"), [cache])
     rows = slots.Together(model, caches, 30)
-    want = [[model(IDS[:, t : t + 1].cuda(), past_key_values=cache).logits[0, -1] for t in range(30)] for cache in caches]
+    want = [
+        [model(IDS[:, t : t + 1].cuda(), past_key_values=cache).logits[0, -1] for t in range(30)] for cache in caches
+    ]
     for t in range(30):
         got = rows.feed(IDS[:, t : t + 1].expand(len(rows.tokens), 1))[:, -1]
         mine = [row[t] for row in want] if t <= 14 else [want[2][t], want[0][t]]
         assert (got - torch.stack(mine)).abs().max() < 1e-3
-        assert isinstance(rows.step, Replay) == (7 <= t <= 14 or t >= 22) and (rows.step == rows._step or rows.step.graph)
+        assert isinstance(rows.step, Replay) == (7 <= t <= 14 or t >= 22) and (
+            rows.step == rows._step or rows.step.graph
+        )
         if t == 14:
             rows.take([2, 0])

@@ -51,6 +51,8 @@ class Observation:
     notes: Tensor | None = None  # [kv_heads, n, k] what the method remembers of each token
     layer: int = 0
     layers: int = 1
+    sums: Tensor | None = None  # [heads, w] log-sum-exp of each query's logits, where attention left it
+    known: dict[str, Tensor] | None = None  # what other methods found out about the same queries and keys
 
     @property
     def is_step(self) -> bool:

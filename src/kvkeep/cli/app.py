@@ -144,24 +144,32 @@ def evaluate(
 @app.command(epilog=EPILOG)
 def bench(
     methods: Annotated[str, typer.Option(help="Methods by commas.")] = "kvkeep",
-    budgets: Annotated[str, typer.Option(help="Budgets by commas.")] = "512",
+    budgets: Annotated[str, typer.Option(help="Budgets by commas: tokens kept per key head, or fractions.")] = "512",
     lengths: Annotated[str, typer.Option(help="Tokens of the prompt, by commas.")] = "2048",
     batch: Annotated[str, typer.Option(help="Sequences written at a time, by commas.")] = "1",
     steps: Annotated[int, typer.Option(min=1, help="Tokens written; the median step counts.")] = 32,
     piece: Annotated[int | None, typer.Option(min=1, help="Read the prompt this many tokens at a time.")] = None,
+    baselines: Annotated[
+        str, typer.Option(help="transformers (always), static (its StaticCache, in a CUDA graph on a GPU), kvpress.")
+    ] = "transformers,static",
+    also: Annotated[
+        str | None, typer.Option(help="Costs measured elsewhere on this machine: benchmarks/kvpress_costs.py's file.")
+    ] = None,
     shape: Annotated[str | None, typer.Option(help="A random model of this shape: llama-8b, llama-1b, tiny.")] = None,
     model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
-    out: Annotated[str | None, typer.Option(help="Folder for costs.json.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for costs.json, decode.png and memory.png.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
 ) -> None:
-    """Measure time and memory beside the uncompressed model (×: times what it takes)."""
+    """Measure time and memory, beside the uncompressed model and beside what this machine could do at best."""
     given = dict(locals())
     from kvkeep.cli import bench as measuring
 
     with show.busy("starting", quiet=False) as say:
-        found = measuring.run(measuring.Options(**given), say)
-    show.print_table(*measuring.table(found))
+        found, remarks = measuring.run(measuring.Options(**given), say)
+    typer.echo(measuring.table(found))
+    for remark in remarks:
+        typer.echo(remark, err=True)
 
 
 @app.command(epilog=EPILOG)

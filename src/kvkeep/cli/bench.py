@@ -10,6 +10,17 @@ from typing import Any
 from kvkeep.cli.grid import shaped
 from kvkeep.errors import BadInput
 
+HEADER = ["", "read s", "×", "step ms", "×", "floor ms, by", "×", "tok/s", "cache", "peak"]
+LEGEND = """\
+read: one prompt; step: one token for every sequence; ×: times what transformers takes in this run
+floor: all linear layers once + the kept cache read once, as measured here; by: the larger part;
+its ×: step to floor; cache: keys and values of one sequence"""
+WIDEST = 100  # columns of a table
+KVPRESS = (
+    "kvpress wants transformers below 5.3 and kvkeep 5.10 or later: run benchmarks/kvpress_costs.py in an environment "
+    "of its own on this machine, and give its file to --also."
+)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -21,6 +32,8 @@ class Options:
     batch: str
     steps: int
     piece: int | None
+    baselines: str
+    also: str | None
     shape: str | None
     model: str
     device: str | None
@@ -28,19 +41,52 @@ class Options:
     out: str | None
 
 
-def run(options: Options, say: Any) -> list[Any]:
-    """-> costs; also written to costs.json where a folder was given"""
+def run(options: Options, say: Any) -> tuple[list[Any], list[str]]:
+    """-> costs, and what else there is to say; where a folder was given, costs.json and pictures are in it"""
     from kvkeep.evaluate.cost import Plan, costs
+    from kvkeep.evaluate.floors import Floors
 
-    sizes = [shaped(name, value) for name, value in (("budgets", options.budgets), ("length", options.lengths))]
+    names = shaped("methods", options.baselines)
     plan = Plan(
-        shaped("methods", options.methods), *sizes, shaped("length", options.batch), options.steps, options.piece
+        methods=shaped("methods", options.methods),
+        budgets=shaped("budgets", options.budgets),
+        contexts=shaped("length", options.lengths),
+        batches=shaped("length", options.batch),
+        steps=options.steps,
+        piece=options.piece,
+        baselines=tuple(name for name in names if name != "kvpress"),
     )
-    found = list(costs(_model(options, say), plan, say))
+    others = _others(options.also) if options.also else []
+    model = _model(options, say)
+    say("measuring the machine")
+    floors = Floors.measured(model, plan.batches)
+    found = [*costs(model, plan, say, floors), *(cost.above(floors) for cost in others)]
+    remarks = [KVPRESS] if "kvpress" in names and not others else []
     if options.out:
-        Path(options.out).mkdir(parents=True, exist_ok=True)
-        (Path(options.out) / "costs.json").write_text(json.dumps([cost.as_dict() for cost in found], indent=1))
-    return found
+        remarks.append(_write(found, Path(options.out)))
+    return found, remarks
+
+
+def _others(path: str) -> list[Any]:
+    """What another library's script has measured."""
+    from kvkeep.evaluate.cost import Cost
+
+    try:
+        return [Cost(**row) for row in json.loads(Path(path).read_text())]
+    except OSError as error:
+        raise BadInput(f"--also {path!r} cannot be read ({error.strerror}).") from None
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"--also {path!r} is not a list of costs as in costs.json: {error}.") from None
+
+
+def _write(found: list[Any], folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "costs.json").write_text(json.dumps([cost.as_dict() for cost in found], indent=1) + "\n")
+    try:
+        from kvkeep.cli.plots import draw
+    except ImportError:
+        return f"{folder}: costs.json; no pictures, since matplotlib is not installed (pip install matplotlib)"
+    return f"{folder}: costs.json, {', '.join(draw(found, folder))}"
 
 
 def _model(options: Options, say: Any) -> Any:
@@ -61,15 +107,49 @@ def _model(options: Options, say: Any) -> Any:
     return of_shape(options.shape, device, getattr(torch, dtype))
 
 
-def table(found: list[Any]) -> tuple[list[str], list[list[str]]]:
-    """Columns and lines."""
+def table(found: list[Any]) -> str:
+    """A block of lines for every length and batch, no wider than a page."""
+    blocks: dict[str, list[Any]] = {}
+    for cost in found:
+        where = f"{cost.context:,} tokens, {cost.batch} sequence" + ("s" if cost.batch > 1 else "")
+        blocks.setdefault(where, []).append(cost)
+    seen = len(HEADER) if any(cost.peak_bytes for cost in found) else len(HEADER) - 1
+    cells = [HEADER[:seen], *(_cells(cost)[:seen] for cost in found)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths[0] = min(widths[0], WIDEST - sum(widths[1:]) - 2 * len(widths[1:]))
+    lines = []
+    for where, block in blocks.items():
+        lines += [where, _line(HEADER[:seen], widths)]
+        for cost in block:
+            lines += [_line(_cells(cost)[:seen], widths), *([f"  ({cost.note})"] if cost.note else [])]
+        lines.append("")
+    return "\n".join([*lines, LEGEND])
+
+
+def name(cost: Any) -> str:
+    """How a line is called."""
+    if cost.by in ("transformers", "static"):
+        return {"transformers": "transformers", "static": "StaticCache"}[cost.by]
+    whose = "" if cost.by == "kvkeep" else f"{cost.by}: "
+    return f"{whose}{cost.method}" + ("" if cost.budget is None else f" {cost.budget}")
+
+
+def _cells(cost: Any) -> list[str]:
     from kvkeep.engine.report import human
 
-    lines = []
-    for cost in found:
-        where = f"{cost.context:,}" + (f" × {cost.batch}" if cost.batch > 1 else "")
-        method = cost.method if cost.budget is None else f"{cost.method} {cost.budget}"
-        read, step = [f"{cost.prefill_s:.2f}", f"{cost.prefill_ratio:.2f}"], f"{1000 * cost.step_s:.1f}"
-        held = human(cost.kv_bytes) + (f" ({human(cost.peak_bytes)})" if cost.peak_bytes else "")
-        lines.append([where, method, *read, step, f"{cost.step_ratio:.2f}", f"{cost.tokens_per_s:,.0f}", held])
-    return ["tokens", "method", "read s", "×", "step ms", "×", "tok/s", "held (peak)"], lines
+    def number(value: float | None, digits: int, unit: float = 1) -> str:
+        return "–" if value is None else f"{unit * value:,.{digits}f}"
+
+    floor = number(cost.floor_s, 1, 1000) + f" {cost.floor_by or '':7}"
+    rate = number(cost.tokens_per_s, 1 if (cost.tokens_per_s or 0) < 100 else 0)
+    return [
+        name(cost), number(cost.prefill_s, 2), number(cost.prefill_ratio, 2), number(cost.step_s, 1, 1000),
+        number(cost.step_ratio, 2), floor, number(cost.floor_ratio, 1), rate,
+        "–" if cost.kv_bytes is None else human(cost.kv_bytes), human(cost.peak_bytes) if cost.peak_bytes else "–",
+    ]  # fmt: skip
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    first = cells[0] if len(cells[0]) <= widths[0] else cells[0][: widths[0] - 1] + "…"
+    rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+    return "  ".join([first.ljust(widths[0]), *rest]).rstrip()

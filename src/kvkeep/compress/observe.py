@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.reference import probabilities
+from kvkeep.kernels.best import column_mass
+from kvkeep.kernels.reference import probabilities, total
 from kvkeep.types import NOWHERE, Observation
 
 
@@ -18,6 +19,14 @@ def attention(seen: Observation, last: int) -> Tensor:
     last = queries.shape[1]
     blind = seen.cursor > min(seen.lengths)  # tokens are gone, perhaps all that an older query could see
     return probabilities(queries, seen.keys, visible(seen, last), seen.scale, seen.softcap, seen.sinks, blind)
+
+
+def received(seen: Observation, last: int) -> Tensor:
+    """What the last queries together give each token, averaged over the group. [kv_heads, n] float32"""
+    queries = seen.queries[:, -last:]
+    if not column_mass.fast(queries, seen.keys):
+        return total(attention(seen, last))
+    return column_mass(queries, seen.keys, seen.positions, seen.cursor, seen.scale, seen.softcap, seen.sinks)
 
 
 def visible(seen: Observation, last: int) -> Tensor:
@@ -41,11 +50,6 @@ def from_end(seen: Observation) -> Tensor:
     if len(set(seen.lengths)) == 1:
         return (seen.lengths[0] - 1 - index).expand(seen.kv_heads, -1)
     return torch.tensor(seen.lengths, device=index.device)[:, None] - 1 - index
-
-
-def entropy(chances: Tensor) -> Tensor:
-    """-Σ p ln p over the last axis; several times faster than torch.special.entr on a processor."""
-    return -torch.linalg.vecdot(chances, chances.clamp_min(1e-38).log_())
 
 
 def mean_and_variance(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from kvkeep.compress.observe import real
+from kvkeep.kernels.best import likeness
 from kvkeep.types import Observation
 
 
@@ -19,15 +19,7 @@ def outlier_degree(seen: Observation, kappa: int) -> Tensor:
     -> [kv_heads, n], zero where all keys are equally alike
     """
     tokens = real(seen)
-    unit = normalize(seen.keys.float(), dim=-1) * tokens[..., None]
-    total, near = unit.square().sum(-1), tokens.float()
-    count = near.clone()
-    for step in range(1, min(kappa, seen.tokens - 1) + 1):
-        pairs = torch.linalg.vecdot(unit[:, step:], unit[:, :-step])
-        for sums, one, other in ((total, pairs, pairs), (count, near[:, :-step], near[:, step:])):
-            sums[:, step:] += one
-            sums[:, :-step] += other
-    alike = total / count.clamp_min(1)
+    alike = likeness(seen.keys, tokens, kappa)
     n = tokens.sum(1, keepdim=True)
     mean = (alike * tokens).sum(1, keepdim=True) / n
     spread = (((alike - mean) ** 2) * tokens).sum(1, keepdim=True).div(n).sqrt()

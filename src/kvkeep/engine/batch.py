@@ -106,7 +106,7 @@ class Batch:
             yield from self.step()
 
     def step(self) -> list[Request]:
-        """Let in who can come in, send everybody's next pass off, and hand out the tokens of the last. -> who is done"""
+        """Let in who can come in, send off everybody's next pass, hand out the tokens of the last. -> who is done"""
         done = self._let_in()
         last, self.flight = self.flight, self._decode() if self.at_work else None
         for row, token in enumerate(last.land()) if last else ():

@@ -28,7 +28,7 @@ class Fan(AdaptedCache):
             cache.watch.checked = caches[0].watch.checked
 
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
-        shared = replace(new, stock=once(new.stock))
+        shared = replace(new, stock=once(new.stock), plain=False, known={})
         outcomes = [cache.attend(index, shared) for cache in self.caches]
         if any(outcome is not shared.stock() for outcome in outcomes):
             raise CacheMisuse("a method that reads in windows cannot share a reading; give it its own.")

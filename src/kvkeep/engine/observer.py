@@ -63,9 +63,15 @@ class Observer:
         self.voters = {(i, new): old[i, row] for i in layers for new, row in enumerate(rows) if (i, row) in old}
 
     def look(
-        self, index: int, new: Handover, arrival: Arrival, seen: Sequence[int], layer: LayerCache
+        self,
+        index: int,
+        new: Handover,
+        arrival: Arrival,
+        seen: Sequence[int],
+        layer: LayerCache,
+        sums: Tensor | None = None,
     ) -> list[Contestant]:
-        """Every row of a layer, its new tokens included. seen: tokens of each row before them"""
+        """Every row of a layer, its new tokens included. seen: tokens of each row before them; sums [rows, heads, q]"""
         if index in self.steps:
             self.gather()
         rows = []
@@ -81,6 +87,7 @@ class Observer:
             observed = Observation(
                 queries, tokens.keys, tokens.values, tokens.positions, tuple(lengths), seen[row] + count, count,
                 new.scale, new.softcap, new.sinks, tokens.notes, self.layers.index(index), len(self.layers),
+                None if sums is None else sums[row], new.known if len(arrival.counts) == 1 else None,
             )  # fmt: skip
             rows.append(Contestant(observed, tokens, lengths, arrival.due[row]))
         return rows

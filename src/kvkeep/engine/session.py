@@ -34,7 +34,7 @@ from kvkeep.engine.watch import Watch
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
 from kvkeep.kernels.reference import attend
 from kvkeep.model.adapter import AdaptedCache, OwnedLayer, trained_window
-from kvkeep.model.attention import Handover
+from kvkeep.model.attention import Handover, with_sums
 from kvkeep.model.rotary import rotations
 from kvkeep.model.stock import has_run
 
@@ -101,17 +101,26 @@ class Cache(AdaptedCache):
         elif self.stepper.can_grow(layer, arrival):
             result = new.outcome(self.stepper.grow(index, layer, new, arrival))
         else:
-            result = new.outcome(self._over_cache(layer, new, arrival)) if layer else new.stock()
+            result, sums = self._attended(layer, new, arrival)
             self.watch.check(index, new, arrival, layer)
-            self._compete(index, new, arrival, layer)
+            self._compete(index, new, arrival, layer, sums)
         if index == self.owned[-1]:
             self._leave(new)
         return result
 
-    def _compete(self, index: int, new: Handover, arrival: Arrival, layer: LayerCache) -> None:
+    def _attended(
+        self, layer: LayerCache, new: Handover, arrival: Arrival
+    ) -> tuple[tuple[Tensor, Tensor | None], Tensor | None]:
+        """The outcome of attention, and each query's log-sum-exp where it came for nothing and somebody wants it."""
+        if layer:
+            return new.outcome(self._over_cache(layer, new, arrival)), None
+        found = with_sums(new) if self.method.memory and self.method.memory.sees_all else None
+        return found or (new.stock(), None)
+
+    def _compete(self, index: int, new: Handover, arrival: Arrival, layer: LayerCache, sums: Tensor | None) -> None:
         """Let the tokens of rows that are due compete; bring what is noted of the others up to date."""
         if not layer or any(arrival.due) or self.method.memory:
-            rows = self.observer.look(index, new, arrival, self.arrivals.seen, layer)
+            rows = self.observer.look(index, new, arrival, self.arrivals.seen, layer, sums)
             self.watch.numbers(row.tokens.keys for row in rows)
             self.underway[index] = None  # what a contest drops does not come back
             whole = self.contest.enter(index, rows)

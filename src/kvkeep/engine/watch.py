@@ -13,6 +13,8 @@ from kvkeep.errors import BadTensor, UnsupportedModel
 from kvkeep.kernels.reference import probabilities
 from kvkeep.model.attention import Handover
 
+MANY = 2048  # keys are enough to tell
+
 
 class Watch:
     """Is what we see what the model computes, and is it made of numbers?"""
@@ -44,7 +46,7 @@ class Watch:
         if layer in self.checked or keys.shape[1] < 2:
             return
         self.checked.add(layer)
-        query, keys, values = query.detach(), keys.detach().to(query.dtype), values.detach().to(query.dtype)
+        query, keys, values = query.detach(), *(t[:, -MANY:].detach().to(query.dtype) for t in (keys, values))
         allowed = torch.ones(len(keys), 1, 0, dtype=torch.bool, device=keys.device)  # of the last 0 keys: all are seen
         ours = probabilities(query[:, None], keys, allowed, new.scale, new.softcap, new.sinks) @ values.float()[:, None]
         theirs = new.stock(query[None, :, None], keys[None], values[None], None)[0].detach().float().flatten()

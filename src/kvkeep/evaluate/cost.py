@@ -5,13 +5,11 @@ Every figure of a table comes from one run on one machine, so ratios may be trus
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
-from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,29 +21,49 @@ from kvkeep.engine.pool import Pool
 from kvkeep.engine.session import Cache
 from kvkeep.engine.words import Unfolding
 from kvkeep.errors import BadParameter
+from kvkeep.evaluate.baselines import SPARE, Eager, Static
+from kvkeep.evaluate.clock import paced, read
+from kvkeep.evaluate.floors import Floors
 from kvkeep.model.adapter import key_shape
-from kvkeep.model.stock import stock_cache
+
+BASELINES = {"transformers": Eager, "static": Static}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One measurement."""
+    """One measurement. None: there is no such figure, and the note says why."""
 
-    by: str  # "kvkeep", or "transformers", whose own cache holds everything
+    by: str  # "kvkeep"; "transformers" or "static", whose caches hold everything; or another library
     method: str
     budget: int | float | None
     context: int
     batch: int
-    prefill_s: float  # of one sequence
-    prefill_ratio: float  # to transformers' own
-    step_s: float  # median of one token for every sequence
-    step_ratio: float
-    tokens_per_s: float
-    kv_bytes: int  # of one sequence, after the prompt
-    peak_bytes: int  # of the device while reading; 0 where it cannot be measured
+    prefill_s: float | None = None  # of one sequence
+    prefill_ratio: float | None = None  # to transformers' own
+    step_s: float | None = None  # median of one token for every sequence
+    step_ratio: float | None = None
+    tokens_per_s: float | None = None
+    kv_bytes: int | None = None  # of one sequence, after the prompt
+    peak_bytes: int | None = None  # of the device while reading; 0 where it cannot be measured
+    floor_s: float | None = None  # a step's: linear layers once, and what is kept read once
+    floor_by: str | None = None  # the larger of the two: "weights" or "cache"
+    floor_ratio: float | None = None  # how many times its floor a step takes
+    note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def beside(self, base: Cost) -> Cost:
+        """With its ratios to the uncompressed model."""
+        ratios = _over(self.prefill_s, base.prefill_s), _over(self.step_s, base.step_s)
+        return replace(self, prefill_ratio=ratios[0], step_ratio=ratios[1])
+
+    def above(self, floors: Floors) -> Cost:
+        """With its floor, where that was measured for its batch."""
+        floor = None if self.kv_bytes is None else floors.under(self.batch, self.kv_bytes)
+        if floor is None:
+            return self
+        return replace(self, floor_s=floor[0], floor_by=floor[1], floor_ratio=_over(self.step_s, floor[0]))
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,7 @@ class Plan:
     batches: tuple[int, ...] = (1,)
     steps: int = 32
     piece: int | None = None  # tokens read at a time; None: all at once
+    baselines: tuple[str, ...] = ("transformers", "static")  # the first always, since ratios are to it
 
     def __post_init__(self) -> None:
         for name, budget in product(self.methods, self.budgets):
@@ -67,98 +86,89 @@ class Plan:
                 raise BadParameter(f"'{name}' fetches, and cannot be written as a batch; see benchmarks/passkey.py.")
         if min(self.contexts) < 2 or min(self.batches) < 1 or self.steps < 1:
             raise BadParameter("a measurement wants at least 2 tokens, 1 sequence and 1 step.")
+        if strange := [name for name in self.baselines if name not in BASELINES]:
+            raise BadParameter(f"no baseline named '{strange[0]}'; known: {', '.join(BASELINES)}.")
 
 
-def costs(model: Any, plan: Plan, say: Callable[[str], None] = lambda text: None) -> Iterator[Cost]:
+def costs(
+    model: Any, plan: Plan, say: Callable[[str], None] = lambda text: None, floors: Floors | None = None
+) -> Iterator[Cost]:
     """The uncompressed model first, for every length and batch; each method after it."""
+    floors = floors or Floors.measured(model, plan.batches)
+    names = [name for name in BASELINES if name == Eager.by or name in plan.baselines]
+    kept = [Kept(model, method, budget) for method, budget in product(plan.methods, plan.budgets)]
     for context in plan.contexts:
         ids = torch.arange(context, device=model.device) * 7919 % model.config.get_text_config().vocab_size
-        say(f"{context:,} tokens, uncompressed")
-        plain = _plain(model, ids, plan)
-        yield from plain.values()
-        for method, budget in product(plan.methods, plan.budgets):
-            say(f"{context:,} tokens, {method} {budget}")
-            cache, seconds, peak = _read(model, ids, partial(Cache, model, method, budget, schedule="prompt"), plan)
-            for batch in plan.batches:
-                step, base = _steps(model, cache, context, batch, plan.steps), plain[batch]
-                yield Cost(
-                    "kvkeep", method, budget, context, batch, seconds, seconds / base.prefill_s, step,
-                    step / base.step_s, batch / step, cache.nbytes, peak,
-                )  # fmt: skip
+        base: dict[int, Cost] = {}
+        everyone: list[Any] = [*(BASELINES[name](model) for name in names), *kept]
+        for who in everyone:
+            say(f"{context:,} tokens, {who.by} {who.method}" + (f" {who.budget}" if who.budget else ""))
+            for cost in _measured(model, who, ids, plan, warm=context == plan.contexts[0]):
+                yield cost.beside(base.setdefault(cost.batch, cost)).above(floors)
 
 
-def _plain(model: Any, ids: Tensor, plan: Plan) -> dict[int, Cost]:
-    """transformers with its own growing cache, by batch."""
-    _read(model, ids[:64], lambda: stock_cache(model), plan)  # what is made once is made now
-    cache, seconds, peak = _read(model, ids, lambda: stock_cache(model), plan)
-    size = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
-    found = {}
-    for batch in plan.batches:
-        step = _plain_steps(model, cache, len(ids), batch, plan.steps)
-        found[batch] = Cost(
-            "transformers", "full", None, len(ids), batch, seconds, 1.0, step, 1.0, batch / step, size, peak
-        )
-    return found
+def _measured(model: Any, who: Any, ids: Tensor, plan: Plan, warm: bool) -> Iterator[Cost]:
+    """One sequence read, then copies of it written, by batch; what does not fit is noted."""
+    make = partial(who.make, len(ids) + plan.steps + SPARE)
+    empty = [Cost(who.by, who.method, who.budget, len(ids), batch) for batch in plan.batches]
+    try:
+        if warm:
+            read(model, ids[: max(64, int(2 * (who.budget or 0)))], make, plan.piece)  # what is made once is made now
+        cache, seconds, peak = read(model, ids, make, plan.piece)
+    except torch.OutOfMemoryError:
+        cache = None
+    for cost in empty:
+        if cache is None:
+            yield replace(cost, note="reading runs out of memory")
+            continue
+        step, note = _stepped(who, cache, cost, plan.steps)
+        rate = None if step is None else cost.batch / step
+        yield replace(
+            cost, prefill_s=seconds, step_s=step, tokens_per_s=rate, kv_bytes=who.nbytes(cache), peak_bytes=peak,
+            note=note,
+        )  # fmt: skip
 
 
-def _read(model: Any, ids: Tensor, make: Callable[[], Any], plan: Plan) -> tuple[Any, float, int]:
-    """-> a cache that has read the ids, how long that took, and the most memory it took beyond what was held"""
-    cuda = model.device.type == "cuda"
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated() if cuda else 0
-    cache, began = make(), _now(model)
-    size = plan.piece or len(ids)
-    with torch.inference_mode():
-        for start in range(0, len(ids), size):
-            model(ids[None, start : start + size], past_key_values=cache, logits_to_keep=1)
-    return cache, _now(model) - began, torch.cuda.max_memory_allocated() - held if cuda else 0
+def _stepped(who: Any, cache: Any, cost: Cost, steps: int) -> tuple[float | None, str]:
+    """Median seconds of a step, and what to know of it."""
+    try:
+        return who.step_seconds(cache, cost.context, cost.batch, steps)
+    except torch.OutOfMemoryError:
+        return None, "writing runs out of memory"
 
 
-def _steps(model: Any, cache: Cache, context: int, rows: int, steps: int) -> float:
-    """Median seconds of a token for each of so many copies of a sequence, written as a batch."""
-    kv_heads, _ = key_shape(model)
-    most = max(max(layer.row_lengths(0)) for layer in cache.store.values())
-    total = max(sum(layer.row_lengths(0)) for layer in cache.store.values())
-    room = steps + 4
-    longest = most if isinstance(cache.method.heads, EqualHeads) else total
-    pool = Pool(model, rows, rows * (total + kv_heads * room), longest + room)
-    logits = torch.zeros(model.config.get_text_config().vocab_size, device=model.device)
-    batch = Batch(model, lambda ids: (cache, logits), set(), pool)
-    for _ in range(rows):
-        batch.submit(Request(torch.zeros(context, dtype=torch.int64), Unfolding(_Mute()), room))
-    batch.step()
-    return median(_timed(model, batch.step) for _ in range(steps))
+def _over(mine: float | None, theirs: float | None) -> float | None:
+    return None if mine is None or theirs is None else mine / theirs
 
 
-def _plain_steps(model: Any, cache: Any, context: int, rows: int, steps: int) -> float:
-    if rows > 1:
-        cache.batch_repeat_interleave(rows)
-    token = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
+@dataclass(frozen=True)
+class Kept:
+    """A method of ours, its sequences written together from a pool."""
 
-    def step() -> None:
-        with torch.inference_mode():
-            model(token, past_key_values=cache).logits.argmax(-1).tolist()
+    model: Any
+    method: str
+    budget: int | float
+    by: ClassVar[str] = "kvkeep"
 
-    step()
-    seconds = median(_timed(model, step) for _ in range(steps))
-    cache.crop(context)
-    if rows > 1:
-        cache.batch_select_indices(torch.tensor([0], device=model.device))
-    return seconds
+    def make(self, tokens: int) -> Cache:
+        return Cache(self.model, self.method, self.budget, schedule="prompt")
 
+    def nbytes(self, cache: Cache) -> int:
+        return cache.nbytes
 
-def _timed(model: Any, run: Callable[[], Any]) -> float:
-    began = _now(model)
-    run()
-    return _now(model) - began
-
-
-def _now(model: Any) -> float:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    def step_seconds(self, cache: Cache, context: int, rows: int, steps: int) -> tuple[float, str]:
+        kv_heads, _ = key_shape(self.model)
+        most = max(max(layer.row_lengths(0)) for layer in cache.store.values())
+        total = max(sum(layer.row_lengths(0)) for layer in cache.store.values())
+        room = steps + SPARE
+        longest = most if isinstance(cache.method.heads, EqualHeads) else total
+        pool = Pool(self.model, rows, rows * (total + kv_heads * room), longest + room)
+        logits = torch.zeros(self.model.config.get_text_config().vocab_size, device=self.model.device)
+        batch = Batch(self.model, lambda ids: (cache, logits), set(), pool)
+        for _ in range(rows):
+            batch.submit(Request(torch.zeros(context, dtype=torch.int64), Unfolding(_Mute()), room))
+        batch.step()
+        return paced(batch.step, steps), ""
 
 
 class _Mute:

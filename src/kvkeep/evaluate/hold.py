@@ -21,7 +21,7 @@ from kvkeep.engine.report import Report
 from kvkeep.engine.session import Cache
 from kvkeep.engine.slots import Together, packs
 
-AT_ONCE = {"cpu": 2**31, "cuda": 3 * 2**31}  # bytes of keys and values answered from together
+AT_ONCE = {"cpu": 2**31, "cuda": 2**32}  # bytes of keys and values answered from together
 
 Cell = tuple[str, int | float | None]  # a method and its budget; what keeps everything has none
 

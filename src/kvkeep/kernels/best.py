@@ -24,8 +24,12 @@ class Best:
         self.plain = getattr(reference, name)
         self.broken = False
 
-    def __call__(self, first: Tensor, *rest: Any) -> Tensor:
-        if first.device.type != "cuda" or self.broken or not self.fits(first, *rest):
+    def fast(self, first: Tensor, *rest: Any) -> bool:
+        """Whether the kernel would do it."""
+        return first.device.type == "cuda" and not self.broken and self.fits(first, *rest)
+
+    def __call__(self, first: Tensor, *rest: Any) -> Any:
+        if not self.fast(first, *rest):
             return self.plain(first, *rest)
         try:
             return getattr(import_module(f"kvkeep.kernels.fused.{self.module}"), self.name)(first, *rest)
@@ -39,4 +43,8 @@ class Best:
 append_ragged = Best("append_ragged", "decode")
 attend_slots = Best("attend_slots", "decode", lambda queries, *_: queries.shape[2] == 1)
 attend_ragged = Best("attend_ragged", "decode", lambda queries, *_: queries.shape[2] == 1)
-column_mass = Best("column_mass", "mass")
+column_mass = Best("column_mass", "mass", lambda queries, keys, *_: queries.dtype == keys.dtype)
+distance = Best("distance", "divergence", lambda queries, keys, *_: queries.dtype == keys.dtype)
+assign = Best("assign", "assign")
+means = Best("means", "assign")
+likeness = Best("likeness", "neighbours")

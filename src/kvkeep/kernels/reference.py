@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize, pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 AT_ONCE = {"cpu": 2**22}  # attention probabilities held at a time while mass is summed: what a processor's cache holds
 AT_ONCE_ELSEWHERE = 2**26  # 256 MB
+STRETCH = 1024  # tokens at a time where several passes over them follow
 
 
 def probabilities(
@@ -54,19 +56,22 @@ def column_mass(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    weights: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """Attention each key gets from all queries, averaged over the group, without ever holding all of it.
 
     Queries stand at `cursor - q … cursor - 1` and are taken in blocks; a block only meets the keys it can see.
     queries [heads, q, dim], keys [kv_heads, n, dim], positions [kv_heads, n] -> [kv_heads, n] float32
+    weights [heads, q]: of each query's attention; sums [heads, q]: log-sum-exp of its logits, for who can use it
     """
     q, n = queries.shape[1], keys.shape[1]
     at_once = AT_ONCE.get(keys.device.type, AT_ONCE_ELSEWHERE)
     block = max(16, min(256, at_once // (queries.shape[0] * n) // 16 * 16))
     mass = keys.new_zeros(keys.shape[0], n, dtype=torch.float32)
     keys = keys.float().transpose(1, 2).contiguous().transpose(1, 2)  # laid out for products with many small blocks
-    even = cursor == n  # nothing was dropped: only the block's own keys can be too new for it
-    blind = cursor > n  # some keys are gone, perhaps all that a query could see
+    even = bool((positions[:, -1] == n - 1).all())  # nothing was dropped: only its own keys can be too new for a block
+    blind = not even  # some keys are gone, perhaps all that a query could see
     ahead = q - min(q, block)  # keys the first block cannot see, if the newest q keys are the queries' own
     for start in range(0, q, block):
         part = queries[:, start : start + block]
@@ -74,7 +79,10 @@ def column_mass(
         where = torch.arange(cursor - q + start, cursor - q + start + part.shape[1], device=keys.device)
         newest = positions[:, reach - part.shape[1] : reach] if even else positions[:, :reach]
         allowed = newest[:, None] <= where[:, None]
-        mass[:, :reach] += total(probabilities(part, keys[:, :reach], allowed, scale, softcap, sinks, blind))
+        chances = probabilities(part, keys[:, :reach], allowed, scale, softcap, sinks, blind)
+        if weights is not None:
+            chances *= weights[:, start : start + block].view(*chances.shape[:3], 1)
+        mass[:, :reach] += total(chances)
     return mass
 
 
@@ -313,3 +321,80 @@ def _banded(chances: Tensor, heads: int, w: int, band: int) -> Tensor:
     mean = chances.reshape(heads, w, n).mean(0)
     behind = torch.arange(n - w, n, device=mean.device)[:, None] - torch.arange(n, device=mean.device)
     return mean.masked_fill_((behind < 1) | (behind > band), 0.0).sum(0)
+
+
+def entropy(chances: Tensor) -> Tensor:
+    """-Σ p ln p over the last axis; several times faster than torch.special.entr on a processor."""
+    return -torch.linalg.vecdot(chances, chances.clamp_min(1e-38).log_())
+
+
+def distance(
+    queries: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    cursor: int,
+    smooth: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`row_distance` of the attention of the newest w queries, which end at `cursor`. Shapes as in `column_mass`."""
+    seen = positions[:, None] <= torch.arange(cursor - queries.shape[1], cursor, device=keys.device)[:, None]
+    rows = probabilities(queries, keys, seen, scale, softcap, sinks, blind=True)
+    return row_distance(rows.flatten(0, 1), smooth)
+
+
+def row_distance(rows: Tensor, smooth: int) -> Tensor:
+    """Square root of the Jensen–Shannon divergence (natural log) of every smoothed row from the first.
+
+    A row is smoothed with its smooth - 1 successors. JSD(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2, summed over
+    stretches that fit a processor's cache. rows [heads, w, n] -> [heads, w]
+    """
+    band = torch.ones(rows.shape[1], rows.shape[1], device=rows.device).triu().tril(smooth - 1)
+    weights = band / (band @ rows.sum(-1, keepdim=True)).clamp_min(1e-30)
+    disorder, between = rows.new_zeros(rows.shape[:2]), rows.new_zeros(rows.shape[:2])
+    for part in rows.split(STRETCH, -1):
+        smoothed = weights @ part
+        disorder += entropy(smoothed)
+        between += entropy((smoothed + smoothed[:, :1]).mul_(0.5))
+    return (between - (disorder + disorder[:, :1]) / 2).clamp_min(0).sqrt()
+
+
+def assign(keys: Tensor, centres: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """The centre of highest cosine, ties to the lower number; a centre of size 0 is out of reach.
+
+    keys [kv_heads, n, dim], centres [kv_heads, c, dim], sizes [kv_heads, c] -> [kv_heads, n] int64
+    """
+    keys, centres = keys.float(), normalize(centres.float(), dim=-1)
+    if sizes is not None:  # one number more puts them there
+        keys, centres = pad(keys, (0, 1), value=1.0), torch.cat([centres, -1e30 * (sizes == 0)[..., None]], -1)
+    blocks = keys.split(4 * STRETCH, 1)  # a long text has many centres
+    return torch.cat([(block @ centres.transpose(1, 2)).max(-1).indices for block in blocks], 1)
+
+
+def means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The mean key of each cluster, zeros where there is none, and how many it has.
+
+    Whose member is `count` or more belongs to nobody.
+    keys [kv_heads, n, dim], member [kv_heads, n] -> [kv_heads, count, dim] float32, [kv_heads, count] int64
+    """
+    keys, mine = keys.float(), member.clamp_max(count)
+    total = keys.new_zeros(len(keys), count + 1, keys.shape[-1]).scatter_add(1, mine[..., None].expand_as(keys), keys)
+    size = mine.new_zeros(len(keys), count + 1).scatter_add(1, mine, torch.ones_like(mine))
+    return (total / size.clamp_min(1)[..., None])[:, :count], size[:, :count]
+
+
+def likeness(keys: Tensor, real: Tensor, kappa: int) -> Tensor:
+    """Mean cosine of a key with its neighbours up to kappa away, itself included; only tokens that are real count.
+
+    keys [kv_heads, n, dim], real [kv_heads, n] bool -> [kv_heads, n] float32
+    """
+    unit = normalize(keys.float(), dim=-1) * real[..., None]
+    total, near = unit.square().sum(-1), real.float()
+    count = near.clone()
+    for step in range(1, min(kappa, keys.shape[1] - 1) + 1):
+        pairs = torch.linalg.vecdot(unit[:, step:], unit[:, :-step])
+        for sums, one, other in ((total, pairs, pairs), (count, near[:, :-step], near[:, step:])):
+            sums[:, step:] += one
+            sums[:, :-step] += other
+    return total / count.clamp_min(1)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
@@ -39,10 +40,26 @@ class Handover:
     scale: float
     softcap: float | None
     sinks: Tensor | None
+    plain: bool = False  # `stock` is torch's own attention, and nobody else waits for its outcome
+    known: dict[str, Tensor] | None = None  # what caches that share a reading found out, for each other
 
     def outcome(self, output: Tensor) -> tuple[Tensor, None]:
         """An output [rows, heads, q, dim] in the layout attention functions return."""
         return output.transpose(1, 2).contiguous(), None
+
+
+def with_sums(new: Handover) -> tuple[tuple[Tensor, None], Tensor] | None:
+    """The model's own attention among new tokens, and each query's log-sum-exp [rows, heads, q].
+
+    Only flash attention tells it; None where that is not what the model would use.
+    """
+    half = new.query.dtype in (torch.float16, torch.bfloat16) and new.query.device.type == "cuda"
+    plain = new.plain and new.softcap is None and new.sinks is None and new.padding is None
+    if not half or not plain or new.query.shape[-1] > 256 or new.query.shape[-1] % 8 or new.query.requires_grad:
+        return None
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    output, sums, *_ = flash(new.query, new.key, new.value, 0.0, True, scale=new.scale)
+    return new.outcome(output), sums
 
 
 def enable(model: PreTrainedModel) -> None:
@@ -91,7 +108,7 @@ def _attention(stock: str) -> Callable:
         return layer.attend(
             Handover(
                 query, key, value, _padding(attention_mask), original, scale,
-                kwargs.get("softcap") if capped else None, kwargs.get("s_aux") if capped else None,
+                kwargs.get("softcap") if capped else None, kwargs.get("s_aux") if capped else None, not capped,
             )
         )  # fmt: skip
 

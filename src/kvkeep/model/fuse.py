@@ -51,4 +51,3 @@ def _parts(model: PreTrainedModel) -> tuple[list[nn.Module], set[Any]]:
 @cache
 def _compiled(function: Any) -> Any:
     return torch.compile(function)
-

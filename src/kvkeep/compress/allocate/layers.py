@@ -13,9 +13,10 @@ from math import floor as floor_of
 import torch
 from torch import Tensor
 
-from kvkeep.compress.observe import attention, entropy, from_end, mean_and_variance
+from kvkeep.compress.observe import attention, from_end, mean_and_variance
 from kvkeep.compress.window import check_window, shrunk
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.reference import entropy
 from kvkeep.types import Observation
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from kvkeep.compress.observe import real
 from kvkeep.compress.outliers import outlier_degree
 from kvkeep.compress.select import Units, best_first
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.best import assign, means
 from kvkeep.types import Observation
 
 
@@ -51,8 +51,8 @@ class Prototypes:
 
     def members(self, seen: Observation) -> Tensor:
         """The cluster of every token: buckets first, then stretches. [kv_heads, n]"""
-        keys, tokens = seen.keys.float(), real(seen)
-        bucket = self._buckets(keys)
+        keys, tokens = seen.keys, real(seen)
+        bucket = self._buckets(keys.float())
         if self.kind == "lsh":
             return bucket
         stretch = 2**self.bits + self._stretches(seen)
@@ -61,9 +61,10 @@ class Prototypes:
             ranked = best_first(outlier_degree(seen, self.kappa).masked_fill(~tokens, float("-inf")))
             anchor = anchor.scatter(1, ranked[:, : self.anchors], True) & tokens
         home = torch.where(anchor, bucket, stretch)
-        centres, size = prototypes(keys, home, tokens, int(2**self.bits + min(self.chunks, seen.tokens)))
+        count = int(2**self.bits + min(self.chunks, seen.tokens))
+        centres, size = means(keys, home.masked_fill(~tokens, count), count)
         company = (size.gather(1, home) != 1).any(0).nonzero()[:, 0]  # who is alone at home is its own prototype
-        return home.index_copy(1, company, nearest(keys[:, company], centres))
+        return home.index_copy(1, company, assign(keys[:, company], centres, size))
 
     def _buckets(self, keys: Tensor) -> Tensor:
         """Signs of random Fourier features, read as a number. [kv_heads, n]"""
@@ -83,22 +84,3 @@ class Prototypes:
             count = max(1, min(self.chunks, n))
             rows.append((index // max(1, n // count)).clamp_max(count - 1))
         return torch.stack(rows)
-
-
-def prototypes(keys: Tensor, home: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Direction of the mean key of each home, with a last number that puts homes without tokens out of reach.
-
-    -> [kv_heads, count, dim + 1], and how many tokens each has [kv_heads, count]
-    """
-    weights = tokens.to(keys.dtype)
-    index = home[..., None].expand_as(keys)
-    total = keys.new_zeros(len(keys), count, keys.shape[-1]).scatter_add(1, index, keys * weights[..., None])
-    size = keys.new_zeros(len(keys), count).scatter_add(1, home, weights)
-    centre = normalize(total, dim=-1)  # only its direction matters
-    return torch.cat([centre, -4.0 * (size == 0)[..., None]], -1), size
-
-
-def nearest(keys: Tensor, centres: Tensor) -> Tensor:
-    """The prototype of highest cosine, ties to the lower number. [kv_heads, n]"""
-    direction = torch.nn.functional.pad(normalize(keys, dim=-1), (0, 1), value=1.0)
-    return (direction @ centres.transpose(1, 2)).max(-1).indices

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.best import assign, means
 from kvkeep.types import Observation
 
 
@@ -157,25 +157,16 @@ def kmeans(keys: Tensor, first: Tensor, iterations: int) -> tuple[Tensor, Tensor
 
     keys [heads, n, dim] -> cluster of each token [heads, n], centres [heads, k, dim] as plain means
     """
-    keys = keys.float()
-    centres, member = keys[:, first], None
+    centres, member = keys[:, first].float(), None
     for _ in range(max(1, iterations)):
-        closest = _nearest(keys, normalize(centres, dim=-1).transpose(1, 2))
+        closest = assign(keys, centres)
         if member is not None and closest.equal(member):
             break
         member = closest
         if iterations:
-            size = torch.zeros(centres.shape[:2], device=keys.device).scatter_add_(
-                1, member, torch.ones_like(member, dtype=torch.float32)
-            )
-            total = torch.zeros_like(centres).scatter_add_(1, member[..., None].expand_as(keys), keys)
-            centres = torch.where(size[..., None] > 0, total / size.clamp_min(1)[..., None], centres)
+            middle, size = means(keys, member, len(first))
+            centres = torch.where(size[..., None] > 0, middle, centres)
     return member, centres
-
-
-def _nearest(keys: Tensor, centres: Tensor, at_once: int = 4096) -> Tensor:
-    """Block by block: a long text has many centres. [heads, n]"""
-    return torch.cat([(block @ centres).max(-1).indices for block in keys.split(at_once, 1)], 1)
 
 
 def compacted(member: Tensor) -> Tensor:

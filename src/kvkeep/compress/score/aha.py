@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.compress.observe import attention, real
+from kvkeep.compress.observe import real, received
 from kvkeep.compress.pool import check_pool, pool
 from kvkeep.compress.window import check_window, shrunk
-from kvkeep.kernels.reference import total
 from kvkeep.types import Observation, Step
 
 
@@ -59,7 +58,7 @@ class RecentVotes:
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         rows, tokens = 1 if seen.is_step else max(1, shrunk(self.recent, budget)), real(seen)
-        votes = total(attention(sharpened(seen, rows, budget) if self.step_gain else seen, rows))
+        votes = received(sharpened(seen, rows, budget) if self.step_gain else seen, rows)
         before, known = seen.notes.unbind(-1)
         size = pool(seen.values.float().square().sum(-1) * tokens, tokens, 1 if seen.is_step else self.value_pool)
         return torch.stack([before + votes if seen.is_step else votes, torch.where(known > 0, known, size)], -1)

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.compress.observe import attention, from_end
+from kvkeep.compress.observe import from_end, received
 from kvkeep.compress.window import Size, check_window
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.reference import total
 from kvkeep.types import Observation
 
 
@@ -47,4 +46,4 @@ class WithoutGravity:
         part = slice(start, end)
         lengths = tuple(max(0, min(n, end) - start) for n in seen.lengths)
         shown = replace(seen, keys=seen.keys[:, part], positions=seen.positions[:, part], lengths=lengths)
-        return total(attention(shown, self.window))
+        return received(shown, self.window)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.compress.observe import attention, entropy
+from kvkeep.compress.observe import attention, received
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.best import column_mass, distance
+from kvkeep.kernels.reference import row_distance
 from kvkeep.types import Observation
 
-STRETCH = 1024
+NO_JUMP = 1e-6  # smaller ones are rounding
 
 
 @dataclass(frozen=True)
@@ -30,42 +32,27 @@ class Intent:
                 raise BadParameter(f"{name}={getattr(self, name)} must be 1 or more.")
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        rows = attention(seen, self.window)  # [kv_heads, group, w, n]
+        queries = seen.queries[:, -self.window :]
         if not self.intention:
-            return rows.mean((1, 2))
-        return torch.stack([self._question(head).mean(0) for head in rows])
-
-    def _question(self, rows: Tensor) -> Tensor:
-        """Mean attention of the question's rows, per query head. [group, w, n] -> [group, n]"""
-        start = intention(rows, self.smooth)
-        asks = torch.arange(rows.shape[1], device=rows.device) >= start[:, None]
-        weights = asks / asks.sum(1, keepdim=True)
-        return (weights[:, None, :] @ rows).squeeze(1)
+            return received(seen, self.window) / queries.shape[1]
+        if not distance.fast(queries, seen.keys):
+            rows = attention(seen, self.window)  # [kv_heads, group, w, n]
+            return torch.stack([_asked(row_distance(head, self.smooth), head).mean(0) for head in rows])
+        how = seen.scale, seen.softcap, seen.sinks
+        apart = distance(queries, seen.keys, seen.positions, seen.cursor, self.smooth, *how)
+        return column_mass(queries, seen.keys, seen.positions, seen.cursor, *how, question(apart))
 
 
-def intention(rows: Tensor, smooth: int) -> Tensor:
-    """The row before the biggest jump away from the window's first row. [heads, w, n] -> [heads]"""
-    jumps = distance(rows, smoothing(rows, smooth)).diff(dim=1)
-    if not jumps.shape[1]:
-        return torch.zeros(len(rows), dtype=torch.long, device=rows.device)
-    highest, where = jumps.max(1)
-    return torch.where(highest > 0, where, 0)
+def _asked(apart: Tensor, rows: Tensor) -> Tensor:
+    """Mean attention of the question's rows. [group, w], [group, w, n] -> [group, n]"""
+    return (question(apart)[:, None, :] @ rows).squeeze(1)
 
 
-def smoothing(rows: Tensor, smooth: int) -> Tensor:
-    """Weights that sum each row and its smooth - 1 successors, and bring the sum back to 1. [heads, w, w]"""
-    band = torch.ones(rows.shape[1], rows.shape[1], device=rows.device).triu().tril(smooth - 1)
-    return band / (band @ rows.sum(-1, keepdim=True)).clamp_min(1e-30)
-
-
-def distance(rows: Tensor, weights: Tensor) -> Tensor:
-    """Square root of the Jensen–Shannon divergence (natural log) of every smoothed row from the first. [heads, w]
-
-    JSD(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2, summed over stretches that fit a processor's cache.
-    """
-    disorder, between = rows.new_zeros(rows.shape[:2]), rows.new_zeros(rows.shape[:2])
-    for part in rows.split(STRETCH, -1):
-        smoothed = weights @ part
-        disorder += entropy(smoothed)
-        between += entropy((smoothed + smoothed[:, :1]).mul_(0.5))
-    return (between - (disorder + disorder[:, :1]) / 2).clamp_min(0).sqrt()
+def question(apart: Tensor) -> Tensor:
+    """Equal weights for the rows from the biggest jump on, given how far each is from the first. [heads, w]"""
+    jumps, first = apart.diff(dim=1), torch.zeros(len(apart), dtype=torch.long, device=apart.device)
+    if jumps.shape[1]:
+        highest, where = jumps.max(1)
+        first = torch.where(highest > NO_JUMP, where, 0)
+    asks = torch.arange(apart.shape[1], device=apart.device) >= first[:, None]
+    return asks / asks.sum(1, keepdim=True)

@@ -31,10 +31,11 @@ class Accumulate:
     sees_all = True  # every query of a prompt adds to the sum
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        mass = column_mass(
-            seen.queries, seen.keys, seen.positions, seen.cursor, seen.scale, seen.softcap, seen.sinks
-        )  # fmt: skip
-        return seen.notes + mass[..., None]
+        known = {} if seen.known is None else seen.known
+        if "mass" not in known:
+            how = seen.scale, seen.softcap, seen.sinks, None, seen.sums
+            known["mass"] = column_mass(seen.queries, seen.keys, seen.positions, seen.cursor, *how)
+        return seen.notes + known["mass"][..., None]
 
     def step(self, now: Step, budget: int) -> Tensor:
         return now.notes + now.chances.mean(2)[..., None]

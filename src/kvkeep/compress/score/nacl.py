@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.compress.observe import attention, from_end
+from kvkeep.compress.observe import from_end, received
 from kvkeep.compress.select import best_first
 from kvkeep.compress.window import check_window, shrunk
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.reference import total
 from kvkeep.types import Observation
 
 CERTAIN = 1e6  # above any vote plus noise: tokens chosen by rank come before tokens drawn
@@ -34,7 +33,7 @@ class VotesAndLuck:
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         window = shrunk(self.window, budget)
-        votes = total(attention(seen, max(1, window)))
+        votes = received(seen, max(1, window))
         free = budget - window
         ranked = free - int(self.random * free + 1e-9)
         candidates = votes.masked_fill(from_end(seen) < window, float("-inf"))
@@ -43,6 +42,15 @@ class VotesAndLuck:
 
     def _noise(self, seen: Observation) -> Tensor:
         """Standard Gumbel noise, the same on every device."""
-        source = torch.Generator().manual_seed(self.seed + 1_000_003 * seen.layer)
-        uniform = torch.rand(seen.kv_heads, seen.tokens, dtype=torch.float64, generator=source)
-        return -(-uniform.clamp(2**-53, 1 - 2**-53).log()).log().to(seen.keys.device, torch.float32)
+        drawn = uniform(self.seed + 1_000_003 * seen.layer, seen.kv_heads * seen.tokens, seen.keys.device)
+        return -(-drawn.log()).log().float().view(seen.kv_heads, -1)
+
+
+def uniform(seed: int, count: int, device: torch.device) -> Tensor:
+    """Numbers between 0 and 1, drawn by scrambling 0, 1, 2 …: integers are the same everywhere. [count] float64"""
+    bits = torch.arange(count, device=device)
+    for round_ in (seed, seed >> 32):
+        bits = bits + (round_ & 0xFFFFFFFF) * 0x9E3779B9 & 0xFFFFFFFF
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+            bits = (bits ^ (bits >> shift)) * factor & 0xFFFFFFFF
+    return (bits.double() + 0.5) / 2**32

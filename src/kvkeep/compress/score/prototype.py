@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.compress.observe import attention
+from kvkeep.compress.observe import received
 from kvkeep.compress.window import Size, shrunk
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.reference import total
 from kvkeep.types import Observation
 
 
@@ -32,6 +31,6 @@ class WindowLogits:
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         rows = max(1, shrunk(self.window, budget))
         if self.votes == "softmax":
-            return total(attention(seen, rows))
+            return received(seen, rows)
         together = seen.queries[:, -rows:].float().sum(1).view(seen.kv_heads, -1, seen.keys.shape[-1]).mean(1)
         return (seen.keys.float() @ together[..., None]).squeeze(-1)

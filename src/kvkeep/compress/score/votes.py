@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.compress.observe import attention, from_end
+from kvkeep.compress.observe import from_end, received
 from kvkeep.compress.pool import pool
 from kvkeep.compress.window import check_window, shrunk
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.reference import total
 from kvkeep.types import Observation, Step
 
 
@@ -32,7 +31,7 @@ class Votes:
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         window = shrunk(self.window, budget) if self.kept else self.window
-        votes = total(attention(seen, max(1, window)))
+        votes = received(seen, max(1, window))
         if self.one_choice:
             votes = votes.mean(0, keepdim=True).expand_as(votes)
         return pool(votes, from_end(seen) >= (window if self.kept else 0), self.pool, self.pooling)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvkeep.kernels.fused.assign import split_product
 from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, product
-from kvkeep.kernels.fused.mass import QUERIES, _sums
+from kvkeep.kernels.fused.mass import log_sums
 
 KEYS = 64  # at a time
 PROGRAMS = 512  # enough to fill a large GPU
@@ -38,12 +38,10 @@ def distance(
     heads, w, dim = queries.shape
     kv_heads, n, _ = keys.shape
     queries, keys, positions = queries.contiguous(), keys.contiguous(), positions.contiguous()
-    sums = queries.new_empty(heads, w, dtype=torch.float32)  # without the sink: these rows add up to 1
+    sums = log_sums(queries, keys, positions, cursor, scale, softcap)  # without the sink: these rows add up to 1
+    sums = sums.masked_fill(sums == -torch.inf, torch.inf).contiguous()
     wide = max(AT_LEAST, triton.next_power_of_2(dim))
     how = (cursor - w, w, n, heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None)
-    _sums[triton.cdiv(w, QUERIES), heads](
-        queries, keys, positions, sums, sums, *how, cursor == n, INTERPRETED, wide, False, QUERIES, KEYS, num_warps=4
-    )
     splits = max(1, min(triton.cdiv(n, 4 * KEYS), PROGRAMS // heads))
     parts = queries.new_empty(heads, splits, w, dtype=torch.float32)
     extra = sums if sinks is None else sinks.float().contiguous()

@@ -1,0 +1,76 @@
+"""Seconds and bytes of what a model does, once everything it started is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def fastest(device: torch.device, run: Callable[[], Any], times: int) -> float:
+    """Seconds of the quickest of so many runs."""
+    spent = []
+    for _ in range(times):
+        began = now(device)
+        run()
+        spent.append(now(device) - began)
+    return min(spent)
+
+
+def paced(step: Callable[[], Any], times: int) -> float:
+    """Median seconds from one step's return to the next: a step may hand out what the last one began."""
+    ends = [time.perf_counter()]
+    for _ in range(times):
+        step()
+        ends.append(time.perf_counter())
+    return median(after - before for before, after in zip(ends, ends[1:], strict=False))
+
+
+def captured(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor] | None:
+    """The same from a CUDA graph, or None where that cannot be. Unlike a Replay it compiles nothing of the model."""
+    if device.type != "cuda":
+        return None
+    try:
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            run(), run()  # what is made once is made
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return None
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def read(model: Any, ids: Tensor, make: Callable[[], Any], piece: int | None) -> tuple[Any, float, int]:
+    """-> a cache that has read the ids [n], how long that took, and the most memory it took beyond what was held"""
+    cuda = model.device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if cuda else 0
+    cache, began = make(), now(model.device)
+    size = piece or len(ids)
+    with torch.inference_mode():
+        for start in range(0, len(ids), size):
+            model(ids[None, start : start + size], past_key_values=cache, logits_to_keep=1)
+    return cache, now(model.device) - began, torch.cuda.max_memory_allocated() - held if cuda else 0
