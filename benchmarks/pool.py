@@ -12,11 +12,11 @@ answer_one: Callable[[Any], Any] | None = None  # of this process
 
 
 def answers(make: Callable[[], Callable[[Any], Any]], workers: int) -> Callable[[Sequence[Any]], Iterator[Any]]:
-    """For `kvkeep.evaluate.run.run`: results in the order of the items."""
+    """For `kvkeep.evaluate.run.run`: results as they come, so that a run that is stopped loses little."""
 
     def answer(items: Sequence[Any]) -> Iterator[Any]:
         with get_context("spawn").Pool(workers, _start, (make,)) as pool:
-            yield from pool.imap(_answer, items)
+            yield from pool.imap_unordered(_answer, items)
 
     return answer
 
@@ -29,4 +29,8 @@ def _start(make: Callable[[], Callable[[Any], Any]]) -> None:
 
 def _answer(item: Any) -> Any:
     assert answer_one is not None
-    return answer_one(item)
+    try:
+        return answer_one(item)
+    except torch.OutOfMemoryError:  # others may have taken what there was
+        torch.cuda.empty_cache()
+        return answer_one(item)

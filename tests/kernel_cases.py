@@ -105,6 +105,13 @@ def test_column_mass(heads, kv_heads, q, n, dim, cursor, softcap, sunk, kind):
     assert off(got, want) <= BOUND[kind]
 
 
+def test_column_mass_of_queries_with_more_digits_than_keys():
+    torch.manual_seed(0)
+    queries, keys = drawn(4, 33, 64, scale=2), drawn(2, 200, 64, kind=torch.bfloat16)
+    rest = keys, torch.arange(200, device=DEVICE).expand(2, -1), 200, 0.3
+    assert off(mass.column_mass(queries, *rest), reference.column_mass(queries, *rest)) <= BOUND[torch.float32]
+
+
 @pytest.mark.parametrize("q, n", [(300, 300), (300, 700), (5, 300)])
 def test_column_mass_with_weights_and_known_sums(q, n):
     torch.manual_seed(q)

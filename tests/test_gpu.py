@@ -1,5 +1,7 @@
 """The same on a GPU as on a processor. Skipped where there is none."""
 
+import dataclasses
+
 import pytest
 import tiny_chat
 import torch
@@ -10,6 +12,7 @@ from kvkeep.compress.method import parse
 from kvkeep.engine import slots
 from kvkeep.engine.fan import read
 from kvkeep.engine.graph import Replay
+from kvkeep.model.attention import Handover, with_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 IDS = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :400]
@@ -49,7 +52,7 @@ def test_device_memory_is_constant_in_the_length(spec):
     assert most[8000] <= 1.1 * most[2000]
 
 
-@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.filterwarnings("error:decoding cannot", "error:the kernel")
 @pytest.mark.parametrize("spec", ["full", "kvkeep", "snapkv", "snapkv+adakv", "h2o", "intelllm", "cake"])
 def test_a_batch_in_a_graph_says_what_each_says_alone(spec):
     model, words = tiny_chat.model().to("cuda"), tiny_chat.tokenizer()
@@ -60,7 +63,7 @@ def test_a_batch_in_a_graph_says_what_each_says_alone(spec):
     ]
 
 
-@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.filterwarnings("error:decoding cannot", "error:the kernel")
 def test_slots_go_on_in_a_graph_where_they_were():
     model = make_llama(vocab_size=512).to("cuda")
     caches = [kvkeep.Cache(model, "snapkv+adakv", budget, schedule="prompt") for budget in (40, 60, 80)]
@@ -79,3 +82,20 @@ def test_slots_go_on_in_a_graph_where_they_were():
         )
         if t == 14:
             rows.take([2, 0])
+
+
+@pytest.mark.parametrize("heads, kv_heads, n, dim", [(8, 8, 100, 64), (8, 2, 700, 128), (4, 1, 33, 64)])
+def test_attention_tells_every_querys_sum(heads, kv_heads, n, dim):
+    torch.manual_seed(n)
+    query = torch.randn(2, heads, n, dim, device="cuda", dtype=torch.bfloat16)
+    key, value = torch.randn(2, 2, kv_heads, n, dim, device="cuda", dtype=torch.bfloat16)
+    handover = Handover(query, key, value, None, lambda: None, 0.2, None, None, plain=True)
+    (output, _), sums = with_sums(handover)
+    keys, values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in (key, value))
+    logits = (query.double() @ keys.transpose(2, 3) * 0.2).masked_fill(
+        torch.ones(n, n, dtype=torch.bool, device="cuda").triu(1), float("-inf")
+    )
+    assert (sums - logits.logsumexp(-1)).abs().max() < 2e-3
+    assert (output.double() - (logits.softmax(-1) @ values).transpose(1, 2)).abs().max() < 2e-2
+    assert with_sums(dataclasses.replace(handover, plain=False)) is None
+    assert with_sums(dataclasses.replace(handover, softcap=3.0)) is None

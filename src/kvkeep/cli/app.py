@@ -149,6 +149,7 @@ def bench(
     batch: Annotated[str, typer.Option(help="Sequences written at a time, by commas.")] = "1",
     steps: Annotated[int, typer.Option(min=1, help="Tokens written; the median step counts.")] = 32,
     piece: Annotated[int | None, typer.Option(min=1, help="Read the prompt this many tokens at a time.")] = None,
+    readings: Annotated[int, typer.Option(min=1, help="Times the prompt is read; the quickest counts.")] = 1,
     baselines: Annotated[
         str, typer.Option(help="transformers (always), static (its StaticCache, in a CUDA graph on a GPU), kvpress.")
     ] = "transformers,static",

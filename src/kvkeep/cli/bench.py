@@ -32,6 +32,7 @@ class Options:
     batch: str
     steps: int
     piece: int | None
+    readings: int
     baselines: str
     also: str | None
     shape: str | None
@@ -54,6 +55,7 @@ def run(options: Options, say: Any) -> tuple[list[Any], list[str]]:
         batches=shaped("length", options.batch),
         steps=options.steps,
         piece=options.piece,
+        readings=options.readings,
         baselines=tuple(name for name in names if name != "kvpress"),
     )
     others = _others(options.also) if options.also else []

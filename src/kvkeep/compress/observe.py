@@ -39,6 +39,12 @@ def visible(seen: Observation, last: int) -> Tensor:
     return newest[:, None, :] <= queries[:, None]
 
 
+def value_sizes(seen: Observation) -> Tensor:
+    """Squared length of each token's value. [kv_heads, n] float32"""
+    kind = torch.promote_types(seen.values.dtype, torch.float32)
+    return torch.linalg.vector_norm(seen.values, dim=-1, dtype=kind).square().float()
+
+
 def real(seen: Observation) -> Tensor:
     """Which entries are tokens and not padding. [kv_heads, n] bool"""
     return seen.positions != NOWHERE

@@ -87,6 +87,7 @@ class Answerer:
                     "writers": len(numbers),
                     "tokens_per_s": len(ids) / seconds,
                 }  # fmt: skip
+            del row  # before the next batch is made
         return [found[number] for number in range(len(held))]
 
     def _chosen(self, item: Item) -> Iterator[Answered]:

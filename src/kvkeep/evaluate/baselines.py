@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.evaluate.clock import captured, paced
-from kvkeep.model.stock import stock_cache
+from kvkeep.model.stock import static_cache, stock_cache
 
 SPARE = 4  # tokens written beside those that are timed
 ALIGNED = 16  # masks of such lengths are taken as they are by the fast attention kernels
@@ -58,8 +57,7 @@ class Static:
     budget: ClassVar[None] = None
 
     def make(self, tokens: int) -> Any:
-        beside = sys.modules[type(stock_cache(self.model)).__module__]  # only `model` imports transformers
-        return beside.StaticCache(config=self.model.config, max_cache_len=-(-tokens // ALIGNED) * ALIGNED)
+        return static_cache(self.model, -(-tokens // ALIGNED) * ALIGNED)
 
     def nbytes(self, cache: Any) -> int:
         return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))

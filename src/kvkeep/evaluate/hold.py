@@ -8,7 +8,7 @@ within the budget, read and write alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,16 +81,19 @@ def _alone(model: Any, tokenizer: Any, ids: Tensor, cell: Cell) -> Held:
     return Held(cell, engine.cache, engine.cache.report(), logits, time.perf_counter() - began, 1, engine)
 
 
-def rows(model: Any, held: Sequence[Held], room: int, share: bool) -> list[tuple[list[int], Row]]:
-    """Batches of cells to be asked, with room for so many tokens; whoever answers alone is a batch of one."""
-    found: list[tuple[list[int], Row]] = []
+def rows(model: Any, held: Sequence[Held], room: int, share: bool) -> Iterator[tuple[list[int], Row]]:
+    """Batches of cells to be asked, with room for so many tokens, each made when its turn comes.
+
+    Whoever answers alone is a batch of one.
+    """
     mixed = [number for number, one in enumerate(held) if one.engine is None]
     sizes = [max(n for layer in held[number].report.tokens for n in layer[0]) + room for number in mixed]
     for pack in packs(sizes, _most(held)) if share else [[i] for i in range(len(mixed))]:
         numbers = [mixed[i] for i in pack]
-        found.append((numbers, Together(model, [held[number].cache for number in numbers], room)))
-    found += [([number], Alone(one.engine.fork())) for number, one in enumerate(held) if one.engine]
-    return found
+        yield numbers, Together(model, [held[number].cache for number in numbers], room)
+    for number, one in enumerate(held):
+        if one.engine:
+            yield [number], Alone(one.engine.fork())
 
 
 def _most(held: Sequence[Held]) -> int:

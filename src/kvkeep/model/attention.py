@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
@@ -51,15 +52,22 @@ class Handover:
 def with_sums(new: Handover) -> tuple[tuple[Tensor, None], Tensor] | None:
     """The model's own attention among new tokens, and each query's log-sum-exp [rows, heads, q].
 
-    Only flash attention tells it; None where that is not what the model would use.
+    None where torch would not use one of its kernels that tell it.
     """
     half = new.query.dtype in (torch.float16, torch.bfloat16) and new.query.device.type == "cuda"
     plain = new.plain and new.softcap is None and new.sinks is None and new.padding is None
     if not half or not plain or new.query.shape[-1] > 256 or new.query.shape[-1] % 8 or new.query.requires_grad:
         return None
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    output, sums, *_ = flash(new.query, new.key, new.value, 0.0, True, scale=new.scale)
-    return new.outcome(output), sums
+    qkv, grouped = (new.query, new.key, new.value), new.query.shape[1] != new.key.shape[1]
+    choice = torch._fused_sdp_choice(*qkv, None, 0.0, True, scale=new.scale, enable_gqa=grouped)
+    if choice == SDPBackend.FLASH_ATTENTION.value:
+        output, sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, True, scale=new.scale)
+    elif choice == SDPBackend.CUDNN_ATTENTION.value:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        output, sums, *_ = cudnn(*qkv, None, True, 0.0, True, scale=new.scale)
+    else:
+        return None
+    return new.outcome(output), sums.reshape(new.query.shape[:3])
 
 
 def enable(model: PreTrainedModel) -> None:

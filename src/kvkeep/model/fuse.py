@@ -7,6 +7,7 @@ functions of tensors; attention, and with it our caches, stay as they are.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -29,7 +30,9 @@ def fused(model: PreTrainedModel) -> Iterator[None]:
     for file, plain in rotations.items():
         setattr(file, ROTATE, _compiled(plain))
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "TensorFloat32")  # float32 was asked for
+            yield
     finally:
         for part in parts:
             del part.forward

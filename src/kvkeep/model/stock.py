@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 
 from kvkeep.errors import CacheMisuse
 
@@ -13,6 +13,11 @@ from kvkeep.errors import CacheMisuse
 def stock_cache(model: Any) -> DynamicCache:
     """transformers' own cache, which keeps everything."""
     return DynamicCache(config=model.config)
+
+
+def static_cache(model: Any, tokens: int) -> StaticCache:
+    """transformers' cache of a fixed size."""
+    return StaticCache(config=model.config, max_cache_len=tokens)
 
 
 def tensors_of(index: int, layer: Any) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.compress.observe import real, received
+from kvkeep.compress.observe import real, received, value_sizes
 from kvkeep.compress.pool import check_pool, pool
 from kvkeep.compress.window import check_window, shrunk
 from kvkeep.types import Observation, Step
@@ -60,7 +60,7 @@ class RecentVotes:
         rows, tokens = 1 if seen.is_step else max(1, shrunk(self.recent, budget)), real(seen)
         votes = received(sharpened(seen, rows, budget) if self.step_gain else seen, rows)
         before, known = seen.notes.unbind(-1)
-        size = pool(seen.values.float().square().sum(-1) * tokens, tokens, 1 if seen.is_step else self.value_pool)
+        size = pool(value_sizes(seen) * tokens, tokens, 1 if seen.is_step else self.value_pool)
         return torch.stack([before + votes if seen.is_step else votes, torch.where(known > 0, known, size)], -1)
 
     def step(self, now: Step, budget: int) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.compress.observe import real
+from kvkeep.compress.observe import real, value_sizes
 from kvkeep.compress.pool import check_pool, pool
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
@@ -30,5 +30,5 @@ class ByValue:
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         tokens = real(seen)
-        size = pool(seen.values.float().square().sum(-1) * tokens, tokens, self.pool) * tokens
+        size = pool(value_sizes(seen) * tokens, tokens, self.pool) * tokens
         return self.scorer(seen, budget) * (size / size.amax(1, keepdim=True).clamp_min(1e-30)) ** self.power

@@ -29,7 +29,7 @@ def assign(keys: Tensor, centres: Tensor, sizes: Tensor | None = None) -> Tensor
     wide, halves = max(AT_LEAST, triton.next_power_of_2(dim)), keys.dtype != torch.float32
     _assign[triton.cdiv(n, TOKENS), heads](
         keys, centres, member if sizes is None else sizes.contiguous(), member, n, centres.shape[1], dim,
-        sizes is not None, halves, INTERPRETED, TOKENS, max(AT_LEAST, min(CENTRES, CENTRES * 128 // wide)), wide,
+        sizes is not None, INTERPRETED, TOKENS, max(AT_LEAST, min(CENTRES, CENTRES * 128 // wide)), wide,
         num_warps=4 if halves else 8, num_stages=2,
     )  # fmt: skip
     return member
@@ -52,7 +52,7 @@ def means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _assign(
-    keys, centres, sizes, member, n, count, dim, SIZED: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
+    keys, centres, sizes, member, n, count, dim, SIZED: tl.constexpr, WIDEN: tl.constexpr,
     TOKENS: tl.constexpr, CENTRES: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -68,23 +68,13 @@ def _assign(
         c = tl.load(centres + (head * count + numbers)[:, None] * dim + channels[None, :], mask=inside, other=0.0)
         if SIZED:
             real = real & (tl.load(sizes + head * count + numbers, mask=real, other=0) > 0)
-        cosine = split_product(k, tl.trans(c), WIDEN) if SPLIT else product(k, tl.trans(c), WIDEN)
+        cosine = product(k, tl.trans(c), WIDEN)
         cosine = tl.where(real[None, :], cosine, float("-inf"))
         highest = tl.max(cosine, 1)
         lowest = tl.min(tl.where(cosine == highest[:, None], numbers[None, :], 2147483647), 1)
         chosen = tl.where(highest > best, lowest, chosen)
         best = tl.maximum(best, highest)
     tl.store(member + head * n + tokens, chosen.to(tl.int64), mask=tokens < n)
-
-
-@triton.jit
-def split_product(a, b, WIDEN: tl.constexpr):
-    """a @ b in float32, a in half of its precision and b, in all of it, as the sum of three numbers of a's kind."""
-    high = b.to(a.dtype)
-    rest = b - high.to(tl.float32)
-    middle = rest.to(a.dtype)
-    low = (rest - middle.to(tl.float32)).to(a.dtype)
-    return product(a, low, WIDEN) + product(a, middle, WIDEN) + product(a, high, WIDEN)
 
 
 @triton.jit

@@ -11,12 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.fused.assign import split_product
 from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, product
 from kvkeep.kernels.fused.mass import log_sums
 
 KEYS = 64  # at a time
-PROGRAMS = 512  # enough to fill a large GPU
+PROGRAMS = 2048  # enough to fill a large GPU, and to end together
 
 
 def distance(
@@ -81,7 +80,7 @@ def _divergence(
         logits = capped(product(a, tl.trans(k), WIDEN) * scale, softcap, CAPPED)
         seen = where[None, :] <= (before + asks)[:, None]
         chances = tl.where(seen, tl.exp(logits - below[:, None]), 0.0)
-        smoothed = split_product(band.to(tl.bfloat16), chances * share[:, None], WIDEN) / whole[:, None]
+        smoothed = product(band.to(tl.bfloat16), chances * share[:, None], WIDEN) / whole[:, None]
         first = tl.sum(tl.where((asks == 0)[:, None], smoothed, 0.0), 0)
         total += tl.sum(_apart(smoothed, first[None, :]), 1)
     tl.store(parts + (head * splits + split) * w + asks, total, mask=asks < w)
