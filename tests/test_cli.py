@@ -90,6 +90,17 @@ def test_compare_runs_full_beside_it(tiny, document):
     assert header.split() == ["kvkeep", "full"]
 
 
+def test_storage_makes_it_smaller(tiny, document):
+    held = []
+    for storage in ([], ["--storage", "int8"], ["--storage", "int4"]):
+        done = kvkeep_("run", document, "Why?", "--budget", 128, "--max-new-tokens", 3, "--json", *storage)
+        held.append(json.loads(done.stdout)["bytes"])
+    assert held[1] < 0.65 * held[0] and held[2] < held[1]
+    for wrong in (["--storage", "int3"], ["--storage", "int8", "--method", "h2o"]):
+        done = kvkeep_("run", document, "Why?", *wrong)
+        assert done.exit_code == 2 and "error: storage='int" in done.stderr
+
+
 def test_options_reach_the_model_and_the_method(tiny, document, monkeypatch):
     made = []
     real = kvkeep.Engine
@@ -101,9 +112,9 @@ def test_options_reach_the_model_and_the_method(tiny, document, monkeypatch):
     monkeypatch.setattr(kvkeep, "Engine", engine)
     args = ("--method", "snapkv", "--budget", "0.5", "--set", "window=8", "--set", "pooling=max", "--chunk", 64)
     where = ("--device", "cpu", "--dtype", "float32", "--model", "some/model", "--max-new-tokens", 2, "--json")
-    done = kvkeep_("run", document, "How many?", *args, *where)
+    done = kvkeep_("run", document, "How many?", *args, *where, "--storage", "int8")
     assert done.exit_code == 0, done.output
-    assert made == [(("snapkv", 0.5), {"piece": 64, "window": 8, "pooling": "max"})]
+    assert made == [(("snapkv", 0.5), {"piece": 64, "storage": "int8", "window": 8, "pooling": "max"})]
     assert {key: tiny[0][key] for key in ("name", "device", "dtype")} == {
         "name": "some/model", "device": "cpu", "dtype": "float32",
     }  # fmt: skip

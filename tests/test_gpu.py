@@ -45,14 +45,13 @@ def test_device_memory_is_constant_in_the_length(spec):
         engine.generate("".join(chr(97 + i * i % 23) for i in range(length)), max_new_tokens=2)
         report = engine.cache.report()
         most[length] = torch.cuda.max_memory_allocated() - report.index_bytes
-        copies = [rows[0].host.copies for rows in engine.cache.recaller.shelves.values()]
         assert all(slab.keys.is_pinned() for slab in engine.cache.recaller.shelves[0][0].host.slabs)
-        assert spec in ("tokenselect", "emllm") or all(each.nbytes > 0 for each in copies)
+        assert all(rows[0].host.table for rows in engine.cache.recaller.shelves.values())  # fetched by the kernel
         del engine
     assert most[8000] <= 1.1 * most[2000]
 
 
-@pytest.mark.filterwarnings("error:decoding cannot", "error:the kernel")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
 @pytest.mark.parametrize("spec", ["full", "kvkeep", "snapkv", "snapkv+adakv", "h2o", "intelllm", "cake"])
 def test_a_batch_in_a_graph_says_what_each_says_alone(spec):
     model, words = tiny_chat.model().to("cuda"), tiny_chat.tokenizer()
@@ -63,7 +62,30 @@ def test_a_batch_in_a_graph_says_what_each_says_alone(spec):
     ]
 
 
-@pytest.mark.filterwarnings("error:decoding cannot", "error:the kernel")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+@pytest.mark.parametrize("spec", ["full", "kvkeep", "snapkv+adakv", "h2o"])
+def test_a_batch_of_few_bits_in_a_graph_says_what_each_says_alone(spec, storage):
+    """40 tokens each, so that tails are packed while the graph is replayed."""
+    model, words = tiny_chat.model().to("cuda"), tiny_chat.tokenizer()
+    engine = kvkeep.Engine(model, words, spec, 48, schedule="prompt", storage=storage)
+    prompts = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(100 + 40 * seed)) for seed in range(5)]
+    alone = [engine.generate(prompt, max_new_tokens=40) for prompt in prompts]
+    assert engine.generate(prompts, rows=3, max_new_tokens=40) == alone
+
+
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+def test_few_bits_on_a_gpu_are_those_of_a_processor(storage):
+    logits = {}
+    for device in ("cpu", "cuda"):
+        model = make_llama(vocab_size=512).to(device)
+        cache = kvkeep.Cache(model, "snapkv+adakv", 64, storage=storage)
+        pieces = [IDS[:, :200], *(IDS[:, t : t + 1] for t in range(200, 270))]
+        logits[device] = [model(piece.to(device), past_key_values=cache).logits[:, -1].cpu() for piece in pieces]
+    assert max((a - b).abs().max() for a, b in zip(*logits.values(), strict=True)) < 2e-3
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
 def test_slots_go_on_in_a_graph_where_they_were():
     model = make_llama(vocab_size=512).to("cuda")
     caches = [kvkeep.Cache(model, "snapkv+adakv", budget, schedule="prompt") for budget in (40, 60, 80)]

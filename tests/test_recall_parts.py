@@ -20,8 +20,10 @@ from oracles import retrieval as r
 from oracles.common import attention, top
 
 import kvkeep
+from kvkeep.cache import pinned
 from kvkeep.cache import spill as spilling
 from kvkeep.cache.host import Host, Purse, runs
+from kvkeep.cache.pinned import Arena
 from kvkeep.cache.shelf import Fetched, Shelf
 from kvkeep.cache.spill import Spill
 from kvkeep.compress.method import parse
@@ -38,7 +40,7 @@ from kvkeep.compress.recall.cut import (
     similarity,
     stretches,
 )
-from kvkeep.compress.recall.fetch import density_share, match_entropy, spend
+from kvkeep.compress.recall.fetch import density_share, match_entropy, spend, spend_even
 from kvkeep.compress.recall.index import (
     UNWANTED,
     Asking,
@@ -50,7 +52,9 @@ from kvkeep.compress.recall.index import (
     chosen_in_units,
 )
 from kvkeep.compress.recall.probe import Moments, activation_bias, joined
+from kvkeep.engine.turns import Turns
 from kvkeep.errors import BadParameter, StoreFull
+from kvkeep.model.rotary import Rotation
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1), (1, 1), (3, 3)]
 LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34]
@@ -232,6 +236,40 @@ def test_representatives(name, asked, seed):
     worth = index.worth(asking, about, units.new_ones(1, len(speakers)))
     assert about.shape == (1, len(speakers), kv_heads * dim) and worth.shape == (1, len(speakers))
     close(worth[0], want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("index", [*INDEXES.values(), Bounds(), Centres()], ids=[*INDEXES, "quest", "centres"])
+@many(12)
+def test_equal_stretches_are_described_as_any_units(index, seed):
+    """Bit by bit, or choices could differ."""
+    rng = np.random.default_rng(seed)
+    size, count, heads = int(rng.choice([1, 4, 9, 15])), int(rng.integers(1, 9)), int(rng.integers(1, 4))
+    keys = single(noise(rng, heads, size * count, 8)).to([torch.float32, torch.bfloat16][seed % 2])
+    mass = single(rng.integers(0, 3, size * count) if seed % 3 else rng.random(size * count))
+    member = (torch.arange(size * count) // size)[None]
+    got, want = (index.describe(Leaving(keys, mass, units, count)) for units in (None, member))
+    assert got.equal(want) and Leaving(keys, mass, None, count).units.equal(member)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@many(8)
+def test_turns_are_the_rotations(interleaved, kind, seed):
+    rng = np.random.default_rng(seed)
+    n, pairs, rest, first = int(rng.integers(1, 9)), int(rng.choice([1, 4])), int(rng.choice([0, 2])), 1000 * seed
+    turn = Rotation(torch.rand(pairs, generator=torch.Generator().manual_seed(seed)), interleaved)
+    vectors = single(noise(rng, 3, n, 2 * pairs + rest)).to(kind)
+    turns, where = Turns({0: turn, 1: turn, 2: None}), torch.arange(first, first + n)
+    for layer in (0, 1):
+        assert turns.back(layer, vectors, first).equal(turn.turn(vectors, -where))
+        assert turns.to(layer, vectors, first).equal(turn.turn(vectors, where))
+        twice = turn.turn(turn.turn(vectors, -where), torch.full((n,), 7))
+        assert turns.gathered(layer, vectors, first, 7).equal(twice)
+    assert len(turns.known) == 3 and turns.back(2, vectors, first) is vectors
+    turns.begin()
+    assert not turns.known
 
 
 # ---------------------------------------------------------------- tokens, pages, centres
@@ -647,6 +685,17 @@ def test_units_that_are_not_wanted(seed):
 
 
 @pytest.mark.core
+@many(60)
+def test_equal_units_are_spent_as_any(seed):
+    rng = np.random.default_rng(seed)
+    heads, units, size = int(rng.integers(1, 4)), int(rng.integers(1, 9)), int(rng.integers(1, 4))
+    worth = single(noise(rng, heads, units) if seed % 2 else rng.integers(0, 3, (heads, units)))
+    quota = size * int(rng.integers(0, units + 3))
+    want = spend(worth, torch.full((heads, units), size), quota).index
+    assert spend_even(worth, size, quota).equal(want)
+
+
+@pytest.mark.core
 def test_neighbours_by_hand():
     worth = torch.tensor([[0.0, 1.0, 9.0, 2.0, 3.0, 8.0, 4.0, 5.0]])
     two = torch.full((1, 8), 2)
@@ -878,6 +927,24 @@ def test_runs(seed):
     assert [i for first, last in found for i in range(first, last)] == numbers
     assert all(a[1] < b[0] for a, b in zip(found, found[1:], strict=False))
     assert runs([3, 4, 5, 9]) == [(3, 6), (9, 10)] and runs([]) == []
+
+
+@pytest.mark.core
+@many(20)
+def test_an_arena_hands_out_each_byte_once(seed):
+    rng, arena, held = np.random.default_rng(seed), Arena(CPU), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pinned, "SMALLEST", 1024)
+        patch.setattr(pinned, "LARGEST", 4096)
+        for number in range(40):
+            kind = [torch.float32, torch.bfloat16, torch.float64][number % 3]
+            with torch.inference_mode(bool(number % 2)):  # a block outlives the pass that asked for it
+                room = arena.take(tuple(rng.integers(1, 9, 3).tolist()), kind)
+                held.append((room.copy_(torch.full_like(room, number)), number))
+    assert all((room == number).all() and room.is_contiguous() for room, number in held)
+    blocks = {room.untyped_storage().data_ptr(): room.untyped_storage().nbytes() for room, _ in held}
+    assert arena.made == sum(blocks.values()) and all(size in (1024, 2048, 4096) for size in blocks.values())
+    assert sum(room.nbytes for room, _ in held) <= arena.made < 2 * len(held) * 512 + sum(r.nbytes for r, _ in held)
 
 
 @pytest.mark.core

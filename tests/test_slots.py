@@ -8,6 +8,7 @@ from conftest import EVICTING, make_llama
 from families import build, prompt
 
 import kvkeep
+from kvkeep.engine import slots
 from kvkeep.engine.fan import read
 from kvkeep.engine.slots import Together, packs
 from kvkeep.errors import CacheMisuse
@@ -21,9 +22,15 @@ def kept(model, ids, spec, budget):
     return cache, read(model, ids, [cache])
 
 
+@pytest.fixture(params=["slots", "stretches"])
+def layout(request, monkeypatch):
+    """Both on a processor; on a GPU only the ragged one is used."""
+    monkeypatch.setattr(slots, "is_ragged", lambda model: request.param == "stretches")
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("spec", SPECS)
-def test_together_is_alone(tiny, spec):
+def test_together_is_alone(tiny, spec, layout):
     ids, question, answer = torch.arange(150)[None] % 128, torch.tensor([3, 17, 90]), torch.tensor([5, 6])
     budgets = [24, 60, 33]
     caches = [kept(tiny, ids, spec, budget)[0] for budget in budgets]
@@ -37,7 +44,7 @@ def test_together_is_alone(tiny, spec):
             assert torch.allclose(got[row, place], want, atol=2e-5), (row, place)
 
 
-def test_rows_that_are_done_leave(tiny):
+def test_rows_that_are_done_leave(tiny, layout):
     ids = torch.arange(90)[None] % 128
     caches = [kept(tiny, ids, "snapkv+adakv", budget)[0] for budget in (70, 80, 85)]
     rows, fewer = (Together(tiny, caches, room=4) for _ in range(2))
@@ -49,7 +56,7 @@ def test_rows_that_are_done_leave(tiny):
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen2"])
-def test_families_decode_together(name):
+def test_families_decode_together(name, layout):
     model, ids = build(name, "eager"), prompt(60)
     caches = [kept(model, ids, "snapkv:window=8", budget)[0] for budget in (16, 24)]
     got = Together(model, caches, room=3).feed(ids[:, :3].expand(2, -1), keep=0)
@@ -86,12 +93,13 @@ def test_attention_over_slots_is_attention(q, softcap, sinks):
 
 def test_packs_waste_at_most_half():
     sizes = [64] * 18 + [128] * 18 + [1024] * 18 + [4096, 1, 512]
-    found = packs(sizes, most=2**20)
+    found = packs(sizes, 2**20, ragged=False)
     assert sorted(row for pack in found for row in pack) == list(range(len(sizes)))
     for pack in found:
         assert max(sizes[row] for row in pack) * len(pack) <= 2 * sum(sizes[row] for row in pack)
-    assert len(found) < 8 and packs([], most=9) == []
-    assert packs([9, 9, 9], most=20) == [[0, 1], [2]] and packs([9], most=5) == [[0]]
+    assert len(found) < 8 and packs([], 9, False) == []
+    assert packs([9, 9, 9], 20, False) == [[0, 1], [2]] and packs([9], 5, True) == [[0]]
+    assert packs([4, 900, 30], 1000, ragged=True) == [[1, 2, 0]] and packs([4, 900, 30], 930, True) == [[1, 2], [0]]
 
 
 def test_what_many_rows_hold_is_never_shared(tiny):

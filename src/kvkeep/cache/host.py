@@ -1,7 +1,8 @@
 """Keys and values put away in host memory: exactly once, in slabs that are never changed, so that copies share them.
 
-On a GPU machine slabs are pinned, fetched on a stream of their own, and the units fetched last stay on the device. With
-a folder, slabs beyond the memory limit are written to disk and read from there (memory-mapped).
+On a GPU machine slabs are pinned, and the device itself writes and reads them in the order of its stream: nobody waits
+for it before a processor wants to look. With a folder, slabs beyond the memory limit are written to disk and read from
+there (memory-mapped); then a processor fetches, on a stream of its own, and what was fetched last stays on the device.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.copies import Copies, Pair
+from kvkeep.cache.pinned import Arena, Table
 from kvkeep.cache.spill import Spill
 from kvkeep.errors import StoreFull
 
@@ -24,6 +27,13 @@ class Purse:
 
     def __init__(self, limit: int | None = None, spill: Spill | None = None) -> None:
         self.limit, self.spill, self.spent = limit, spill, 0
+        self.arenas: dict[torch.device, Arena] = {}
+
+    def arena(self, device: torch.device) -> Arena:
+        """Pinned memory, for a GPU."""
+        if device not in self.arenas:
+            self.arenas[device] = Arena(device, self.limit)
+        return self.arenas[device]
 
     def take(self, size: int) -> bool:
         """Pay for a slab; False where it has to go to disk."""
@@ -65,48 +75,78 @@ class Host:
     """One layer of one row: everything put away, in the order it was."""
 
     def __init__(
-        self, purse: Purse, device: torch.device, slabs: tuple[Slab, ...] = (), copies: Copies | None = None
+        self,
+        purse: Purse,
+        device: torch.device,
+        slabs: tuple[Slab, ...] = (),
+        copies: Copies | None = None,
+        table: Table | None = None,
+        tokens: int = 0,
+        nbytes: int = 0,
     ) -> None:
-        self.purse, self.device, self.slabs = purse, device, slabs
-        self.copies = copies or (None if device.type == "cpu" else Copies(device))  # a CPU needs none
-        self.ends = list(accumulate(slab.tokens for slab in slabs))
+        self.purse, self.device, self.slabs, self.copies = purse, device, slabs, copies
+        self.tokens, self.nbytes = tokens, nbytes  # everything, wherever it lies
+        # where the device finds the slabs; None where it cannot, or not all of them
+        self.table = table or (None if slabs else Table.new(device))
 
-    @property
-    def tokens(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    @property
-    def nbytes(self) -> int:
-        """Everything, wherever it lies."""
-        return sum(slab.nbytes for slab in self.slabs)
+    @cached_property
+    def ends(self) -> list[int]:
+        return list(accumulate(slab.tokens for slab in self.slabs))
 
     def put(self, keys: Tensor, values: Tensor) -> Host:
         """The same store with more in it; this one stays as it is. keys, values [kv_heads, n, dim]"""
         pair = (keys.detach(), values.detach())
-        size = sum(t.nbytes for t in pair)
+        size, tokens = keys.nbytes + values.nbytes, self.tokens + keys.shape[1]
         if self.purse.take(size):
-            slab = Slab(*(self._home(t) for t in pair))
+            slab, table = self._home(pair, tokens)
             weakref.finalize(slab, self.purse.give_back, size)
         else:
-            slab = Slab(*self.purse.spill.write(*(t.cpu() for t in pair)))
-        return Host(self.purse, self.device, (*self.slabs, slab), self.copies)
+            slab, table = Slab(*self.purse.spill.write(*(t.cpu() for t in pair))), None
+        return Host(self.purse, self.device, (*self.slabs, slab), self.copies, table, tokens, self.nbytes + size)
 
-    def _home(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory that owns exactly its own bytes."""
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
-        return copy.copy_(tensor)
+    def _home(self, pair: Pair, end: int) -> tuple[Slab, Table | None]:
+        """A copy in host memory, and the table that knows it; on its way while a GPU has other work."""
+        if self.device.type != "cuda" and self.table is None:
+            return Slab(*(torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in pair)), None
+        pair = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in pair)
+        slab = Slab(*(self.purse.arena(self.device).take(t.shape, t.dtype) for t in pair))
+        table = self.table and self.table.put(*pair, (slab.keys, slab.values), len(self.slabs), end)
+        if table is None:
+            for room, tensor in zip((slab.keys, slab.values), pair, strict=True):
+                room.copy_(tensor, non_blocking=True)
+        return slab, table
 
     @property
     def copies_nbytes(self) -> int:
         return self.copies.nbytes if self.copies else 0
+
+    def keys(self) -> list[Tensor]:
+        """Of all slabs, [kv_heads, n, dim] each, for a processor to read."""
+        self._settle()
+        return [slab.keys for slab in self.slabs]
+
+    def _settle(self) -> None:
+        """Wait for what is still on its way home."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def fetch(self, index: Tensor, unit: int = 1) -> Pair:
         """Tokens by number, ascending, [1 or kv_heads, k] -> keys and values [kv_heads, k, dim] on the device
 
         unit: tokens come in whole blocks of so many, which may stay on the device for the next time
         """
+        first = (self.slabs[0].keys, self.slabs[0].values)
         if not index.shape[1]:
-            return tuple(t[:, :0].to(self.device) for t in (self.slabs[0].keys, self.slabs[0].values))
+            return tuple(t[:, :0].to(self.device) for t in first)
+        if self.table and (pair := self.table.fetch(index, len(self.slabs), first)):
+            return pair
+        return self._read(index, unit)
+
+    def _read(self, index: Tensor, unit: int) -> Pair:
+        """`fetch` by a processor."""
+        self._settle()
+        if self.copies is None and self.device.type != "cpu":  # a CPU needs none
+            self.copies = Copies(self.device)
         if self.copies and unit > 1 and len(index) == 1:
             firsts = index[0, ::unit].tolist()
             return self.copies.get([self._name(first, unit) for first in firsts], unit, self._block)
@@ -126,6 +166,7 @@ class Host:
         return self._runs(list(range(first, first + unit)), at_home=True)
 
     def everything(self) -> Pair:
+        self._settle()
         return tuple(
             torch.cat([getattr(slab, part) for slab in self.slabs], 1).to(self.device) for part in ("keys", "values")
         )

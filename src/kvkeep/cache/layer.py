@@ -5,19 +5,25 @@ most 1.6 %, and a decode step copies at most 64 tokens per head on average.
 
 A cache that drops one token for each that comes does not move the others: the newcomer takes the slot that is free
 (`swap_in`), and the one that goes leaves the next free slot (swap.py). Order is restored when somebody looks.
+
+A layer that stores fewer bits holds keys and values as numbers only while a pass of several tokens goes through it.
+After that they rest as codes (coded.py), and whoever looks at them gets numbers of his own.
 (Longer than most files: nobody else may touch these buffers.)
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvkeep.cache.coded import Coded, whole_groups
+from kvkeep.kernels.packed import GROUP
 from kvkeep.types import NOWHERE, Tokens
 
 GROWTH = 64
@@ -34,10 +40,13 @@ class Paused:
 class LayerCache:
     """Sole owner of a layer's tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, bits: int | None = None) -> None:
+        """bits: 8 or 4 a number; None: as many as the model's"""
+        self.bits = bits
+        self.coded: Coded | None = None  # keys and values, or what they were before the pass under way
         self.rows = 0
         self.kv_heads = 0
-        self.flat: Tokens | None = None  # every segment's slots, one after the other
+        self.flat: Tokens | None = None  # every segment's slots, one after the other; no keys and values if they rest
         self.starts: list[int] = []
         self.lengths: list[int] = []
         self.room: list[int] = []  # slots of each segment, used or not
@@ -50,7 +59,13 @@ class LayerCache:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, measured on their storages."""
-        return _bytes(self.flat.keys, self.flat.values) if self.flat else 0
+        codes = self.coded.nbytes if self.coded else 0
+        return codes + (_bytes(self.flat.keys, self.flat.values) if self.flat else 0)
+
+    @property
+    def rests(self) -> bool:
+        """Keys and values are held as codes only."""
+        return self.coded is not None and self.flat is not None and self.flat.keys is None
 
     @property
     def index_nbytes(self) -> int:
@@ -59,8 +74,11 @@ class LayerCache:
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes one token's key and value take in one key head."""
-        return sum(t.shape[-1] * t.element_size() for t in self.flat.parts[:2]) if self.flat else 0
+        """Bytes one token's key and value take in one key head, as the model makes them."""
+        if not self:
+            return 0
+        like = (self.coded.tail_keys, self.coded.tail_values) if self.coded else self.flat.parts[:2]
+        return sum(t.shape[-1] * t.element_size() for t in like)
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -73,14 +91,24 @@ class LayerCache:
         return self.lengths[row * self.kv_heads : (row + 1) * self.kv_heads]
 
     def row(self, row: int) -> list[Tokens]:
-        """Views of one row's tokens, per key head, in order of position."""
+        """One row's tokens, per key head, in order of position: views, except of keys and values that rest."""
         self.settle()
         mine = self.segments[row * self.kv_heads : (row + 1) * self.kv_heads]
-        return [self.flat.map(lambda t, s=start, n=length: t[s : s + n]) for start, length in mine]
+        heads = [self.flat.map(lambda t, s=start, n=length: t[s : s + n]) for start, length in mine]
+        if not self.rests:
+            return heads
+        pairs = zip(*(part[0] for part in self.coded.numbers(slice(row, row + 1))), strict=True)
+        return [
+            replace(head, keys=keys[:n], values=values[:n])
+            for head, (keys, values), (_, n) in zip(heads, pairs, mine, strict=True)
+        ]
+
+    def all_rows(self) -> list[list[Tokens]]:
+        return [self.row(row) for row in range(self.rows)]
 
     def dense(self, row: int) -> Tokens:
         """One row as [kv_heads, longest, …]; shorter heads are padded, their positions with NOWHERE."""
-        if self.is_even and len(set(self.room)) == 1:
+        if self.is_even and len(set(self.room)) == 1 and not self.rests:
             return self.even().map(lambda t: t[row])
         heads = [piece.parts for piece in self.row(row)]
         fills = (0, 0, NOWHERE, NOWHERE, 0)
@@ -90,8 +118,24 @@ class LayerCache:
         ]
         return Tokens(*parts)
 
-    def fill(self, rows: Sequence[Sequence[Tokens]], growth: int = 0, spare: int = 0) -> None:
-        """Replace everything by copies of these tokens, packed; growth=64 leaves a 64th of room, spare=1 one slot."""
+    def fill(
+        self,
+        rows: Sequence[Sequence[Tokens]],
+        growth: int = 0,
+        spare: int = 0,
+        were: Sequence[int] | None = None,
+    ) -> None:
+        """Replace everything by copies of these tokens, packed; growth=64 leaves a 64th of room, spare=1 one slot.
+
+        were: which segment of before each one is, where it is not the one of the same number
+        """
+        if self.bits:
+            known = self._known([piece for row in rows for piece in row], were)
+            self.coded = Coded.of(rows, self.bits, growth, self.coded, known)
+            rows = [[replace(piece, keys=None, values=None) for piece in row] for row in rows]
+        self._lay(rows, growth, spare)
+
+    def _lay(self, rows: Sequence[Sequence[Tokens]], growth: int, spare: int = 0) -> None:
         pieces = [piece for row in rows for piece in row]
         self.lengths = [len(piece.positions) for piece in pieces]
         self.room = [n + spare + (n // growth if growth else 0) for n in self.lengths]
@@ -104,28 +148,59 @@ class LayerCache:
         self.rows, self.kv_heads = len(rows), len(rows[0])
         self.mark_ends()
 
+    def _known(self, pieces: Sequence[Tokens], were: Sequence[int] | None) -> Tensor | None:
+        """Which packed group each complete group of these tokens is, -1 where it is none. [groups]
+
+        It is one if the segment had the same tokens there, and their keys have not been moved since.
+        """
+        if self.coded is None or self.flat is None:
+            return None
+        of = were or range(len(pieces))
+        groups = [(was, g) for was, piece in zip(of, pieces, strict=True) for g in range(len(piece.positions) // GROUP)]
+        device = self.flat.positions.device
+        packed = torch.tensor([self.coded.group(*each) for each in groups], dtype=torch.int64, device=device)
+        first = torch.tensor([self.starts[was] + g * GROUP for was, g in groups], dtype=torch.int64, device=device)
+        slots = (first[:, None] + torch.arange(GROUP, device=device)).clamp_max(len(self.flat.positions) - 1)
+        for old, *new in zip(self.flat.parts[2:4], *(piece.parts[2:4] for piece in pieces), strict=True):
+            if old is not None:
+                packed = torch.where((whole_groups(new) == old[slots]).all(1), packed, -1)
+        return packed
+
+    def rest(self) -> None:
+        """Let keys and values become codes again, if they are to be."""
+        if self and self.bits and not self.rests:
+            self.fill(self.all_rows())
+
     def append(self, keys: Tensor, values: Tensor, positions: Sequence[Tensor], real: Sequence[Tensor] | None) -> None:
         """Add new tokens at the end of every segment.
 
         keys, values [rows, kv_heads, q, dim]; per row the positions of its new tokens and which of the q are real
-        (None: all of them, in every row).
+        (None: all of them, in every row). Where they rest, single tokens join them there; several are not packed yet.
         """
         self.settle()
-        if real is None and self._has_room(keys.shape[2]):
+        if real is None and keys.shape[2] == 1 and self.rests:
+            return self._append_coded(keys, values, torch.stack(list(positions)))
+        if real is None and not self.rests and self._has_room(keys.shape[2]):
             return self._write(keys, values, torch.stack(list(positions)))
         grown = []
         for row, where in enumerate(positions):
             new_keys, new_values = (new[row] if real is None else new[row][:, real[row]] for new in (keys, values))
             heads = zip(self.row(row), new_keys, new_values, strict=True)
             grown.append([_joined(old, self._new(k, v, where)) for old, k, v in heads])
-        self.fill(grown, GROWTH)
+        self._lay(grown, GROWTH)
+
+    def _append_coded(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        if not (self._has_room(1) and self.coded.has_room):
+            self.fill(self.all_rows(), GROWTH, spare=GROUP)
+        self.coded.append(keys[:, :, 0], values[:, :, 0])
+        self._write(keys, values, positions)
 
     def _has_room(self, count: int) -> bool:
         return self._writable and all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
 
     @property
     def _writable(self) -> bool:
-        return torch.is_inference_mode_enabled() or not self.flat.keys.is_inference()
+        return torch.is_inference_mode_enabled() or not self.flat.positions.is_inference()
 
     def _new(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tokens:
         """Tokens of one head as they arrive: standing where they stood, nothing noted yet."""
@@ -149,7 +224,7 @@ class LayerCache:
 
     def mark_ends(self) -> None:
         """Note the first free slot of every segment on the device, so that decoding never waits for the host."""
-        self.ends = torch.tensor([start + length for start, length in self.segments], device=self.flat.keys.device)
+        self.ends = torch.tensor([start + length for start, length in self.segments], device=self.flat.positions.device)
 
     @property
     def is_even(self) -> bool:
@@ -157,15 +232,21 @@ class LayerCache:
         return bool(self.lengths) and min(self.lengths) == max(self.lengths)
 
     def even(self) -> Tokens:
-        """Views of everything as [rows, kv_heads, n, …]; only if `is_even`."""
+        """Everything as [rows, kv_heads, n, …]: views, except of keys and values that rest; only if `is_even`."""
         self.settle()
-        n = self.lengths[0]
-        return self.flat.map(lambda t: t.view(self.rows, self.kv_heads, -1, *t.shape[1:])[:, :, :n])
+        tokens = self.flat.map(self.evenly)
+        if not self.rests:
+            return tokens
+        keys, values = self.coded.numbers(slice(None))
+        return replace(tokens, keys=keys, values=values)
+
+    def evenly(self, part: Tensor) -> Tensor:
+        """A view of one of the flat buffers as [rows, kv_heads, n, …]; only if `is_even`."""
+        return part.view(self.rows, self.kv_heads, -1, *part.shape[1:])[:, :, : self.lengths[0]]
 
     def open(self) -> None:
         """Repack with one slot more than there are tokens in every segment, free for the next."""
-        rows = [self.row(row) for row in range(self.rows)]
-        self.fill(rows, spare=1)
+        self.fill(self.all_rows(), spare=1)
         self.hole = self.ends
         self.firsts = torch.tensor(self.starts, device=self.ends.device)
 
@@ -203,15 +284,20 @@ class LayerCache:
         self.lengths = list(state.lengths)
         self.hole = state.hole
         self.mark_ends()
+        if self.coded:
+            self.coded.back_to(self.lengths)
+            self.rest()
 
     def take(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, repeats allowed: beam search and batch selection."""
-        self.fill([self.row(row) for row in rows])
+        were = [row * self.kv_heads + head for row in rows for head in range(self.kv_heads)]
+        self.fill([self.row(row) for row in rows], were=were)
 
     def copy(self) -> LayerCache:
-        twin = LayerCache()
+        self.settle()
+        twin = copy.copy(self)
         if self:
-            twin.fill([self.row(row) for row in range(self.rows)])
+            twin.fill(self.all_rows())
         return twin
 
 

@@ -32,9 +32,11 @@ class Shelf:
     mass: Tensor | None = None  # [n] attention the near tokens got, if units have representatives
     sinks: Pair | None = None  # the first tokens, once any token is put away
     about: tuple[Tensor, ...] = ()  # descriptions of the units put away, [1 or kv_heads, units, …] each
-    sizes: tuple[Tensor, ...] = ()  # tokens of each unit, [1 or kv_heads, units] each
-    where: tuple[Tensor, ...] = ()  # where the tokens put away stood in the text, [1 or kv_heads, n] each
+    even: int = 0  # tokens of every unit, if all have as many
+    sizes: tuple[Tensor, ...] = ()  # tokens of each unit, if not, [1 or kv_heads, units] each
+    where: tuple[Tensor, ...] = ()  # where the tokens put away stood, unless in order, [1 or kv_heads, n] each
     moments: Any = None  # of all queries so far
+    worth: Tensor | None = None  # [1, units] of the units to the window read last, if density matters
     density: tuple[float, int] | None = None  # mean entropy of the matches while writing, over how many steps
     fetched: Fetched | None = None
 
@@ -46,6 +48,13 @@ class Shelf:
     def first(self) -> int:
         """Where the oldest near token stands in the text."""
         return self.seen - self.nearby
+
+    @property
+    def each_size(self) -> tuple[Tensor, ...]:
+        """Tokens of each unit, told one by one even where all have as many."""
+        if not self.even:
+            return self.sizes
+        return (torch.full((1, self.host.tokens // self.even), self.even, device=self.near[0].device),)
 
     @property
     def device_tokens(self) -> int:
@@ -62,7 +71,7 @@ class Shelf:
     @property
     def index_nbytes(self) -> int:
         """Bytes of what is known of tokens and units, beside them."""
-        known = [*self.about, *self.sizes, *self.where, *([] if self.mass is None else [self.mass])]
+        known = [*self.about, *self.sizes, *self.where, self.mass, self.worth]
         return sum(t.nbytes for t in known if t is not None)
 
     def positions(self) -> list[list[int]]:
@@ -70,7 +79,9 @@ class Shelf:
         near = list(range(self.first, self.seen))
         sinks = list(range(self.sinks[0].shape[1] if self.sinks else 0))
         fetched: list[list[int]] = [[]]
-        if self.fetched is not None:
+        if self.fetched is not None and not self.where:
+            fetched = (self.fetched.index + len(sinks)).tolist()
+        elif self.fetched is not None:
             where = torch.cat(self.where, 1)
             index = self.fetched.index.to(where.device).expand(max(len(where), len(self.fetched.index)), -1)
             fetched = where.expand(len(index), -1).gather(1, index).sort(1).values.tolist()

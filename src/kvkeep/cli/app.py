@@ -69,6 +69,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop the answer after this many tokens.")] = 64,
     settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
     chunk: Annotated[int | None, typer.Option(min=1, help="Read the prompt this many tokens at a time.")] = None,
+    storage: Annotated[str | None, typer.Option(help="int8 or int4: keep keys and values in fewer bits.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Run `full` beside it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
@@ -77,7 +78,7 @@ def run(
 ) -> None:
     """Answer a question about a document from a compressed cache, and say what that saved."""
     text, question = inputs.prompt(document, question)
-    plans = [inputs.plan(method, budget, settings or [])]
+    plans = [inputs.plan(method, budget, settings or [], storage)]
     if compare:
         plans.append(inputs.plan("full", budget, []))
     from kvkeep.cli.ask import Asker

@@ -34,7 +34,8 @@ class Asker:
             self.model(torch.zeros((1, 8), dtype=torch.long, device=self.model.device))
 
     def engine(self, plan: Plan, chunk: int | None) -> Any:
-        return kvkeep.Engine(self.model, self.tokenizer, plan.method, plan.budget, piece=chunk, **plan.parameters)
+        how = {"piece": chunk, "storage": plan.storage, **plan.parameters}
+        return kvkeep.Engine(self.model, self.tokenizer, plan.method, plan.budget, **how)
 
     def ask(self, engine: Any, plan: Plan, document: str, question: str, max_new_tokens: int, out: Any) -> Outcome:
         """out: where the answer is written as it comes, or None."""

@@ -15,17 +15,20 @@ class Plan:
     method: str
     budget: int | float
     parameters: dict[str, Any]
+    storage: str | None = None
 
 
-def plan(method: str, budget: str, settings: list[str]) -> Plan:
+def plan(method: str, budget: str, settings: list[str], storage: str | None = None) -> Plan:
     from kvkeep.compress.method import parse, setting
 
     parameters = dict(setting(each) for each in settings)
     _, number = setting(f"budget={budget}")
     if isinstance(number, bool | str):
         raise BadInput(f"--budget {budget!r} is not a number; give tokens per key head (512) or a fraction (0.1).")
-    parse(method, **parameters).check(number)
-    return Plan(method, number, parameters)
+    recipe = parse(method, **parameters)
+    recipe.check(number)
+    recipe.bits(storage)
+    return Plan(method, number, parameters, storage)
 
 
 def prompt(document: str, question: str) -> tuple[str, str]:

@@ -14,7 +14,10 @@ from kvkeep.compress.recall.plan import Recall
 from kvkeep.compress.schedule import Schedule
 from kvkeep.compress.window import Guard
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.packed import GROUP
 from kvkeep.registry import Registry, did_you_mean
+
+STORAGE = {None: None, "int8": 8, "int4": 4}  # bits a number takes
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,24 @@ class Method:
         if isinstance(budget, int):
             (self.recall or self.guard).check(budget, self.name)
         return budget
+
+    def bits(self, storage: str | None) -> int | None:
+        """Bits a number takes in a storage, None: as many as in the model; refused where it cannot work."""
+        if storage not in STORAGE:
+            raise BadParameter(f"storage={storage!r} is not known; use 'int8', 'int4', or None: as the model computes.")
+        if storage is None:
+            return None
+        if self.recall is not None:
+            raise BadParameter(
+                f"storage='{storage}' cannot work with '{self.name}', which puts tokens away and fetches them: "
+                "use storage=None, or a method that drops, such as 'kvkeep' or 'snapkv'."
+            )
+        if self.schedule.every is not None and self.schedule.every < GROUP:
+            raise BadParameter(
+                f"storage='{storage}' packs {GROUP} tokens together, but '{self.name}' lets tokens go after every "
+                f"{self.schedule.every} while it writes; use schedule='prompt', or a buffer of {GROUP} or more."
+            )
+        return STORAGE[storage]
 
 
 @dataclass(frozen=True)

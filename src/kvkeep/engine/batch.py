@@ -155,9 +155,11 @@ class Batch:
         self.heat[row], self.share[row] = request.temperature, request.top_p
 
     def _too_large(self, cache: Cache, request: Request) -> str:
-        lengths = [[n + request.max_new_tokens for n in cache.store[i].row_lengths(0)] for i in self.pool.owned]
+        layers, room = self.pool.owned, request.max_new_tokens
+        slots = max(sum(self.pool.sizes(cache, i, room)) for i in layers)
+        most = max(max(cache.store[i].row_lengths(0)) for i in layers) + room
         return (
-            f"prompt and answer need {max(map(sum, lengths))} slots of a layer and up to {max(map(max, lengths))} of a "
+            f"prompt and answer need {slots} slots of a layer and up to {most} of a "
             f"key head; the pool has {self.pool.tokens} and {self.pool.longest}."
         )
 

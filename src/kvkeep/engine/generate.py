@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -22,6 +23,7 @@ from kvkeep.engine.words import Sentences, Unfolding
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.model.adapter import trained_window
 from kvkeep.model.prompt import encode, ends
+from kvkeep.model.slices import sliced
 
 PIECE = 1024  # tokens read at a time: what a forward pass of a long prompt costs in memory
 
@@ -75,13 +77,17 @@ class Engine:
         schedule: str | int | None = None,
         host_limit: int | None = None,
         disk: str | Path | None = None,
+        storage: str | None = None,
         **parameters: Any,
     ):
-        """piece: tokens of a prompt read at a time; None: all at once where the window and the method allow it."""
+        """piece: tokens of a prompt read at a time; None: all at once where the window and the method allow it.
+
+        The rest as in `kvkeep.Cache`.
+        """
         if piece is not None and piece < 1:
             raise BadParameter(f"piece={piece}: a prompt is read at least one token at a time.")
         self.model, self.tokenizer, self.piece = model, tokenizer, piece
-        self.options = {"schedule": schedule, "host_limit": host_limit, "disk": disk}
+        self.options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         self.method, self.budget = parse(method, **parameters), budget
         self.cache = self._fresh()  # of the answer written last
         self.fed: list[int] = []  # what it has read
@@ -230,7 +236,7 @@ class Engine:
         needs = self.method.recall.needs if self.method.recall else ""
         if needs == "sentences":
             self.cache.recaller.tell(0, self.sentences.ends(ids))
-        with torch.inference_mode():
+        with torch.inference_mode(), sliced(self.model) if len(ids) > 1 else nullcontext():
             shown = 0 if needs == "surprise" else keep
             batch = ids[None].to(self.model.device)
             logits = self.model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]

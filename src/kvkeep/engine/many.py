@@ -11,6 +11,7 @@ from kvkeep.engine.batch import Batch, Request
 from kvkeep.engine.pool import Pool
 from kvkeep.engine.words import Unfolding
 from kvkeep.errors import BadInput
+from kvkeep.kernels.packed import GROUP
 from kvkeep.model.adapter import key_shape
 from kvkeep.model.prompt import ends
 
@@ -50,7 +51,9 @@ def batch_for(engine: Engine, requests: Sequence[Request], rows: int, seed: int 
         kept *= 2  # a layer may get more than its share
     room = max(request.max_new_tokens for request in requests)
     longest = kept if isinstance(method.heads, EqualHeads) else kept * kv_heads  # so may a head
-    pool = Pool(engine.model, rows, rows * kv_heads * (kept + room), longest + room)
+    storage = engine.cache.storage
+    slots = kept + (max(room, GROUP) if storage else room)  # whatever is stored in groups takes one at least
+    pool = Pool(engine.model, rows, rows * kv_heads * slots, longest + room, storage)
     return Batch(engine.model, engine.read_alone, ends(engine.model, engine.tokenizer), pool, seed)
 
 

@@ -1,4 +1,4 @@
-"""Room for many sequences, made once: what each keeps lies in a stretch of its own of one flat buffer per layer.
+"""Room for many sequences, made once: what each keeps lies in a stretch of its own of one buffer per layer (rooms.py).
 
 Sequences come and go without moving each other. Where a row's tokens lie and how many there are is known on the device
 alone, so a decode step of all rows can be captured in a CUDA graph and replayed.
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.stretches import Stretches
+from kvkeep.compress.method import STORAGE
+from kvkeep.engine.rooms import Plain, Quantised
 from kvkeep.engine.session import Cache
 from kvkeep.errors import CacheMisuse, UnsupportedModel
-from kvkeep.kernels.best import append_ragged, attend_ragged
 from kvkeep.model.adapter import AdaptedCache, devices, key_shape
 from kvkeep.model.attention import Handover
 
@@ -45,18 +46,20 @@ class Places:
 class Pool(AdaptedCache):
     """A cache of so many rows that are decoded one token at a time, each where it stands."""
 
-    def __init__(self, model: Any, rows: int, tokens: int, longest: int):
-        """tokens: slots of each layer, over all rows and key heads; longest: slots one head may have of them"""
+    def __init__(self, model: Any, rows: int, tokens: int, longest: int, storage: str | None = None):
+        """tokens: slots of each layer, over all rows and key heads; longest: tokens one head may have of them
+
+        storage: as in `Cache`
+        """
         super().__init__(model)
         if len(self.owned) != len(self.layers):
             raise UnsupportedModel(f"{self.name} has sliding-window or linear layers, which a pool does not hold yet.")
-        self.rows, self.tokens = rows, tokens
         kv_heads, dim = key_shape(model)
         place = devices(model)
         at = {i: place.get(i, model.device) for i in self.owned}
-        like = {i: {"dtype": model.dtype, "device": at[i]} for i in self.owned}
-        self.keys = {i: torch.zeros(tokens + 1, dim, **like[i]) for i in self.owned}  # the last slot is nobody's
-        self.values = {i: torch.zeros(tokens + 1, dim, **like[i]) for i in self.owned}
+        kind = Quantised if (bits := STORAGE[storage]) else Plain
+        self.rows, self.tokens, self.slots = rows, tokens, kind.slots
+        self.rooms = {i: kind(rows, kv_heads, tokens, dim, bits, model.dtype, at[i]) for i in self.owned}
         self.together = {device: [i for i in self.owned if at[i] == device] for device in at.values()}
         self.places = {
             device: Places.empty(len(layers), rows, kv_heads, tokens, device)
@@ -71,14 +74,20 @@ class Pool(AdaptedCache):
     def seen(self) -> int:
         return 1  # more than nothing; where rows stand is told by their positions
 
+    def sizes(self, cache: Cache, layer: int, room: int) -> list[int]:
+        """Slots each key head needs for what a cache of one row kept, and so many tokens more."""
+        return [self.slots(n + room) for n in cache.store[layer].row_lengths(0)]
+
     def fits(self, cache: Cache, room: int) -> bool:
         """Whether there is space now for what a cache kept and so many tokens more per key head."""
-        return self.holds(cache, room) and all(self.free[i].largest >= _size(cache, i, room) for i in self.owned)
+        return self.holds(cache, room) and all(
+            self.free[i].largest >= sum(self.sizes(cache, i, room)) for i in self.owned
+        )
 
     def holds(self, cache: Cache, room: int) -> bool:
         """Whether there would be if nobody else was here."""
         most = max(max(cache.store[i].row_lengths(0)) for i in self.owned) + room
-        return most <= self.longest and all(_size(cache, i, room) <= self.tokens for i in self.owned)
+        return most <= self.longest and all(sum(self.sizes(cache, i, room)) <= self.tokens for i in self.owned)
 
     def admit(self, row: int, cache: Cache, room: int) -> None:
         """Copy what a cache of one row kept."""
@@ -87,12 +96,11 @@ class Pool(AdaptedCache):
         self.taken[row] = []
         starts, lengths = {}, {i: cache.store[i].row_lengths(0) for i in self.owned}
         for i in self.owned:
-            start = self.free[i].take(size := _size(cache, i, room))
-            self.taken[row].append((start, size))
-            *starts[i], _ = accumulate((n + room for n in lengths[i]), initial=start)
-            for begin, kept in zip(starts[i], cache.store[i].row(0), strict=True):
-                mine = slice(begin, begin + len(kept.keys))
-                self.keys[i][mine], self.values[i][mine] = kept.keys, kept.values
+            sizes = self.sizes(cache, i, room)
+            start = self.free[i].take(sum(sizes))
+            self.taken[row].append((start, sum(sizes)))
+            *starts[i], _ = accumulate(sizes, initial=start)
+            self.rooms[i].put(row, starts[i], cache.store[i])
         for device, layers in self.together.items():
             place = self.places[device]
             place.starts[:, row] = torch.tensor([starts[i] for i in layers]).to(device)
@@ -125,15 +133,8 @@ class Pool(AdaptedCache):
 
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
         """One token for every row; rows that are free write where nobody reads."""
-        keys, values = self.keys[index], self.values[index]
         place, layer = self.place[index]
         starts, lengths, active = (t[: self.opened] for t in (place.starts[layer], place.lengths[layer], place.active))
-        append_ragged(keys, values, new.key, new.value, starts, lengths, active)
-        output = attend_ragged(
-            new.query, keys, values, starts, lengths, self.longest, new.scale, new.softcap, new.sinks
-        )  # fmt: skip
-        return new.outcome(output)
-
-
-def _size(cache: Cache, layer: int, room: int) -> int:
-    return sum(length + room for length in cache.store[layer].row_lengths(0))
+        room = self.rooms[index]
+        room.append(new.key, new.value, starts, lengths, active)
+        return new.outcome(room.attend(new.query, starts, lengths, self.longest, new.scale, new.softcap, new.sinks))

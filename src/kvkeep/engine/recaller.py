@@ -16,10 +16,11 @@ from torch.nn.functional import cosine_similarity
 from kvkeep.cache.host import Host, Pair, Purse
 from kvkeep.cache.shelf import Fetched, Shelf, grown
 from kvkeep.compress.method import Method
-from kvkeep.compress.recall.fetch import by_unit, density_share, match_entropy, spend
+from kvkeep.compress.recall.fetch import by_unit, density_share, match_entropy, spend, spend_even
 from kvkeep.compress.recall.index import Asking, EachToken, Leaving
 from kvkeep.compress.recall.probe import Moments, joined
 from kvkeep.engine.arrival import Arrival
+from kvkeep.engine.turns import Turns
 from kvkeep.errors import CacheMisuse
 from kvkeep.kernels.reference import attend_apart
 from kvkeep.model.attention import Handover
@@ -36,6 +37,7 @@ class Recaller:
 
     def __post_init__(self) -> None:
         self.recall = self.method.recall
+        self.turns = Turns(self.rotations)
         self.shelves: dict[int, list[Shelf]] = {}  # layer -> one per row
         self.fresh: dict[int, list[Shelf]] = {}  # of the pass under way
         self.left: dict[int, int] = {}  # row -> tokens that later layers may still fetch in this step
@@ -82,6 +84,8 @@ class Recaller:
 
     def _spread(self, outputs: list[Tensor | None], like: Tensor, width: int, arrival: Arrival) -> Tensor:
         """Rows back where they came from, zeros for padding. [rows, heads, q, dim]"""
+        if arrival.columns is None and len(outputs) == 1 and outputs[0] is not None:
+            return outputs[0][None]
         spread = like.new_zeros(*like.shape[:3], width)
         for row, output in enumerate(outputs):
             if output is not None:
@@ -108,6 +112,7 @@ class Recaller:
     def begin(self) -> None:
         """A forward pass begins."""
         self.forget()
+        self.turns.begin()
         self.left = {}
 
     def finish(self) -> None:
@@ -117,6 +122,14 @@ class Recaller:
 
     def forget(self) -> None:
         self.fresh = {}
+
+    def densities(self, layers: Sequence[int], row: int) -> list[float | None]:
+        """Mean entropy of the matches so far; of those made while reading, only the last counts."""
+        for j in layers:
+            shelf = self.shelves[j][row]
+            if shelf.worth is not None:  # a number only now that somebody asks: a GPU would have to be waited for
+                self.shelves[j][row] = replace(shelf, worth=None, density=(match_entropy(shelf.worth), 0))
+        return [density and density[0] for density in (self.shelves[j][row].density for j in layers)]
 
     def take(self, rows: Sequence[int]) -> None:
         self.shelves = {i: [shelves[row] for row in rows] for i, shelves in self.shelves.items()}
@@ -144,13 +157,15 @@ class Layer:
         fetched: list[Pair] = []
         reading_whole = self.recall.window is None and not self.writing
         if shelf.seen + q.shape[1] > budget and not reading_whole:
-            shelf = self.put_away(shelf, budget)
+            shelf = self.put_away(shelf, budget, brief=True)
         turned = self._turned(q, shelf.seen, sizes.near)
+        together = None
         if self.recall.index.wants_moments:
-            mine = Moments.of(joined(turned, len(k)))
+            together = joined(turned, len(k))
+            mine = Moments.of(together)
             shelf = replace(shelf, moments=shelf.moments.joined(mine) if shelf.moments else mine)
         if shelf.host.tokens:
-            shelf = replace(shelf, fetched=None) if reading_whole else self._choose(shelf, turned, budget)
+            shelf = replace(shelf, fetched=None) if reading_whole else self._choose(shelf, turned, together, budget)
 
             def far() -> Pair:
                 fetched.append(self._away(shelf, reading_whole))
@@ -171,13 +186,12 @@ class Layer:
 
     def _turned(self, q: Tensor, seen: int, edge: int) -> Tensor:
         """Queries as if they all stood `edge` behind a key without position."""
-        if not self.recall.moves or (turn := self.all.rotations[self.index]) is None:
+        if not self.recall.moves:
             return q
-        positions = torch.arange(seen, seen + q.shape[1], device=q.device)
-        return turn.turn(turn.turn(q, -positions), torch.full_like(positions, edge))
+        return self.all.turns.gathered(self.index, q, seen, edge)
 
-    def put_away(self, shelf: Shelf, budget: int) -> Shelf:
-        """Let go of what is no longer near, in whole units."""
+    def put_away(self, shelf: Shelf, budget: int, brief: bool = False) -> Shelf:
+        """Let go of what is no longer near, in whole units. brief: what stays will be copied anyway"""
         sizes, recall = self.recall.sizes(budget), self.recall
         sinks = 0 if shelf.sinks else sizes.sinks
         waiting = shelf.nearby - sinks - sizes.near
@@ -187,25 +201,42 @@ class Layer:
         ready = recall.cut.ready(marks, waiting, budget)
         if ready <= 0:
             return shelf
-        positions = torch.arange(shelf.first, shelf.first + sinks + ready, device=shelf.near[0].device)
         keys, values = (part[:, : sinks + ready] for part in shelf.near)
-        turn = self.all.rotations[self.index] if recall.moves else None
-        keys = turn.turn(keys, -positions) if turn else keys
-        member = recall.cut.members(keys[:, sinks:], None if marks is None else marks[:ready].to(keys.device), budget)
-        order, size = by_unit(member)
+        keys = self.all.turns.back(self.index, keys, shelf.first) if recall.moves else keys
+        near = tuple(part[:, sinks + ready :] for part in shelf.near)
         mass = None if shelf.mass is None else shelf.mass[sinks : sinks + ready]
-        about = recall.index.describe(Leaving(keys[:, sinks:], mass, member, size.shape[1]))
-        leaving = tuple(_in_order(part[:, sinks:], order) for part in (keys, values))
+        shelf, leaving = self._noted(shelf, Leaving(keys[:, sinks:], mass, None, 0), values[:, sinks:], marks, budget)
         return replace(
             shelf,
-            near=tuple(part[:, sinks + ready :].clone() for part in shelf.near),
+            near=near if brief else tuple(part.clone() for part in near),
             mass=None if shelf.mass is None else shelf.mass[sinks + ready :],
             sinks=shelf.sinks or (keys[:, :sinks].clone(), values[:, :sinks].clone()),
             host=shelf.host.put(*leaving),
-            about=shelf.about if about is None else grown(shelf.about, about),
-            sizes=grown(shelf.sizes, size),
-            where=grown(shelf.where, positions[sinks:].int()[order]),
         )
+
+    def _noted(
+        self, shelf: Shelf, leaving: Leaving, values: Tensor, marks: Tensor | None, budget: int
+    ) -> tuple[Shelf, Pair]:
+        """Cut tokens that leave into units and note what has to be known of them. -> also: them, unit after unit"""
+        recall, keys = self.recall, leaving.keys
+        ready, pair, where = keys.shape[1], (keys, values), shelf.where
+        even = recall.cut.size(budget) if recall.cut.even else 0
+        if even:
+            leaving = replace(leaving, count=ready // even)
+        else:
+            member = recall.cut.members(keys, None if marks is None else marks[:ready].to(keys.device), budget)
+            order, size = by_unit(member)
+            leaving = replace(leaving, member=member, count=size.shape[1])
+        if not recall.cut.in_order:
+            pair = tuple(_in_order(part, order) for part in pair)
+            first = shelf.host.tokens + (shelf.sinks[0].shape[1] if shelf.sinks else recall.sizes(budget).sinks)
+            where = grown(where, torch.arange(first, first + ready, dtype=torch.int32, device=keys.device)[order])
+        about = recall.index.describe(leaving)
+        shelf = replace(shelf, about=shelf.about if about is None else grown(shelf.about, about), where=where)
+        if even and even == (shelf.even if shelf.host.tokens else even):
+            return replace(shelf, even=even), pair
+        size = torch.full((1, leaving.count), even, device=keys.device) if even else size
+        return replace(shelf, even=0, sizes=grown(shelf.each_size, size)), pair
 
     def _away(self, shelf: Shelf, everything: bool) -> Pair:
         """What was chosen of the tokens put away, or all of them."""
@@ -221,13 +252,11 @@ class Layer:
     def _far(self, shelf: Shelf, pair: Pair) -> Pair:
         """Sinks and what is fetched, as attention meets them."""
         keys, values = (torch.cat(both, 1) for both in zip(shelf.sinks, pair, strict=True))
-        turn = self.all.rotations[self.index] if self.recall.far == "side by side" else None
-        if turn:
-            places = torch.arange(shelf.first - keys.shape[1], shelf.first, device=keys.device)
-            keys = turn.turn(keys, places)
+        if self.recall.far == "side by side":
+            keys = self.all.turns.to(self.index, keys, shelf.first - keys.shape[1])
         return keys, values
 
-    def _choose(self, shelf: Shelf, turned: Tensor, budget: int) -> Shelf:
+    def _choose(self, shelf: Shelf, turned: Tensor, together: Tensor | None, budget: int) -> Shelf:
         """Let the window's queries say which units they want."""
         recall, kv_heads = self.recall, len(shelf.near[0])
         probe = joined(turned, kv_heads).mean(0) if recall.similar is not None else None
@@ -236,17 +265,20 @@ class Layer:
         if again and float(cosine_similarity(probe, last.probe, 0)) >= recall.similar:
             return shelf
         question = self.all.question.get(self.index)
-        asking = Asking(turned, kv_heads, self.new.scale, shelf.moments, question, not self.writing)
-        keys = isinstance(recall.index, EachToken)
-        about = [slab.keys for slab in shelf.host.slabs] if keys else torch.cat(shelf.about, 1)
-        sizes = torch.cat(shelf.sizes, 1)
-        worth = recall.index.worth(asking, about, sizes)
-        sizes = sizes.expand(len(worth), -1)
+        asking = Asking(turned, kv_heads, self.new.scale, shelf.moments, question, not self.writing, together)
+        about = shelf.host.keys() if isinstance(recall.index, EachToken) else torch.cat(shelf.about, 1)
+        alike = shelf.even and not recall.index.wants_sizes and not recall.neighbours
+        worth = recall.index.worth(asking, about, None if alike else torch.cat(shelf.each_size, 1))
         quota = self._quota(shelf, budget)
         if recall.density:
             shelf, quota = self._share(shelf, worth, quota, budget)
-        index = spend(worth, sizes, quota, recall.neighbours).index
-        same = last is not None and index.equal(last.index)
+        if alike and quota % shelf.even == 0:
+            index = spend_even(worth, shelf.even, quota)
+        else:
+            sizes = torch.cat(shelf.each_size, 1).expand(len(worth), -1)
+            index = spend(worth, sizes, quota, recall.neighbours).index
+        looks = self.writing or index.device.type == "cpu"  # a GPU would have to be waited for, in vain while reading
+        same = looks and last is not None and index.equal(last.index)
         return replace(shelf, fetched=Fetched(probe, index, last.pair if same else None))
 
     def _quota(self, shelf: Shelf, budget: int) -> int:
@@ -257,16 +289,18 @@ class Layer:
 
     def _share(self, shelf: Shelf, worth: Tensor, quota: int, budget: int) -> tuple[Shelf, int]:
         """While writing, layers share what all of them may fetch; ActQKV's information density."""
-        now = match_entropy(worth)
         if not self.writing:
-            return replace(shelf, density=(now, 0)), quota
-        layers = self.all.owned
+            return replace(shelf, worth=worth), quota
+        now, layers = match_entropy(worth), self.all.owned
         left = self.all.left.setdefault(self.row, len(layers) * quota)
-        later = [self.all.shelves[j][self.row].density for j in layers[layers.index(self.index) + 1 :]]
-        share = density_share(now, [mean[0] if mean else now for mean in later], left, self.recall.cut.whole(budget))
+        later = self.all.densities(layers[layers.index(self.index) + 1 :], self.row)
+        share = density_share(
+            now, [now if mean is None else mean for mean in later], left, self.recall.cut.whole(budget)
+        )
         self.all.left[self.row] = left - share
-        mean, steps = shelf.density or (0.0, 0)
-        return replace(shelf, density=((mean * steps + now) / (steps + 1), steps + 1)), share
+        mean, steps = (shelf.density if shelf.worth is None else None) or (0.0, 0)
+        mean = (mean * steps + now) / (steps + 1)
+        return replace(shelf, worth=None, density=(mean, steps + 1)), share
 
 
 def _in_order(tokens: Tensor, order: Tensor) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from kvkeep.cache import file
+from kvkeep.cache.coded import Coded
 from kvkeep.compress.method import parse
 from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError
+from kvkeep.kernels.packed import Packed
 from kvkeep.model.adapter import OwnedLayer, devices, fingerprint
 from kvkeep.model.stock import restore, tensors_of
 from kvkeep.types import Tokens
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from kvkeep.engine.session import Cache
 
 PARTS = ("keys", "values", "positions", "places", "notes")
+CODES = tuple(each.name for each in fields(Packed) if each.name != "bits")
+TAILS = ("tail_keys", "tail_values")
 
 
 def save(cache: Cache, path: str | Path) -> None:
@@ -40,6 +44,9 @@ def save(cache: Cache, path: str | Path) -> None:
         for i, layer in cache.store.items() if layer
         for name, part in zip(PARTS, layer.flat.parts, strict=True) if part is not None
     }  # fmt: skip
+    coded = {i: layer.coded for i, layer in cache.store.items() if layer.coded}
+    tensors |= {f"layer.{i}.{name}": getattr(each.packed, name) for i, each in coded.items() for name in CODES}
+    tensors |= {f"layer.{i}.{name}": getattr(each, name) for i, each in coded.items() for name in TAILS}
     facts = {
         "model": fingerprint(cache.model),
         "model_class": cache.name,
@@ -52,6 +59,8 @@ def save(cache: Cache, path: str | Path) -> None:
         "columns": cache.arrivals.columns,
         "peak": cache.peak,
         "schedule": cache.method.schedule.every,
+        "storage": cache.storage,
+        "coded": {str(i): {name: getattr(each, name) for name in ("firsts", "room")} for i, each in coded.items()},
         "layers": {str(i): _shape(layer) for i, layer in cache.store.items()},
         "stock": _stock(cache, tensors),
     }
@@ -84,8 +93,8 @@ def load(kind: type[Cache], path: str | Path, model: Any) -> Cache:
     if facts.get("model") != fingerprint(model):
         raise BadCacheFile(f"{path} was saved with another model ({facts.get('model_class')}); load it with that one.")
     try:
-        schedule = Schedule(facts["schedule"])
-        cache = kind(model, facts["method"], facts["budget"], schedule=schedule, **facts["parameters"])
+        how = {"schedule": Schedule(facts["schedule"]), "storage": facts.get("storage")}
+        cache = kind(model, facts["method"], facts["budget"], **how, **facts["parameters"])
         _restore(cache, tensors, facts)
     except (KeyError, TypeError, KvkeepError) as e:
         raise BadCacheFile(f"{path} does not describe a cache this version understands ({e}); save it again.") from e
@@ -104,6 +113,9 @@ def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) ->
         if layer.lengths:
             layer.flat = Tokens(*(tensors.get(f"layer.{i}.{part}") for part in PARTS))
             layer.mark_ends()
+        if layer.lengths and layer.bits:
+            codes, tails = ([tensors[f"layer.{i}.{name}"] for name in names] for names in (CODES, TAILS))
+            layer.coded = Coded(Packed(*codes, layer.bits), *tails, **facts["coded"][str(i)], lengths=layer.lengths)
     for i, length in facts["stock"].items():
         restore(cache.layers[int(i)], tensors[f"stock.{i}.keys"], tensors[f"stock.{i}.values"], length)
     cache.observer.voters = {

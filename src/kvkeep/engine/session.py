@@ -33,7 +33,7 @@ from kvkeep.engine.stepper import Stepper
 from kvkeep.engine.watch import Watch
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
 from kvkeep.kernels.reference import attend
-from kvkeep.model.adapter import AdaptedCache, OwnedLayer, trained_window
+from kvkeep.model.adapter import AdaptedCache, OwnedLayer, key_shape, trained_window
 from kvkeep.model.attention import Handover, with_sums
 from kvkeep.model.rotary import rotations
 from kvkeep.model.stock import has_run
@@ -51,9 +51,14 @@ class Cache(AdaptedCache):
         schedule: str | int | Schedule | None = None,
         host_limit: int | None = None,
         disk: str | Path | None = None,
+        storage: str | None = None,
         **parameters: Any,
     ):
-        """host_limit: bytes that tokens put away may take; disk: a folder for what exceeds them."""
+        """host_limit: bytes that tokens put away may take; disk: a folder for what exceeds them.
+
+        storage: "int8" or "int4", bits a number takes once its 32 tokens are complete; None: the model's. Tokens are
+        packed once, and once more whenever a contest has given them other neighbours.
+        """
         self.method = parse(method, **parameters)
         if schedule is not None:
             self.method = replace(self.method, schedule=as_schedule(schedule))
@@ -61,6 +66,9 @@ class Cache(AdaptedCache):
             raise BadParameter(f"'{self.method.name}' needs a budget: tokens per key head (512) or a fraction (0.1).")
         self.budget = self.method.check(1.0 if budget is None else budget)
         super().__init__(model)
+        self.storage, self.bits = storage, self.method.bits(storage)
+        if self.bits == 4 and (size := key_shape(model)[1]) % 2:
+            raise BadParameter(f"storage='int4' halves keys, but those of {self.name} have {size} numbers; use 'int8'.")
         moves = self.method.place or (self.method.recall and self.method.recall.moves)
         self.rotations = rotations(model, self.owned) if moves else {}
         self.purse = Purse(host_limit, Spill(disk) if disk is not None else None)
@@ -68,7 +76,7 @@ class Cache(AdaptedCache):
         self._clear()
 
     def _clear(self) -> None:
-        self.store = {i: LayerCache() for i in self.owned}
+        self.store = {i: LayerCache(self.bits) for i in self.owned}
         self.arrivals = Arrivals(partial(self.method.tokens, self.budget), self.method.schedule)
         self.arrival: Arrival | None = None  # the real tokens of the forward pass under way
         self.watch = Watch(self.name)
@@ -104,6 +112,7 @@ class Cache(AdaptedCache):
             result, sums = self._attended(layer, new, arrival)
             self.watch.check(index, new, arrival, layer)
             self._compete(index, new, arrival, layer, sums)
+        layer.rest()
         if index == self.owned[-1]:
             self._leave(new)
         return result
@@ -159,6 +168,8 @@ class Cache(AdaptedCache):
 
     def _over_cache(self, layer: LayerCache, new: Handover, arrival: Arrival) -> Tensor:
         layer.append(new.key.detach(), new.value.detach(), arrival.positions, arrival.columns)
+        if layer.rests:
+            return layer.coded.attend(new.query, new.scale, new.softcap, new.sinks)
         output = attend(
             arrival.pack(new.query), layer.flat.keys, layer.flat.values, layer.segments, arrival.counts,
             new.scale, new.softcap, new.sinks,
@@ -193,11 +204,12 @@ class Cache(AdaptedCache):
         if self.recaller:
             return [shelf.positions() for shelf in self.recaller.shelves.get(layer, [])]
         store = self.store[layer]
-        return [[head.positions.tolist() for head in store.row(row)] for row in range(store.rows)]
+        heads = [store.flat.positions[start : start + n].tolist() for start, n in store.segments]
+        return [heads[row * store.kv_heads : (row + 1) * store.kv_heads] for row in range(store.rows)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values of the compressed layers, measured on their storages."""
+        """Bytes of the keys and values of the compressed layers, measured on their storages, with steps and zeros."""
         if self.recaller:
             return sum(shelf.nbytes for rows in self.recaller.shelves.values() for shelf in rows)
         return sum(layer.nbytes for layer in self.store.values())
@@ -214,7 +226,7 @@ class Cache(AdaptedCache):
         if self.underway is not None:
             self._undo()
             self.underway = None
-        twin = type(self)(self.model, self.method, self.budget)
+        twin = type(self)(self.model, self.method, self.budget, storage=self.storage)
         twin.copy_stock(self)
         twin.store.update({i: layer.copy() for i, layer in self.store.items()})
         self.observer.gather()

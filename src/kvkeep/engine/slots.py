@@ -1,13 +1,14 @@
-"""Many rows decoded together: what caches keep of one text, side by side in slots that are as long as the longest.
+"""Many rows decoded together: what caches keep of one text, side by side.
 
 Nothing competes here: a question and its answer are added to copies of what was kept, and the caches stay as they are,
-so one compressed text serves many questions.
+so one compressed text serves many questions. A processor wants rows of equal size, a GPU has kernels for ragged ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from kvkeep.engine.graph import LONGEST, Replay
 from kvkeep.engine.session import Cache
 from kvkeep.errors import CacheMisuse
-from kvkeep.kernels.best import attend_slots
+from kvkeep.kernels.best import append_ragged, attend_ragged, attend_slots
 from kvkeep.model.adapter import AdaptedCache, OwnedLayer
 from kvkeep.model.attention import Handover
 from kvkeep.types import Tokens
@@ -32,12 +33,69 @@ class Slots:
     values: Tensor
     lengths: Tensor  # [rows, kv_heads]
 
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[Tokens]], room: int) -> Slots:
+        """What every row's key heads hold, copied to the beginning of slots with room at the end."""
+        lengths, like = _lengths(rows), rows[0][0]
+        shape = *lengths.shape, int(lengths.max()) + room
+        keys, values = (like.keys.new_zeros(*shape, t.shape[-1]) for t in (like.keys, like.values))
+        for row, heads in enumerate(rows):
+            for number, head in enumerate(heads):
+                mine = row, number, slice(len(head.keys))
+                keys[mine], values[mine] = head.keys, head.values
+        return cls(keys, values, lengths.to(keys.device))
+
     def add(self, keys: Tensor, values: Tensor) -> None:
         """Put q new tokens behind every head's own. keys, values [rows, kv_heads, q, dim]"""
         where = (self.lengths[..., None] + torch.arange(keys.shape[2], device=keys.device))[..., None]
         for buffer, new in ((self.keys, keys), (self.values, values)):
             buffer.scatter_(2, where.expand(-1, -1, -1, buffer.shape[-1]), new.to(buffer.dtype))
         self.lengths += keys.shape[2]
+
+    def attend(self, new: Handover) -> Tensor:
+        return attend_slots(new.query, self.keys, self.values, self.lengths, new.scale, new.softcap, new.sinks)
+
+    def take(self, rows: Tensor) -> Slots:
+        return Slots(self.keys[rows], self.values[rows], self.lengths[rows])
+
+
+@dataclass
+class Ragged:
+    """The same without empty slots: every head has a stretch of a flat buffer. keys and values [slots, dim]"""
+
+    keys: Tensor
+    values: Tensor
+    starts: Tensor  # [rows, kv_heads]
+    lengths: Tensor  # [rows, kv_heads]
+    longest: int  # that a head can become
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[Tokens]], room: int) -> Ragged:
+        lengths, like = _lengths(rows), rows[0][0]
+        *starts, total = accumulate((lengths + room).flatten().tolist(), initial=0)
+        keys, values = (like.keys.new_zeros(total, t.shape[-1]) for t in (like.keys, like.values))
+        for start, head in zip(starts, (head for heads in rows for head in heads), strict=True):
+            mine = slice(start, start + len(head.keys))
+            keys[mine], values[mine] = head.keys, head.values
+        places = (torch.tensor(starts).view_as(lengths), lengths)
+        return cls(keys, values, *(t.to(keys.device) for t in places), int(lengths.max()) + room)
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        everybody = torch.ones_like(self.lengths[:, :1])
+        for token in range(keys.shape[2]):
+            new = (t[:, :, token : token + 1] for t in (keys, values))
+            append_ragged(self.keys, self.values, *new, self.starts, self.lengths, everybody)
+
+    def attend(self, new: Handover) -> Tensor:
+        how = self.longest, new.scale, new.softcap, new.sinks
+        return attend_ragged(new.query, self.keys, self.values, self.starts, self.lengths, *how)
+
+    def take(self, rows: Tensor) -> Ragged:
+        return replace(self, starts=self.starts[rows], lengths=self.lengths[rows])
+
+
+def _lengths(rows: Sequence[Sequence[Tokens]]) -> Tensor:
+    return torch.tensor([[len(head.keys) for head in heads] for heads in rows])
 
 
 class Together(AdaptedCache):
@@ -51,7 +109,8 @@ class Together(AdaptedCache):
         self.now = caches[0].seen
         self.end = self.now + room
         room += LONGEST
-        self.slots = {index: _slots([cache.store[index].row(0) for cache in caches], room) for index in self.owned}
+        kind = Ragged if is_ragged(model) else Slots
+        self.slots = {index: kind.of([cache.store[index].row(0) for cache in caches], room) for index in self.owned}
         self.copy_stock(caches[0])
         for layer in self.layers:
             if not isinstance(layer, OwnedLayer):
@@ -70,8 +129,7 @@ class Together(AdaptedCache):
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
         slots = self.slots[index]
         slots.add(new.key.detach(), new.value.detach())
-        output = attend_slots(new.query, slots.keys, slots.values, slots.lengths, new.scale, new.softcap, new.sinks)
-        return new.outcome(output)
+        return new.outcome(slots.attend(new))
 
     def feed(self, ids: Tensor, keep: int = 1) -> Tensor:
         """One forward pass. ids [rows, q] -> logits of the last `keep` tokens, 0: of all [rows, keep, vocabulary]"""
@@ -103,39 +161,30 @@ class Together(AdaptedCache):
     def take(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         which = torch.tensor(rows)
-        for index, slots in self.slots.items():
-            mine = which.to(slots.keys.device)
-            self.slots[index] = Slots(slots.keys[mine], slots.values[mine], slots.lengths[mine])
+        self.slots = {index: slots.take(which.to(slots.keys.device)) for index, slots in self.slots.items()}
         for layer in self.layers:
             if not isinstance(layer, OwnedLayer):
                 layer.batch_select_indices(which)
         self._prepare(len(rows))
 
 
-def _slots(rows: Sequence[Sequence[Tokens]], room: int) -> Slots:
-    """What every row's key heads hold, copied to the beginning of slots with room at the end."""
-    lengths = torch.tensor([[len(head.keys) for head in heads] for heads in rows])
-    like = rows[0][0]
-    size = int(lengths.max()) + room
-    buffers = [like.keys.new_zeros(*lengths.shape, size, t.shape[-1]) for t in (like.keys, like.values)]
-    for row, heads in enumerate(rows):
-        for number, head in enumerate(heads):
-            for buffer, part in zip(buffers, (head.keys, head.values), strict=True):
-                buffer[row, number, : len(part)] = part
-    return Slots(*buffers, lengths.to(like.keys.device))
+def is_ragged(model: Any) -> bool:
+    """Whether rows may be of any size at no cost."""
+    return model.device.type == "cuda"
 
 
-def packs(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Rows of like size together, so that at most half of their slots lie empty, and no more than `most` are made.
+def packs(sizes: Sequence[int], most: int, ragged: bool) -> list[list[int]]:
+    """Rows to be decoded together, of no more than `most` slots; if not ragged, at most half of these lie empty.
 
     -> their numbers, largest first
     """
     found: list[list[int]] = []
     for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
-        held = sum(sizes[other] for other in found[-1]) + sizes[row] if found else 0
-        slots = (len(found[-1]) + 1) * sizes[found[-1][0]] if found else 0
-        if found and slots <= min(2 * held, most):
-            found[-1].append(row)
+        last = found[-1] if found else []
+        held = sum(sizes[other] for other in [*last, row])
+        slots = held if ragged or not last else (len(last) + 1) * sizes[last[0]]
+        if last and slots <= min(2 * held, most):
+            last.append(row)
         else:
             found.append([row])
     return found

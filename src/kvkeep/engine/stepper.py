@@ -41,8 +41,8 @@ class Went:
     @property
     def kind(self) -> tuple:
         """Layers of one kind can be decided for together."""
-        like = self.layer.flat.keys
-        return self.swapped, like.device, self.layer.kv_heads, like.shape, self.scale, id(self.rotation)
+        like, size = self.layer.flat.positions, self.layer.token_nbytes
+        return self.swapped, like.device, self.layer.kv_heads, like.shape, size, self.scale, id(self.rotation)
 
 
 @dataclass
@@ -140,12 +140,12 @@ class Stepper:
 
     def _note(self, alike: Sequence[Went]) -> None:
         """There was room: only what is remembered of the tokens changes."""
-        tokens = [one.layer.even() for one in alike]
-        positions, notes = (torch.cat(parts) for parts in zip(*((t.positions, t.notes) for t in tokens), strict=True))
+        each = [[one.layer.evenly(part) for part in (one.layer.flat.positions, one.layer.flat.notes)] for one in alike]
+        positions, notes = (torch.cat(parts) for parts in zip(*each, strict=True))
         newest = torch.full(positions.shape[:2], positions.shape[2] - 1, device=positions.device)
         noted = self.method.memory.step(self._step(alike, positions, notes, newest), self.budget)
-        for mine, new in zip(tokens, noted.chunk(len(alike)), strict=True):
-            mine.notes.copy_(new)
+        for (_, mine), new in zip(each, noted.chunk(len(alike)), strict=True):
+            mine.copy_(new)
 
     def _let_go(self, kind: tuple, alike: Sequence[Went]) -> None:
         swap, moving = self.swaps.get(kind, (None, None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -61,8 +62,13 @@ def captured(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Te
     return replay
 
 
-def read(model: Any, ids: Tensor, make: Callable[[], Any], piece: int | None) -> tuple[Any, float, int]:
-    """-> a cache that has read the ids [n], how long that took, and the most memory it took beyond what was held"""
+def read(
+    model: Any, ids: Tensor, make: Callable[[], Any], piece: int | None, how: Any = nullcontext
+) -> tuple[Any, float, int]:
+    """-> a cache that has read the ids [n], how long that took, and the most memory it took beyond what was held
+
+    how: a context that changes the way a model reads
+    """
     cuda = model.device.type == "cuda"
     if cuda:
         torch.cuda.empty_cache()
@@ -70,7 +76,7 @@ def read(model: Any, ids: Tensor, make: Callable[[], Any], piece: int | None) ->
     held = torch.cuda.memory_allocated() if cuda else 0
     cache, began = make(), now(model.device)
     size = piece or len(ids)
-    with torch.inference_mode():
+    with torch.inference_mode(), how():
         for start in range(0, len(ids), size):
             model(ids[None, start : start + size], past_key_values=cache, logits_to_keep=1)
     return cache, now(model.device) - began, torch.cuda.max_memory_allocated() - held if cuda else 0

@@ -19,7 +19,7 @@ from kvkeep.engine.fan import read
 from kvkeep.engine.generate import Engine
 from kvkeep.engine.report import Report
 from kvkeep.engine.session import Cache
-from kvkeep.engine.slots import Together, packs
+from kvkeep.engine.slots import Together, is_ragged, packs
 
 AT_ONCE = {"cpu": 2**31, "cuda": 2**32}  # bytes of keys and values answered from together
 
@@ -88,7 +88,7 @@ def rows(model: Any, held: Sequence[Held], room: int, share: bool) -> Iterator[t
     """
     mixed = [number for number, one in enumerate(held) if one.engine is None]
     sizes = [max(n for layer in held[number].report.tokens for n in layer[0]) + room for number in mixed]
-    for pack in packs(sizes, _most(held)) if share else [[i] for i in range(len(mixed))]:
+    for pack in packs(sizes, _most(held), is_ragged(model)) if share else [[i] for i in range(len(mixed))]:
         numbers = [mixed[i] for i in pack]
         yield numbers, Together(model, [held[number].cache for number in numbers], room)
     for number, one in enumerate(held):

@@ -8,27 +8,38 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
-from kvkeep.kernels import reference
+from kvkeep.kernels import packed, reference, turning
+from kvkeep.kernels.packed import Packed
 
 
 class Best:
     """One function in two implementations; the device of its first argument decides."""
 
-    def __init__(self, name: str, module: str, fits: Callable[..., bool] = lambda *_: True) -> None:
-        """fits: whether the kernel is made for these arguments; where it is not, torch's is the implementation."""
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        fits: Callable[..., bool] = lambda *_: True,
+        plain: ModuleType = reference,
+    ) -> None:
+        """fits: whether the kernel is made for these arguments; where it is not, torch's is the implementation.
+
+        plain: where torch's is
+        """
         self.name, self.module, self.fits = name, module, fits
-        self.plain = getattr(reference, name)
+        self.plain = getattr(plain, name)
         self.broken = False
 
-    def fast(self, first: Tensor, *rest: Any) -> bool:
+    def fast(self, first: Tensor | Packed, *rest: Any) -> bool:
         """Whether the kernel would do it."""
         return first.device.type == "cuda" and not self.broken and self.fits(first, *rest)
 
-    def __call__(self, first: Tensor, *rest: Any) -> Any:
+    def __call__(self, first: Tensor | Packed, *rest: Any) -> Any:
         if not self.fast(first, *rest):
             return self.plain(first, *rest)
         try:
@@ -43,8 +54,11 @@ class Best:
 append_ragged = Best("append_ragged", "decode")
 attend_slots = Best("attend_slots", "decode", lambda queries, *_: queries.shape[2] == 1)
 attend_ragged = Best("attend_ragged", "decode", lambda queries, *_: queries.shape[2] == 1)
+append_packed = Best("append_packed", "packed", plain=packed)
+attend_packed = Best("attend_packed", "packed", lambda queries, *_: queries.shape[2] == 1, packed)
 column_mass = Best("column_mass", "mass")
 distance = Best("distance", "divergence")
 assign = Best("assign", "assign")
 means = Best("means", "assign")
 likeness = Best("likeness", "neighbours")
+turned = Best("turned", "turn", lambda vectors, *_: vectors.stride(-1) == 1, turning)

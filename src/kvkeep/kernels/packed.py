@@ -86,7 +86,7 @@ def write(packed: Packed, start: int, keys: Tensor, values: Tensor) -> None:
     if start < 0 or start + n > packed.slots:
         raise ValueError(f"{n} tokens at slot {start} do not fit in {packed.slots} slots.")
     groups = torch.arange(start // GROUP, (start + n) // GROUP, device=packed.device)
-    _put(packed, groups, *(t.reshape(n // GROUP, GROUP, t.shape[1]) for t in (keys, values)))
+    put(packed, groups, *(t.reshape(n // GROUP, GROUP, t.shape[1]) for t in (keys, values)))
 
 
 def read(packed: Packed, start: int, n: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def append_packed(
     for tail, new in ((tail_keys, key), (tail_values, value)):
         tail.copy_(torch.where(here[..., None], new[:, :, None].to(tail.dtype), tail))
     full = mine & (lengths % GROUP == GROUP - 1)
-    _put(packed, (starts + lengths)[full] // GROUP, tail_keys[full], tail_values[full])
+    put(packed, (starts + lengths)[full] // GROUP, tail_keys[full], tail_values[full])
     lengths += active
 
 
@@ -137,6 +137,19 @@ def attend_packed(
 
     queries [rows, heads, 1, dim], the rest as `append_packed` leaves it -> [rows, heads, 1, wide]
     """
+    keys, values = unpacked(packed, tail_keys, tail_values, starts, lengths, longest)
+    output = reference.attend_slots(queries, keys, values, lengths, scale, softcap, sinks)
+    nothing = (lengths == 0).repeat_interleave(queries.shape[1] // lengths.shape[1], 1)
+    return output.masked_fill(nothing[..., None, None], 0)
+
+
+def unpacked(
+    packed: Packed, tail_keys: Tensor, tail_values: Tensor, starts: Tensor, lengths: Tensor, longest: int
+) -> tuple[Tensor, Tensor]:
+    """Every stretch as numbers in the tails' dtype; behind a stretch's length lies anything.
+
+    -> keys [rows, kv_heads, longest, dim], values [rows, kv_heads, longest, wide]
+    """
     tokens = torch.arange(longest, device=starts.device)
     coded = _got(packed, (starts[..., None] + tokens).clamp(0, packed.slots - 1))
     late = (tokens >= (lengths // GROUP * GROUP)[..., None])[..., None]
@@ -144,9 +157,7 @@ def attend_packed(
         torch.where(late, tail[:, :, tokens % GROUP], old.to(tail.dtype))
         for tail, old in zip((tail_keys, tail_values), coded, strict=True)
     )
-    output = reference.attend_slots(queries, keys, values, lengths, scale, softcap, sinks)
-    nothing = (lengths == 0).repeat_interleave(queries.shape[1] // lengths.shape[1], 1)
-    return output.masked_fill(nothing[..., None, None], 0)
+    return keys, values
 
 
 def quantised(numbers: Tensor, over: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,8 +186,8 @@ def spread(stored: Tensor, bits: int) -> Tensor:
     return stored if bits == 8 else torch.cat([stored & 15, stored >> 4], -1)
 
 
-def _put(packed: Packed, groups: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Whole groups to where they belong. groups [n] counted from slot 0, keys [n, 32, dim], values [n, 32, wide]"""
+def put(packed: Packed, groups: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Pack whole groups where they belong. groups [n] counted from slot 0, keys [n, 32, dim], values [n, 32, wide]"""
     keys, key_steps, key_zeros = quantised(keys, 1, packed.bits, packed.key_steps.dtype)
     values, value_steps, value_zeros = quantised(values, 2, packed.bits, packed.value_steps.dtype)
     packed.key_steps[groups], packed.key_zeros[groups] = key_steps[:, 0], key_zeros[:, 0]
@@ -188,6 +199,13 @@ def _put(packed: Packed, groups: Tensor, keys: Tensor, values: Tensor) -> None:
     )
     for buffer, new in by_token:
         buffer.view(-1, GROUP, *buffer.shape[1:])[groups] = new
+
+
+def move(source: Packed, groups: Tensor, target: Packed, places: Tensor) -> None:
+    """Copy whole groups as they are from one room to another of the same bits. groups and places [n] from slot 0"""
+    for old, new in zip(source.tensors, target.tensors, strict=True):
+        theirs, mine = (t.view(each.slots // GROUP, -1) for t, each in ((old, source), (new, target)))
+        mine[places] = theirs[groups]
 
 
 def _got(packed: Packed, slots: Tensor) -> tuple[Tensor, Tensor]:

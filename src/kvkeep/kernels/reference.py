@@ -295,22 +295,22 @@ def attend_apart(
     (near_keys, near_values), (heads, w, dim), n = near, queries.shape, near[0].shape[1]
     kv_heads = len(near_keys)
     grouped = [(q * scale).to(near_keys.dtype).reshape(kv_heads, -1, dim) for q in (queries, turned)]
-    logits = (grouped[0] @ near_keys.transpose(1, 2)).float()
+    logits = grouped[0] @ near_keys.transpose(1, 2)
     values = near_values
     if far is not None:
         far_keys, far_values = far()
-        logits = torch.cat([(grouped[1] @ far_keys.transpose(1, 2)).float(), logits], -1)
+        logits = torch.cat([grouped[1] @ far_keys.transpose(1, 2), logits], -1)
         values = torch.cat([far_values, near_values], 1)
     if softcap is not None:
-        logits = (logits / softcap).tanh_().mul_(softcap)
+        logits = (logits.float() / softcap).tanh_().mul_(softcap)
     if w > 1:
-        own = torch.ones(w, w, dtype=torch.bool, device=queries.device).triu(1)
+        own = torch.ones(w, w, dtype=torch.bool, device=queries.device).triu_(1)
         logits.view(kv_heads, -1, w, logits.shape[-1])[..., -w:].masked_fill_(own, float("-inf"))
     if sinks is not None:
         extra = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, w).reshape(kv_heads, -1, 1)
-        chances = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
+        chances = torch.cat([logits.float(), extra], -1).softmax(-1)[..., :-1]
     else:
-        chances = logits.softmax(-1)
+        chances = logits.softmax(-1, dtype=torch.float32)
     output = (chances.to(values.dtype) @ values).view(heads, w, -1).to(queries.dtype)
     return output, _banded(chances[..., -n:], heads, w, band) if band else None
 
@@ -319,8 +319,7 @@ def _banded(chances: Tensor, heads: int, w: int, band: int) -> Tensor:
     """Sum over queries 1 … band behind each key, mean over heads. chances [kv_heads, group * w, n], its own last"""
     n = chances.shape[-1]
     mean = chances.reshape(heads, w, n).mean(0)
-    behind = torch.arange(n - w, n, device=mean.device)[:, None] - torch.arange(n, device=mean.device)
-    return mean.masked_fill_((behind < 1) | (behind > band), 0.0).sum(0)
+    return mean.tril_(n - w - 1).triu_(n - w - band).sum(0)
 
 
 def entropy(chances: Tensor) -> Tensor:

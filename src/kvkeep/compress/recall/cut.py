@@ -1,7 +1,7 @@
 """Which tokens are put away together. Every cut says how many of the tokens on their way out are ready to go.
 
 `ready` gets what is known of the tokens beyond the near window (oldest first), `members` the keys of those that go;
-`whole` is the size units are fetched in where all have the same, else 1.
+`whole` is the size units are fetched in where all have the same, else 1. `in_order`: units are stretches of the text.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Chunks:
 
     chunk: int | None = None
     usual: int = 32  # where nobody says; an 8th of the budget at most
+    in_order = even = True  # even: all units are of one size
 
     def __post_init__(self) -> None:
         if self.chunk is not None and self.chunk < 1:
@@ -52,6 +53,7 @@ class Clusters:
     pack: int | None = None  # written tokens that are clustered together
     iterations: int = 20
     usual: int = 320
+    in_order = even = False
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.iterations < 0:
@@ -80,6 +82,7 @@ class Grouped:
     group: Callable
     pack: int | None = None
     usual: int = 128
+    in_order = even = False
 
     size, ready, whole = Clusters.size, Chunks.ready, Clusters.whole
 
@@ -95,6 +98,7 @@ class Marked:
     """Stretches that end where a mark says so: sentences. Too long a stretch is cut."""
 
     longest: int = 128
+    in_order, even = True, False
     whole = Clusters.whole
 
     def size(self, budget: int) -> int:
@@ -122,6 +126,7 @@ class Events:
     longest: int = 128
     shortest: int = 8
     refine: bool = True
+    in_order, even = True, False
 
     def size(self, budget: int) -> int:
         """Text is cut into events in pieces of this size; an event ends with its piece at the latest."""

@@ -16,6 +16,12 @@ def by_unit(member: Tensor) -> tuple[Tensor, Tensor]:
     return member.sort(dim=1, stable=True).indices, sizes.scatter_add_(1, member, torch.ones_like(member))
 
 
+def spend_even(worth: Tensor, size: int, quota: int) -> Tensor:
+    """`spend` where every unit has as many tokens and is wanted, and the quota whole units. [heads, quota]"""
+    best = best_first(worth)[:, : quota // size].sort(1).values
+    return (best[..., None] * size + torch.arange(size, device=worth.device)).flatten(1)
+
+
 def spend(worth: Tensor, sizes: Tensor, quota: int, neighbours: float = 0.0) -> Selection:
     """Token numbers, counted in the order they were put away, unit after unit; the last unit is cut to fit.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvkeep.compress.recall.probe import Moments, activation_bias, joined
+from kvkeep.compress.select import best_first
 from kvkeep.errors import BadParameter
 
 UNWANTED = float("-inf")
@@ -25,8 +26,16 @@ class Leaving:
 
     keys: Tensor  # [kv_heads, n, dim] without their position where keys are moved
     mass: Tensor | None  # [n] attention each got from the queries that followed it closely
-    member: Tensor  # [1 or kv_heads, n] unit of each
+    member: Tensor | None  # [1 or kv_heads, n] unit of each; None: equal stretches
     count: int  # units
+
+    @property
+    def units(self) -> Tensor:
+        """`member`, whether anybody said or not."""
+        if self.member is not None:
+            return self.member
+        n = self.keys.shape[1]
+        return (torch.arange(n, device=self.keys.device) // (n // self.count))[None]
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,11 @@ class Asking:
     moments: Moments | None = None  # of all queries so far, this window's included
     question: Tensor | None = None  # [x, kv_heads * dim] what the text is read for
     reading: bool = True  # a prompt; else a token that is being written
+    together: Tensor | None = None  # [w, kv_heads * dim] the queries joined, where somebody did that before
+
+    @property
+    def window(self) -> Tensor:
+        return joined(self.queries, self.kv_heads) if self.together is None else self.together
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,7 @@ class Representatives:
     joins: bool = False  # while a prompt is read, the question's queries are part of every window
     weight: float = 0.0  # of the question beside the window, while reading and writing
     wants_mass = True
+    wants_sizes = False
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -67,8 +82,10 @@ class Representatives:
 
     def describe(self, leaving: Leaving) -> Tensor:
         """The mean of a unit's representatives, all heads side by side. [1, units, kv_heads * dim]"""
-        member = leaving.member[0]
         keys = joined(leaving.keys, len(leaving.keys))
+        if leaving.member is None:
+            return self._of_stretches(keys.view(leaving.count, -1, keys.shape[1]), leaving.mass)
+        member = leaving.member[0]
         vectors = normalize(keys, dim=-1) if self.cosine else keys
         speaks = chosen_in_units(leaving.mass, member, leaving.count, self.count).to(vectors.dtype)
         total = vectors.new_zeros(leaving.count, vectors.shape[1])
@@ -76,9 +93,17 @@ class Representatives:
         size = vectors.new_zeros(leaving.count).index_add_(0, member, speaks)
         return (total / size[:, None])[None]
 
+    def _of_stretches(self, keys: Tensor, mass: Tensor) -> Tensor:
+        """The same of units that are equal stretches. keys [units, size, dim], mass [units * size]"""
+        best = best_first(mass.view(keys.shape[:2]))[:, : self.count].sort(1).values
+        speak = keys.gather(1, best[..., None].expand(-1, -1, keys.shape[-1]))
+        speak = normalize(speak, dim=-1) if self.cosine else speak
+        total = speak.sum(1) if best.shape[1] <= 4 else sum(speak.unbind(1))  # one after the other in both cases
+        return (total / best.shape[1])[None]
+
     def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
         """[1, units]"""
-        window = joined(asking.queries, asking.kv_heads)
+        window = asking.window
         if asking.question is not None and asking.reading and self.joins:
             window = torch.cat([window, asking.question])
         probe = activation_bias(window, asking.moments) if self.bias else window.mean(0)
@@ -95,7 +120,7 @@ class EachToken:
     The keys speak for themselves: the index is where they lie.
     """
 
-    wants_mass = wants_moments = False
+    wants_mass = wants_moments = wants_sizes = False
 
     def describe(self, leaving: Leaving) -> None:
         return None
@@ -112,12 +137,12 @@ class EachToken:
 class Bounds:
     """The least and the most each number of a page's keys can be: no product with a query exceeds it. Quest."""
 
-    wants_mass = wants_moments = False
+    wants_mass = wants_moments = wants_sizes = False
 
     def describe(self, leaving: Leaving) -> Tensor:
         """[kv_heads, units, 2, dim]"""
         heads, n, dim = leaving.keys.shape
-        member = leaving.member.expand(heads, -1)[..., None].expand(-1, -1, dim)
+        member = leaving.units.expand(heads, -1)[..., None].expand(-1, -1, dim)
         keys = leaving.keys.float()
         ends = [
             keys.new_empty(heads, leaving.count, dim).scatter_reduce(1, member, keys, how, include_self=False)
@@ -146,10 +171,15 @@ class Centres:
     threshold: float = 0.0
     wants_mass = wants_moments = False
 
+    @property
+    def wants_sizes(self) -> bool:
+        """What a unit is worth depends on how many tokens it has, and some may be worth nothing."""
+        return self.estimate
+
     def describe(self, leaving: Leaving) -> Tensor:
         """[kv_heads, units, dim]"""
         heads, n, dim = leaving.keys.shape
-        member = leaving.member.expand(heads, -1)
+        member = leaving.units.expand(heads, -1)
         keys = leaving.keys.float()
         total = keys.new_zeros(heads, leaving.count, dim).scatter_add(1, member[..., None].expand_as(keys), keys)
         size = keys.new_zeros(heads, leaving.count).scatter_add(1, member, torch.ones_like(member, dtype=keys.dtype))

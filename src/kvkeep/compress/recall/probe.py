@@ -37,6 +37,8 @@ def joined(vectors: Tensor, kv_heads: int) -> Tensor:
     [heads, n, dim] -> [n, kv_heads * dim]
     """
     heads, n, dim = vectors.shape
+    if heads == kv_heads:
+        return vectors.transpose(0, 1).reshape(n, -1).float()
     return vectors.float().view(kv_heads, -1, n, dim).mean(1).transpose(0, 1).reshape(n, -1)
 
 
@@ -46,7 +48,7 @@ def activation_bias(window: Tensor, moments: Moments) -> Tensor:
     window [w, dim] -> [dim]; a number that never varied counts for nothing
     """
     still = moments.variance <= 1e-12 * moments.mean.square().clamp_min(1e-30)
-    spread = torch.where(still, torch.inf, moments.variance)
+    spread = moments.variance.masked_fill(still, torch.inf)
     surprise = ((window - moments.mean).square() / spread).sum(1)
     total = surprise.sum()
     weight = torch.where(total > 0, surprise / total.clamp_min(1e-30), 1 / len(window))

@@ -1,0 +1,124 @@
+"""Host memory that a GPU reads and writes by itself: large pinned blocks, and a table of what lies where in them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.copies import Pair
+
+SMALLEST, LARGEST = 2**24, 2**30  # bytes of a block: as much as all before it together, within these
+ALIGNED = 256  # bytes
+
+
+class Arena:
+    """Memory handed out from the front of large blocks, each freed with the last tensor in it.
+
+    Pinning a block takes long, so while one is being filled, the next is made.
+    """
+
+    def __init__(self, device: torch.device, limit: int | None = None) -> None:
+        """limit: bytes that will ever be taken, about"""
+        self.device, self.limit = device, limit
+        self.block: Tensor | None = None
+        self.used = 0  # bytes of the block
+        self.made = 0  # bytes of all blocks so far
+        self.waited = 0.0  # seconds
+        self.worker = ThreadPoolExecutor(1, "kvkeep-pin")
+        self.coming: Future[Tensor] | None = None
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Room for a tensor: a view of a block."""
+        size = prod(shape) * dtype.itemsize
+        if self.block is None or self.used + size > len(self.block):
+            self._next(size)
+        room = self.block[self.used : self.used + size].view(dtype).view(shape)
+        self.used += -(-size // ALIGNED) * ALIGNED
+        return room
+
+    def _next(self, size: int) -> None:
+        began = time.perf_counter()
+        block = self.coming.result() if self.coming else None
+        if block is None or len(block) < size:
+            block = _pinned(self._size(size), self.device)
+        self._in_use(block)
+        self.block, self.used, self.made = block, 0, self.made + len(block)
+        ahead = self.limit is None or self.made < self.limit
+        self.coming = self.worker.submit(_pinned, self._size(0), self.device) if ahead else None
+        self.waited += time.perf_counter() - began
+
+    def _size(self, least: int) -> int:
+        """A power of two: torch would round to one anyway."""
+        usual = max(SMALLEST, min(self.made, LARGEST))
+        size = max(1, least, usual if self.limit is None else min(usual, self.limit))
+        return 1 << (size - 1).bit_length()
+
+    def _in_use(self, block: Tensor) -> None:
+        """A copy tells torch that this stream uses the block: it is not handed out anew before its work is done."""
+        if self.device.type == "cuda":
+            block[:1].copy_(torch.zeros(1, dtype=torch.uint8, device=self.device), non_blocking=True)
+
+
+def _pinned(size: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a block outlives the pass that asked for it
+        return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class Table:
+    """Where slabs lie, known on the device. Stores that share their first slabs share it, until they differ."""
+
+    broken = False  # a kernel could not be had: reported once, then done without
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.filled = rows, 0
+
+    @classmethod
+    def new(cls, device: torch.device) -> Table | None:
+        """None where nothing but a processor can read host memory."""
+        if device.type != "cuda" or cls.broken:
+            return None
+        return cls(torch.empty(3, 64, dtype=torch.int64, device=device))
+
+    def put(self, keys: Tensor, values: Tensor, home: Pair, slot: int, end: int) -> Table | None:
+        """Write a slab home, as number `slot`, and note it. -> the table that knows it; None where that failed"""
+        if self.broken:
+            return None
+        table = self if self.filled == slot < self.rows.shape[1] else self._copy(slot)
+        try:
+            from kvkeep.kernels.fused.gather import put
+
+            put(keys, values, home, table.rows, slot, end)
+        except Exception as error:  # whatever a compiler, a driver or a missing package raises
+            return self._fail(error)
+        table.filled = slot + 1
+        return table
+
+    def fetch(self, index: Tensor, slabs: int, like: Pair) -> Pair | None:
+        """Tokens by number. index [1 or kv_heads, k] -> keys and values [kv_heads, k, dim]; None where that failed"""
+        if self.broken:
+            return None
+        shape = len(like[0]), index.shape[1]
+        pair = tuple(torch.empty(*shape, t.shape[-1], dtype=t.dtype, device=index.device) for t in like)
+        try:
+            from kvkeep.kernels.fused.gather import gather
+
+            gather(index, self.rows, slabs, *pair)
+        except Exception as error:
+            return self._fail(error)
+        return pair
+
+    def _copy(self, slots: int) -> Table:
+        """The first so many columns, with room for as many more."""
+        rows = self.rows.new_empty(3, max(64, 2 * slots))
+        rows[:, :slots] = self.rows[:, :slots]
+        return Table(rows)
+
+    def _fail(self, error: Exception) -> None:
+        Table.broken = True
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        warnings.warn(f"the kernel 'gather' cannot be used ({why}); torch does its work.", stacklevel=4)
