@@ -7,6 +7,7 @@ from conftest import make_llama
 
 import kvkeep
 from kvkeep.cache.stretches import Stretches
+from kvkeep.engine import many, pool
 from kvkeep.engine.batch import Batch, Request
 from kvkeep.engine.draw import draw
 from kvkeep.engine.many import can_batch
@@ -150,3 +151,21 @@ def test_the_engine_names_the_prompts_it_refuses():
     engine = kvkeep.Engine(tiny_chat.model(), WORDS, "snapkv", 64)
     with pytest.raises(BadInput, match="prompt 1: the prompt has 15.. tokens and the answer may take 1"):
         engine.generate(["a" * 100, "b" * 1500], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("storage", [None, "int8", "int4"])
+def test_a_batch_is_as_large_as_the_device_allows(storage, monkeypatch):
+    engine = kvkeep.Engine(tiny_chat.model(), WORDS, "snapkv", 64, storage=storage)
+    prompts = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(150)) for seed in range(5)]
+    want = engine.generate(prompts, max_new_tokens=8)
+    tokens = 64 + (8 if storage is None else 32)
+    one = pool.row_bytes(engine.model, tokens, storage)
+    assert one == sum(room.nbytes for room in Pool(engine.model, 1, 2 * tokens, 200, storage).rooms.values())
+    sizes = []
+    monkeypatch.setattr(many, "Pool", lambda *how: sizes.append(how[1]) or Pool(*how))
+    for room, rows in ((2.5, 2), (9.0, 5)):
+        monkeypatch.setattr(many, "free_bytes", lambda device, room=room: int(room * one / 0.8))
+        assert engine.generate(prompts, max_new_tokens=8) == want and sizes.pop() == rows
+    monkeypatch.setattr(many, "free_bytes", lambda device: one)
+    with pytest.raises(BadInput, match="one sequence take .* of the device's memory can be used"):
+        engine.generate(prompts, max_new_tokens=8)

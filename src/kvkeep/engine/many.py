@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.compress.allocate.heads import EqualHeads
 from kvkeep.compress.allocate.layers import EqualLayers
 from kvkeep.engine.batch import Batch, Request
-from kvkeep.engine.pool import Pool
+from kvkeep.engine.pool import Pool, free_bytes, row_bytes
+from kvkeep.engine.report import human
 from kvkeep.engine.words import Unfolding
 from kvkeep.errors import BadInput
 from kvkeep.kernels.packed import GROUP
@@ -17,6 +19,8 @@ from kvkeep.model.prompt import ends
 
 if TYPE_CHECKING:
     from kvkeep.engine.generate import Engine
+
+SHARE = 0.8  # of a device's free memory, for keys and values; passes need the rest
 
 
 def together(engine: Engine, prompts: Sequence[str], *, rows: int = 16, seed: int = 0, **options: Any) -> list[str]:
@@ -44,7 +48,7 @@ def can_batch(engine: Engine) -> bool:
 
 
 def batch_for(engine: Engine, requests: Sequence[Request], rows: int, seed: int = 0) -> Batch:
-    """Room for so many sequences at a time, each as large as the largest of these."""
+    """Room for so many sequences at a time, or for as many as fit, each as large as the largest of these."""
     method, (kv_heads, _) = engine.method, key_shape(engine.model)
     kept = max(_kept(engine, len(request.ids)) for request in requests)
     if not isinstance(method.layers, EqualLayers):
@@ -53,8 +57,23 @@ def batch_for(engine: Engine, requests: Sequence[Request], rows: int, seed: int 
     longest = kept if isinstance(method.heads, EqualHeads) else kept * kv_heads  # so may a head
     storage = engine.cache.storage
     slots = kept + (max(room, GROUP) if storage else room)  # whatever is stored in groups takes one at least
+    rows = min(rows, _that_fit(engine, slots))
     pool = Pool(engine.model, rows, rows * kv_heads * slots, longest + room, storage)
     return Batch(engine.model, engine.read_alone, ends(engine.model, engine.tokenizer), pool, seed)
+
+
+def _that_fit(engine: Engine, tokens: int) -> int:
+    """Sequences of so many tokens per key head that the device has room for, with some left to work in."""
+    free = free_bytes(engine.model.device)
+    if free is None:
+        return sys.maxsize
+    each = row_bytes(engine.model, tokens, engine.cache.storage)
+    if each > SHARE * free:
+        raise BadInput(
+            f"keys and values of one sequence take {human(each)}, and {human(int(SHARE * free))} of the device's "
+            "memory can be used for them; use a smaller budget, fewer new tokens, or storage='int8'."
+        )
+    return int(SHARE * free // each)
 
 
 def _kept(engine: Engine, tokens: int) -> int:

@@ -138,3 +138,18 @@ class Pool(AdaptedCache):
         room = self.rooms[index]
         room.append(new.key, new.value, starts, lengths, active)
         return new.outcome(room.attend(new.query, starts, lengths, self.longest, new.scale, new.softcap, new.sinks))
+
+
+def row_bytes(model: Any, tokens: int, storage: str | None = None) -> int:
+    """What a sequence of so many tokens per key head takes in a pool."""
+    kind, (kv_heads, dim) = Quantised if STORAGE[storage] else Plain, key_shape(model)
+    room = kind(1, kv_heads, kv_heads * kind.slots(tokens), dim, STORAGE[storage], model.dtype, "meta")
+    return room.nbytes * model.config.get_text_config(decoder=True).num_hidden_layers
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What a device has left; None where nobody can say."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

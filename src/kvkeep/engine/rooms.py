@@ -25,6 +25,10 @@ class Plain:
     ):
         self.keys, self.values = (torch.zeros(tokens + 1, dim, dtype=dtype, device=device) for _ in range(2))
 
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
     @staticmethod
     def slots(tokens: int) -> int:
         """What one key head needs for so many tokens."""
@@ -52,6 +56,10 @@ class Quantised:
         slots = -(-tokens // GROUP) * GROUP
         self.packed = Packed.empty(max(GROUP, slots), dim, dim, bits, dtype, device)
         self.tails = [torch.zeros(rows, kv_heads, GROUP, dim, dtype=dtype, device=device) for _ in range(2)]
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + sum(tail.nbytes for tail in self.tails)
 
     @staticmethod
     def slots(tokens: int) -> int:
