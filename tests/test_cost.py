@@ -196,3 +196,16 @@ def test_what_is_missing_is_said_once(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert "StaticCache" not in done.stdout and done.stderr.count("kvpress_costs.py") == 1
     assert done.stderr.count("matplotlib is not installed") == 1 and (tmp_path / "costs.json").exists()
+
+
+def test_fewer_bits_are_measured_beside_the_models_own():
+    plan = Plan(("snapkv", "h2o"), (128,), (300,), (1, 2), steps=2, storages=(None, "int8", "int4"), baselines=())
+    found = [cost for cost in costs(of_shape("tiny"), plan, floors=FLOORS) if cost.by == "kvkeep"]
+    assert [cost.storage for cost in found] == [None, None, "int8", "int8", "int4", "int4"] * 2
+    for method in ("snapkv", "h2o"):
+        sizes = [cost.kv_bytes for cost in found if cost.method == method and cost.batch == 1]
+        assert sizes[0] > 1.5 * sizes[1] > 1.5 * sizes[2] and all(cost.step_s > 0 for cost in found)
+    done = CliRunner().invoke(app, [*TINY, "--lengths", "100", "--storage", "int8", "--baselines", "transformers"])
+    assert "kvkeep 32 int8" in done.output and done.exit_code == 0
+    with pytest.raises(BadParameter, match="storage='int3' is not known"):
+        Plan(("snapkv",), (128,), (300,), storages=("int3",))

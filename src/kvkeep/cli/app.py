@@ -151,6 +151,7 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Tokens written; the median step counts.")] = 32,
     piece: Annotated[int | None, typer.Option(min=1, help="Read the prompt this many tokens at a time.")] = None,
     readings: Annotated[int, typer.Option(min=1, help="Times the prompt is read; the quickest counts.")] = 1,
+    storage: Annotated[str, typer.Option(help="What a number takes, by commas: model, int8, int4.")] = "model",
     baselines: Annotated[
         str, typer.Option(help="transformers (always), static (its StaticCache, in a CUDA graph on a GPU), kvpress.")
     ] = "transformers,static",

@@ -33,6 +33,7 @@ class Options:
     steps: int
     piece: int | None
     readings: int
+    storage: str
     baselines: str
     also: str | None
     shape: str | None
@@ -56,6 +57,7 @@ def run(options: Options, say: Any) -> tuple[list[Any], list[str]]:
         steps=options.steps,
         piece=options.piece,
         readings=options.readings,
+        storages=tuple(None if name == "model" else name for name in options.storage.split(",")),
         baselines=tuple(name for name in names if name != "kvpress"),
     )
     others = _others(options.also) if options.also else []
@@ -133,7 +135,8 @@ def name(cost: Any) -> str:
     if cost.by in ("transformers", "static"):
         return {"transformers": "transformers", "static": "StaticCache"}[cost.by]
     whose = "" if cost.by == "kvkeep" else f"{cost.by}: "
-    return f"{whose}{cost.method}" + ("" if cost.budget is None else f" {cost.budget}")
+    parts = (f"{whose}{cost.method}", "" if cost.budget is None else str(cost.budget), cost.storage or "")
+    return " ".join(filter(None, parts))
 
 
 def _cells(cost: Any) -> list[str]:

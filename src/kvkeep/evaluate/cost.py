@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvkeep.compress.allocate.heads import EqualHeads
 from kvkeep.compress.method import parse
+from kvkeep.compress.schedule import as_schedule
 from kvkeep.engine.batch import Batch, Request
 from kvkeep.engine.pool import Pool
 from kvkeep.engine.session import Cache
@@ -25,6 +26,7 @@ from kvkeep.errors import BadParameter
 from kvkeep.evaluate.baselines import SPARE, Eager, Static
 from kvkeep.evaluate.clock import paced, read
 from kvkeep.evaluate.floors import Floors
+from kvkeep.kernels.packed import GROUP
 from kvkeep.model.adapter import key_shape
 from kvkeep.model.slices import sliced
 
@@ -51,6 +53,7 @@ class Cost:
     floor_by: str | None = None  # the larger of the two: "weights" or "cache"
     floor_ratio: float | None = None  # how many times its floor a step takes
     note: str = ""
+    storage: str | None = None  # "int8" or "int4"; None: the model's own precision
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,12 +82,15 @@ class Plan:
     steps: int = 32
     piece: int | None = None  # tokens read at a time; None: all at once
     readings: int = 1  # of which the quickest counts
+    storages: tuple[str | None, ...] = (None,)
     baselines: tuple[str, ...] = ("transformers", "static")  # the first always, since ratios are to it
 
     def __post_init__(self) -> None:
         for name, budget in product(self.methods, self.budgets):
             method = parse(name)
             method.check(budget)
+            for storage in self.storages:
+                replace(method, schedule=as_schedule("prompt")).bits(storage)
             if method.recall:
                 raise BadParameter(f"'{name}' fetches, and cannot be written as a batch; see benchmarks/passkey.py.")
         if min(self.contexts) < 2 or min(self.batches) < 1 or min(self.steps, self.readings) < 1:
@@ -99,13 +105,13 @@ def costs(
     """The uncompressed model first, for every length and batch; each method after it."""
     floors = floors or Floors.measured(model, plan.batches)
     names = [name for name in BASELINES if name == Eager.by or name in plan.baselines]
-    kept = [Kept(model, method, budget) for method, budget in product(plan.methods, plan.budgets)]
+    kept = [Kept(model, *how) for how in product(plan.methods, plan.budgets, plan.storages)]
     for context in plan.contexts:
         ids = torch.arange(context, device=model.device) * 7919 % model.config.get_text_config().vocab_size
         base: dict[int, Cost] = {}
         everyone: list[Any] = [*(BASELINES[name](model) for name in names), *kept]
         for who in everyone:
-            say(f"{context:,} tokens, {who.by} {who.method}" + (f" {who.budget}" if who.budget else ""))
+            say(" ".join(str(word) for word in (f"{context:,} tokens,", who.by, who.method, who.budget or "")))
             for cost in _measured(model, who, ids, plan, warm=context == plan.contexts[0]):
                 yield cost.beside(base.setdefault(cost.batch, cost)).above(floors)
 
@@ -114,7 +120,8 @@ def _measured(model: Any, who: Any, ids: Tensor, plan: Plan, warm: bool) -> Iter
     """One sequence read, then copies of it written, by batch; what does not fit is noted."""
     make = partial(who.make, len(ids) + plan.steps + SPARE)
     how = partial(sliced, model) if who.by == Kept.by else nullcontext  # as our engine reads
-    empty = [Cost(who.by, who.method, who.budget, len(ids), batch) for batch in plan.batches]
+    storage = getattr(who, "storage", None)
+    empty = [Cost(who.by, who.method, who.budget, len(ids), batch, storage=storage) for batch in plan.batches]
     try:
         if warm:
             read(
@@ -158,10 +165,11 @@ class Kept:
     model: Any
     method: str
     budget: int | float
+    storage: str | None = None
     by: ClassVar[str] = "kvkeep"
 
     def make(self, tokens: int) -> Cache:
-        return Cache(self.model, self.method, self.budget, schedule="prompt")
+        return Cache(self.model, self.method, self.budget, schedule="prompt", storage=self.storage)
 
     def nbytes(self, cache: Cache) -> int:
         return cache.nbytes
@@ -172,7 +180,8 @@ class Kept:
         total = max(sum(layer.row_lengths(0)) for layer in cache.store.values())
         room = steps + SPARE
         longest = most if isinstance(cache.method.heads, EqualHeads) else total
-        pool = Pool(self.model, rows, rows * (total + kv_heads * room), longest + room)
+        room = -(-room // GROUP) * GROUP if self.storage else room
+        pool = Pool(self.model, rows, rows * (total + kv_heads * room), longest + room, self.storage)
         logits = torch.zeros(self.model.config.get_text_config().vocab_size, device=self.model.device)
         batch = Batch(self.model, lambda ids: (cache, logits), set(), pool)
         for _ in range(rows):
