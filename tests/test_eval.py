@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING, FETCHING
+from conftest import EVICTING, FETCHING, make_llama
 
 import kvkeep
 from kvkeep.engine.fan import read
@@ -25,6 +26,7 @@ from kvkeep.evaluate.run import Grid, items, run
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.suite import Sources, load
 from kvkeep.evaluate.table import cells, interval, write_csv
+from kvkeep.types import Observation
 
 CONTEXT = "".join(chr(97 + i * i % 23) for i in range(300))
 GRID = Grid(("full", "snapkv", "streamingllm"), (40, 0.5))
@@ -63,6 +65,24 @@ def test_a_shared_reading_is_a_reading(chat, spec):
     step = [model(torch.tensor([[7]]), past_key_values=each).logits for each in (alone, together, other)]
     assert step[0].equal(step[1]) and step[0].equal(step[2])
     assert alone.kept(1) == together.kept(1) == other.kept(1)
+
+
+def test_caches_that_share_what_they_find_out_decide_as_alone():
+    model, ids = make_llama(), torch.randint(0, 128, (1, 230), generator=torch.Generator().manual_seed(3))
+    crossed = ["snapkv+adakv", "protokv+adakv", "intentkv+adakv", "h2o+values", "snapkv:window=9"]
+    grid = [(spec, budget) for spec in [*EVICTING, *crossed] for budget in (16, 20, 40, 150, 200)]
+    alone, together = ([kvkeep.Cache(model, *cell, schedule="prompt") for cell in grid] for _ in range(2))
+    for cache in alone:
+        read(model, ids, [cache])
+    asked, once = [], Observation.once
+    noting = lambda self, what, find: once(self, what, lambda: asked.append(what) or find())  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Observation, "once", noting)
+        read(model, ids, together)
+    for cell, a, b in zip(grid, alone, together, strict=True):
+        assert all(a.kept(layer) == b.kept(layer) for layer in range(4)), cell
+    shared = Counter(what for what in asked if what is not None)
+    assert max(shared.values()) == 4 and shared.total() < 4 * len(grid) / 2  # each once in a layer
 
 
 def test_sliding_layers_share_a_reading_too():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,15 @@ class Observation:
     layer: int = 0
     layers: int = 1
     sums: Tensor | None = None  # [heads, w] log-sum-exp of each query's logits, where attention left it
-    known: dict[str, Tensor] | None = None  # what other methods found out about the same queries and keys
+    known: dict[Any, Tensor] | None = None  # what others found out about the same queries and keys, for each other
+
+    def once(self, what: Any, find: Callable[[], Tensor]) -> Tensor:
+        """Found out by whoever comes first; nobody changes it."""
+        if self.known is None or what is None:
+            return find()
+        if what not in self.known:
+            self.known[what] = find()
+        return self.known[what]
 
     @property
     def is_step(self) -> bool:

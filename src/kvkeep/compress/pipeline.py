@@ -30,7 +30,8 @@ def compress(seen: Observation, method: Method, budget: int, share: int | None =
         share = shares(method, budget, seen.cursor, [1.0] * seen.layers)[seen.layer]
     if all(n <= share for n in seen.lengths):
         return None
-    scores = method.scorer(seen, budget)
+    matters = getattr(method.scorer, "matters", lambda budget: None)(budget)
+    scores = seen.once(matters and (method.scorer, matters), lambda: method.scorer(seen, budget))
     forced, tokens = method.guard(seen, budget), real(seen)
     units = method.group(seen, scores, tokens & ~forced) if method.group else None
     scores = scores.masked_fill(~tokens, float("-inf"))

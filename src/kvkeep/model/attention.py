@@ -42,7 +42,7 @@ class Handover:
     softcap: float | None
     sinks: Tensor | None
     plain: bool = False  # `stock` is torch's own attention, and nobody else waits for its outcome
-    known: dict[str, Tensor] | None = None  # what caches that share a reading found out, for each other
+    known: dict[Any, Tensor] | None = None  # what caches that share a reading found out, for each other
 
     def outcome(self, output: Tensor) -> tuple[Tensor, None]:
         """An output [rows, heads, q, dim] in the layout attention functions return."""

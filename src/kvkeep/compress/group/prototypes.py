@@ -41,7 +41,7 @@ class Prototypes:
             raise BadParameter(f"prototypes='{self.kind}' is not known; use 'both', 'chunks' or 'lsh'.")
 
     def __call__(self, seen: Observation, scores: Tensor, free: Tensor) -> Units:
-        member = self.members(seen)
+        member = seen.once(self, lambda: self.members(seen))
         counted = real(seen).to(scores.dtype)
         units = int(2**self.bits + min(self.chunks, seen.tokens))
         total, count = (

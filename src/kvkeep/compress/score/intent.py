@@ -31,6 +31,10 @@ class Intent:
             if getattr(self, name) < 1:
                 raise BadParameter(f"{name}={getattr(self, name)} must be 1 or more.")
 
+    def matters(self, budget: int) -> int:
+        """All that scores depend on of a budget: nothing."""
+        return self.window
+
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         queries = seen.queries[:, -self.window :]
         if not self.intention:

@@ -31,11 +31,9 @@ class Accumulate:
     sees_all = True  # every query of a prompt adds to the sum
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        known = {} if seen.known is None else seen.known
-        if "mass" not in known:
-            how = seen.scale, seen.softcap, seen.sinks, None, seen.sums
-            known["mass"] = column_mass(seen.queries, seen.keys, seen.positions, seen.cursor, *how)
-        return seen.notes + known["mass"][..., None]
+        how = seen.scale, seen.softcap, seen.sinks, None, seen.sums
+        mass = seen.once(self, lambda: column_mass(seen.queries, seen.keys, seen.positions, seen.cursor, *how))
+        return seen.notes + mass[..., None]
 
     def step(self, now: Step, budget: int) -> Tensor:
         return now.notes + now.chances.mean(2)[..., None]

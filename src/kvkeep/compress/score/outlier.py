@@ -19,5 +19,9 @@ class Outliers:
         if self.kappa < 1:
             raise BadParameter(f"kappa={self.kappa}: a key needs at least one neighbour to be unlike; use 1 or more.")
 
+    def matters(self, budget: int) -> int:
+        """All that scores depend on of a budget: nothing."""
+        return self.kappa
+
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         return outlier_degree(seen, self.kappa)

@@ -28,6 +28,11 @@ class ByValue:
         if self.power <= 0:
             raise BadParameter(f"power={self.power} does not favour large values; use more than 0.")
 
+    def matters(self, budget: int) -> int | None:
+        """As for the scorer behind it."""
+        behind = getattr(self.scorer, "matters", None)
+        return behind(budget) if behind else None
+
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         tokens = real(seen)
         size = pool(value_sizes(seen) * tokens, tokens, self.pool) * tokens

@@ -28,6 +28,10 @@ class WindowLogits:
         if self.votes not in ("raw", "softmax"):
             raise BadParameter(f"votes='{self.votes}' is not known; use 'raw' or 'softmax'.")
 
+    def matters(self, budget: int) -> int:
+        """All that scores depend on of a budget: the window. Never 0."""
+        return max(1, shrunk(self.window, budget))
+
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         rows = max(1, shrunk(self.window, budget))
         if self.votes == "softmax":

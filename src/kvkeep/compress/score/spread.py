@@ -27,6 +27,10 @@ class MeanAndVariance:
         if self.gamma < 0:
             raise BadParameter(f"gamma={self.gamma} would reward steady attention; use 0 or more.")
 
+    def matters(self, budget: int) -> int:
+        """All that scores depend on of a budget: the window. Never 0."""
+        return 1 + shrunk(self.window, budget)
+
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         window = shrunk(self.window, budget)
         steady, moving = mean_and_variance(attention(seen, max(1, window)))

@@ -29,6 +29,10 @@ class Votes:
         if self.pooling not in ("avg", "max"):
             raise BadParameter(f"pooling='{self.pooling}' is not known; use 'avg' or 'max'.")
 
+    def matters(self, budget: int) -> int:
+        """All that scores depend on of a budget: the window. Never 0."""
+        return 1 + (shrunk(self.window, budget) if self.kept else self.window)
+
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         window = shrunk(self.window, budget) if self.kept else self.window
         votes = received(seen, max(1, window))
