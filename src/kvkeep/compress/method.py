@@ -68,9 +68,10 @@ class Method:
                 "use storage=None, or a method that drops, such as 'kvkeep' or 'snapkv'."
             )
         if self.schedule.every is not None and self.schedule.every < GROUP:
+            often = "at every step" if self.schedule.every == 1 else f"every {self.schedule.every} steps"
             raise BadParameter(
-                f"storage='{storage}' packs {GROUP} tokens together, but '{self.name}' lets tokens go after every "
-                f"{self.schedule.every} while it writes; use schedule='prompt', or a buffer of {GROUP} or more."
+                f"storage='{storage}' packs {GROUP} tokens together, but '{self.name}' drops tokens {often}; "
+                f"use schedule='prompt', or a buffer of {GROUP} or more."
             )
         return STORAGE[storage]
 

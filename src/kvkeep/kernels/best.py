@@ -25,14 +25,14 @@ class Best:
         name: str,
         module: str,
         fits: Callable[..., bool] = lambda *_: True,
-        plain: ModuleType = reference,
+        plain: ModuleType | Callable[..., Any] = reference,
     ) -> None:
         """fits: whether the kernel is made for these arguments; where it is not, torch's is the implementation.
 
-        plain: where torch's is
+        plain: where torch's is, or torch's itself
         """
         self.name, self.module, self.fits = name, module, fits
-        self.plain = getattr(plain, name)
+        self.plain = plain if callable(plain) else getattr(plain, name)
         self.broken = False
 
     def fast(self, first: Tensor | Packed, *rest: Any) -> bool:
@@ -52,6 +52,7 @@ class Best:
 
 
 append_ragged = Best("append_ragged", "decode")
+attend_apart = Best("attend_apart", "apart", lambda queries, *_: queries.shape[1] > 1 and queries.stride(-1) == 1)
 attend_slots = Best("attend_slots", "decode", lambda queries, *_: queries.shape[2] == 1)
 attend_ragged = Best("attend_ragged", "decode", lambda queries, *_: queries.shape[2] == 1)
 append_packed = Best("append_packed", "packed", plain=packed)

@@ -284,13 +284,14 @@ def attend_apart(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     band: int = 0,
+    before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Queries over far keys, which they meet `turned`, and near ones that end with their own; one softmax over both.
 
     queries, turned [heads, w, dim]; far and near: keys and values [kv_heads, n, dim]; far is called once the products
     with near keys are under way, so that fetching can overlap with them
     -> output [heads, w, dim]; with a band, what each near key got from queries at most so far behind it (never from
-    its own), averaged over all heads [n]
+    its own), averaged over all heads [n], and before [m]: what the first of them had got already
     """
     (near_keys, near_values), (heads, w, dim), n = near, queries.shape, near[0].shape[1]
     kv_heads = len(near_keys)
@@ -312,7 +313,12 @@ def attend_apart(
     else:
         chances = logits.softmax(-1, dtype=torch.float32)
     output = (chances.to(values.dtype) @ values).view(heads, w, -1).to(queries.dtype)
-    return output, _banded(chances[..., -n:], heads, w, band) if band else None
+    if not band:
+        return output, None
+    mass = _banded(chances[..., -n:], heads, w, band)
+    if before is not None:
+        mass[: len(before)] += before
+    return output, mass
 
 
 def _banded(chances: Tensor, heads: int, w: int, band: int) -> Tensor:
