@@ -374,8 +374,8 @@ EVERY_STEP = [name for name in EVICTING if parse(name).schedule.every == 1]
         ("storage=8 is not known", lambda m: kvkeep.Cache(m, "snapkv", 64, storage=8)),
         *[("schedule='prompt'", lambda m, s=s: kvkeep.Cache(m, s, 64, storage="int8")) for s in EVERY_STEP],
         *[("puts tokens away", lambda m, s=s: kvkeep.Cache(m, s, 512, storage="int8")) for s in FETCHING],
-        ("after every 31", lambda m: kvkeep.Cache(m, "snapkv", 64, schedule=31, storage="int4")),
-        ("after every 1 ", lambda m: kvkeep.Engine(m, None, "snapkv", 64, schedule="step", storage="int4")),
+        ("drops tokens every 31 steps", lambda m: kvkeep.Cache(m, "snapkv", 64, schedule=31, storage="int4")),
+        ("drops tokens at every step", lambda m: kvkeep.Engine(m, None, "snapkv", 64, schedule="step", storage="int4")),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(tiny, words, call):
