@@ -21,7 +21,7 @@ test: lint model  ## set up, then the linter and the whole test suite
 	.venv/bin/python -m pytest -n $(JOBS) -q
 
 gpu-test:  ## on a machine with a GPU and torch: the kernels, and the rest of what differs there
-	PYTHONPATH=src python -m pytest -q tests/kernel_cases.py tests/kernel_cases_more.py tests/kernel_cases_packed.py tests/kernel_cases_gather.py tests/test_gpu.py tests/test_slots.py
+	PYTHONPATH=src python -m pytest -q tests/kernel_cases.py tests/kernel_cases_more.py tests/kernel_cases_packed.py tests/kernel_cases_gather.py tests/kernel_cases_apart.py tests/test_gpu.py tests/test_slots.py
 
 lint: .venv/.ready  ## ruff
 	.venv/bin/ruff check .

@@ -1,7 +1,7 @@
 """A very long text read and a short answer written: python benchmarks/long_reading.py --shape llama-8b --tokens 500000
 
-Random weights and random tokens: what is measured is time, and what the device and the host hold. --profile looks at
-40 windows after a warm-up instead: which operations cost most, and how often the device was waited for.
+Random weights and random tokens: what is measured is time, and what the device and the host hold. --profile looks at a
+few pieces after a warm-up instead, per layer of a window: its time, kernels by name, and Python functions by own time.
 
 Every token put away takes pinned memory (an 8B model: 131 kB). If pinning_s is large, several threads do it faster:
 PYTORCH_CUDA_ALLOC_CONF=pinned_use_cuda_host_register:True,pinned_num_register_threads:8
@@ -10,8 +10,12 @@ PYTORCH_CUDA_ALLOC_CONF=pinned_use_cuda_host_register:True,pinned_num_register_t
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +24,7 @@ import torch
 import kvkeep
 from kvkeep.model.shapes import of_shape
 
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
-PINS = ("cudaHostAlloc", "cudaHostRegister")
+PIECES = {"warm": 8, "timed": 6, "kernels": 2, "python": 2}  # that --profile reads, one after the other
 WORDS = SimpleNamespace(decode=lambda ids, **_: "", convert_ids_to_tokens=list, eos_token_id=None)
 
 
@@ -101,30 +104,58 @@ def state(engine: Any, weights: int) -> dict:
 
 
 def profile(engine: Any) -> None:
-    """40 windows, once everything has been compiled, and enough is put away for a usual choice; half of them timed."""
-    from torch.profiler import ProfilerActivity, profile
-
+    """Three looks, none of which disturbs another: the clock alone, the device's kernels alone, Python alone."""
     window, layers = engine.method.recall.window or 256, engine.model.config.num_hidden_layers
-    half, warm = 20 * window, -(-6 * engine.cache.budget // window) * window
-    ids = noise(engine, warm + 2 * half)
-    engine.feed(ids[:warm])
+    piece = engine._piece(1024)
+    ids = noise(engine, piece * sum(PIECES.values())).split(piece)
+    steps = {part: count * -(-piece // window) * layers for part, count in PIECES.items()}  # layers of windows
+    warm, timed, kernels = PIECES["warm"], PIECES["timed"], PIECES["kernels"]
+    seconds = read(engine, ids[:warm])
+    print(f"warm-up, compilers included: {seconds:.1f} s", flush=True)
+    seconds = read(engine, ids[warm : warm + timed])
+    print(f"{seconds * 1000 / steps['timed']:.3f} ms per layer of a window, {timed * piece / seconds:,.0f} tokens/s")
+    if torch.cuda.is_available():
+        show_kernels(engine, ids[warm + timed : warm + timed + kernels], steps["kernels"])
+    show_python(engine, ids[warm + timed + kernels :], steps["python"])
+
+
+def read(engine: Any, pieces: Sequence[torch.Tensor]) -> float:
+    """Seconds."""
     settle(engine)
     began = time.perf_counter()
-    engine.feed(ids[warm : warm + half])
+    for ids in pieces:
+        engine.feed(ids)
     settle(engine)
-    plain = time.perf_counter() - began
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=kinds) as seen:
-        engine.feed(ids[warm + half :])
-        settle(engine)
-    table, steps = seen.key_averages(), 20 * layers
-    for order in ("self_cpu_time_total", *(["self_cuda_time_total"] if len(kinds) > 1 else [])):
-        print(table.table(sort_by=order, row_limit=30, max_name_column_width=60))
-    counts = {name: sum(event.count for event in table if event.key == name) for name in (*WAITS, *PINS)}
-    counts["launches"] = sum(event.count for event in table if "LaunchKernel" in event.key)
-    counts["aten"] = sum(event.count for event in table if event.key.startswith("aten::"))
-    each = {name: round(count / steps, 2) for name, count in counts.items()}
-    print(json.dumps({"ms_per_window_layer": round(plain * 1000 / steps, 3), "window_layers": steps, "each": each}))
+    return time.perf_counter() - began
+
+
+def show_kernels(engine: Any, pieces: Sequence[torch.Tensor], steps: int) -> None:
+    """What ran on the device, most time first."""
+    from torch.profiler import DeviceType, ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        read(engine, pieces)
+    times: dict[str, list[float]] = {}
+    for event in seen.events():
+        if event.device_type == DeviceType.CUDA:
+            times.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1000)
+    total, count = (sum(map(each, times.values())) / steps for each in (sum, len))
+    print(f"\nper layer of a window: {count:.1f} launches, {total:.3f} ms on the device")
+    for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:15]:
+        print(f"{sum(each) / steps:9.4f} ms  {len(each) / steps:6.2f} x  {name[:90]}")
+
+
+def show_python(engine: Any, pieces: Sequence[torch.Tensor], steps: int) -> None:
+    """Functions by their own time; what the profiler itself takes is in it."""
+    watch = cProfile.Profile()
+    watch.enable()
+    read(engine, pieces)
+    watch.disable()
+    rows = sorted(pstats.Stats(watch).stats.items(), key=lambda item: -item[1][2])
+    print(f"\nper layer of a window: {sum(row[2] for _, row in rows) * 1000 / steps:.3f} ms with cProfile watching")
+    for (file, line, name), (_, calls, own, *_rest) in rows[:20]:
+        where = f"{'/'.join(Path(file).parts[-2:])}:{line} {name}" if line else name
+        print(f"{own * 1e6 / steps:9.1f} us  {calls / steps:6.2f} x  {where[:90]}")
 
 
 def allocated() -> int:

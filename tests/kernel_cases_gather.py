@@ -104,6 +104,20 @@ def test_only_the_slabs_counted_are_looked_at():
     assert all(have.equal(part[:, :10]) for have, part in zip(got, whole, strict=True)) and slabs
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("first", [0, 3, 8, 13])
+def test_behind_what_stands_in_front(first, kind):
+    slabs, table, whole = filled([4, 6, 5], 2, 24, 40, kind)
+    front = tuple(drawn(2, first, d, kind=kind) for d in (24, 40))
+    index = torch.tensor([[0, 3, 4, 9, 10, 11, 14], [1, 2, 3, 4, 5, 6, 7]], device=DEVICE)
+    got = tuple(torch.full((2, first + 7, d), 9.0, dtype=kind, device=DEVICE) for d in (24, 40))
+    gather.gather(index, table, 3, *got, front)
+    for have, part, before in zip(got, whole, front, strict=True):
+        behind = part.gather(1, index[..., None].expand(-1, -1, part.shape[-1]))
+        assert have.equal(torch.cat([before, behind], 1))
+    assert slabs
+
+
 def test_many_slabs():
     slabs, table, whole = filled([1 + i % 3 for i in range(70)], 1, 32, 32, torch.bfloat16, 128)
     n = whole[0].shape[1]

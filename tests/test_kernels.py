@@ -10,7 +10,13 @@ import pytest
 import torch
 
 GPU = torch.cuda.is_available()
-CASES = ["kernel_cases.py", "kernel_cases_more.py", "kernel_cases_packed.py", "kernel_cases_gather.py"]
+CASES = [
+    "kernel_cases.py",
+    "kernel_cases_more.py",
+    "kernel_cases_packed.py",
+    "kernel_cases_gather.py",
+    "kernel_cases_apart.py",
+]
 
 
 @pytest.mark.parametrize("cases", CASES)

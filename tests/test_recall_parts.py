@@ -24,7 +24,7 @@ from kvkeep.cache import pinned
 from kvkeep.cache import spill as spilling
 from kvkeep.cache.host import Host, Purse, runs
 from kvkeep.cache.pinned import Arena
-from kvkeep.cache.shelf import Fetched, Shelf
+from kvkeep.cache.shelf import Fetched, Pile, Shelf
 from kvkeep.cache.spill import Spill
 from kvkeep.compress.method import parse
 from kvkeep.compress.recall.cut import (
@@ -693,6 +693,27 @@ def test_equal_units_are_spent_as_any(seed):
     quota = size * int(rng.integers(0, units + 3))
     want = spend(worth, torch.full((heads, units), size), quota).index
     assert spend_even(worth, size, quota).equal(want)
+
+
+def test_who_shares_a_pile_never_sees_what_another_put_on_it():
+    def put(pile, value, count):
+        pile = pile.more(count)
+        pile.last(count).fill_(value)
+        return pile
+
+    def seen(pile):
+        return pile.all[1, :, 0].tolist()
+
+    first = put(Pile.like(torch.zeros(2, 1, 3)), 1.0, 2)
+    one = put(first, 2.0, 3)
+    other = put(first, 3.0, 1)  # the room behind it is taken
+    assert one.buffer is first.buffer and other.buffer is not first.buffer
+    long = put(one, 4.0, 500)
+    assert [seen(each) for each in (first, one, other)] == [[1] * 2, [1] * 2 + [2] * 3, [1] * 2 + [3]]
+    assert seen(long) == [1] * 2 + [2] * 3 + [4] * 500 and long.nbytes == long.buffer.nbytes > 505 * 2 * 3 * 4
+    with torch.inference_mode():
+        again = put(long, 5.0, 200)
+    assert seen(put(again, 6.0, 1))[-2:] == [5, 6]  # outside, too
 
 
 @pytest.mark.core

@@ -130,17 +130,19 @@ class Host:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def fetch(self, index: Tensor, unit: int = 1) -> Pair:
+    def fetch(self, index: Tensor, unit: int = 1, front: Pair | None = None) -> Pair:
         """Tokens by number, ascending, [1 or kv_heads, k] -> keys and values [kv_heads, k, dim] on the device
 
         unit: tokens come in whole blocks of so many, which may stay on the device for the next time
+        front: keys and values [kv_heads, f, dim] that stand before them -> [kv_heads, f + k, dim]
         """
         first = (self.slabs[0].keys, self.slabs[0].values)
         if not index.shape[1]:
-            return tuple(t[:, :0].to(self.device) for t in first)
-        if self.table and (pair := self.table.fetch(index, len(self.slabs), first)):
+            return front or tuple(t[:, :0].to(self.device) for t in first)
+        if self.table and (pair := self.table.fetch(index, len(self.slabs), first, front)):
             return pair
-        return self._read(index, unit)
+        pair = self._read(index, unit)
+        return tuple(torch.cat(both, 1) for both in zip(front, pair, strict=True)) if front else pair
 
     def _read(self, index: Tensor, unit: int) -> Pair:
         """`fetch` by a processor."""

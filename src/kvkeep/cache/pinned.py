@@ -26,6 +26,7 @@ class Arena:
         """limit: bytes that will ever be taken, about"""
         self.device, self.limit = device, limit
         self.block: Tensor | None = None
+        self.typed: Tensor | None = None  # the same, as what was asked for last
         self.used = 0  # bytes of the block
         self.made = 0  # bytes of all blocks so far
         self.waited = 0.0  # seconds
@@ -35,9 +36,11 @@ class Arena:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Room for a tensor: a view of a block."""
         size = prod(shape) * dtype.itemsize
-        if self.block is None or self.used + size > len(self.block):
+        if self.block is None or self.used + size > self.block.shape[0]:
             self._next(size)
-        room = self.block[self.used : self.used + size].view(dtype).view(shape)
+        if self.typed is None or self.typed.dtype != dtype:
+            self.typed = self.block.view(dtype)
+        room = self.typed.narrow(0, self.used // dtype.itemsize, size // dtype.itemsize).view(shape)
         self.used += -(-size // ALIGNED) * ALIGNED
         return room
 
@@ -47,7 +50,7 @@ class Arena:
         if block is None or len(block) < size:
             block = _pinned(self._size(size), self.device)
         self._in_use(block)
-        self.block, self.used, self.made = block, 0, self.made + len(block)
+        self.block, self.typed, self.used, self.made = block, None, 0, self.made + len(block)
         ahead = self.limit is None or self.made < self.limit
         self.coming = self.worker.submit(_pinned, self._size(0), self.device) if ahead else None
         self.waited += time.perf_counter() - began
@@ -98,16 +101,16 @@ class Table:
         table.filled = slot + 1
         return table
 
-    def fetch(self, index: Tensor, slabs: int, like: Pair) -> Pair | None:
-        """Tokens by number. index [1 or kv_heads, k] -> keys and values [kv_heads, k, dim]; None where that failed"""
+    def fetch(self, index: Tensor, slabs: int, like: Pair, front: Pair | None) -> Pair | None:
+        """Tokens by number, behind those in front. Shapes as in `Host.fetch`; None where that failed"""
         if self.broken:
             return None
-        shape = len(like[0]), index.shape[1]
+        shape = len(like[0]), index.shape[1] + (front[0].shape[1] if front else 0)
         pair = tuple(torch.empty(*shape, t.shape[-1], dtype=t.dtype, device=index.device) for t in like)
         try:
             from kvkeep.kernels.fused.gather import gather
 
-            gather(index, self.rows, slabs, *pair)
+            gather(index, self.rows, slabs, *pair, front)
         except Exception as error:
             return self._fail(error)
         return pair

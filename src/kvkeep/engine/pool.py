@@ -140,6 +140,12 @@ class Pool(AdaptedCache):
         return new.outcome(room.attend(new.query, starts, lengths, self.longest, new.scale, new.softcap, new.sinks))
 
 
+def slots_of(cache: Cache, room: int) -> int:
+    """Slots of the fullest layer for what a cache of one row kept, and so many tokens more per key head."""
+    kind = Quantised if cache.bits else Plain
+    return max(sum(kind.slots(n + room) for n in layer.row_lengths(0)) for layer in cache.store.values())
+
+
 def row_bytes(model: Any, tokens: int, storage: str | None = None) -> int:
     """What a sequence of so many tokens per key head takes in a pool."""
     kind, (kv_heads, dim) = Quantised if STORAGE[storage] else Plain, key_shape(model)

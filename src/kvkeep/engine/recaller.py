@@ -7,22 +7,22 @@ these come back, and one softmax goes over sinks, fetched and near tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from kvkeep.cache.host import Host, Pair, Purse
-from kvkeep.cache.shelf import Fetched, Shelf, grown
+from kvkeep.cache.shelf import Fetched, Pile, Shelf, grown
 from kvkeep.compress.method import Method
 from kvkeep.compress.recall.fetch import by_unit, density_share, match_entropy, spend, spend_even
 from kvkeep.compress.recall.index import Asking, EachToken, Leaving
-from kvkeep.compress.recall.probe import Moments, joined
+from kvkeep.compress.recall.probe import joined, surprised
 from kvkeep.engine.arrival import Arrival
 from kvkeep.engine.turns import Turns
 from kvkeep.errors import CacheMisuse
-from kvkeep.kernels.reference import attend_apart
+from kvkeep.kernels.best import attend_apart
 from kvkeep.model.attention import Handover
 from kvkeep.model.rotary import Rotation
 
@@ -71,16 +71,20 @@ class Recaller:
         self, layer: Layer, shelf: Shelf, q: Tensor, k: Tensor, v: Tensor, quiet: bool
     ) -> tuple[Tensor | None, Shelf]:
         """One row's new tokens, window by window. quiet: nobody needs the output"""
-        size = self.recall.window or max(1, q.shape[1])
+        size, first = self.recall.window or max(1, q.shape[1]), shelf.first
+        near = tuple(torch.cat([old, new.to(old.dtype)], 1) for old, new in zip(shelf.near, (k, v), strict=True))
         outputs = []
         for start in range(0, q.shape[1], size):
-            here = slice(start, start + size)
-            output, shelf = layer.window(shelf, q[:, here], k[:, here], v[:, here], quiet)
+            output, shelf = layer.window(shelf, q[:, start : start + size], near, first, quiet)
             outputs.append(output)
         budget = self.method.tokens(self.budget, shelf.seen)
         if shelf.seen > budget:
             shelf = layer.put_away(shelf, budget)
-        return (None if quiet or not outputs else torch.cat(outputs, 1)), shelf
+        if shelf.nearby < near[0].shape[1]:  # a part of what is no longer needed
+            shelf = shelf.but(near=tuple(part.clone() for part in shelf.near))
+        if quiet or not outputs:
+            return None, shelf
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), shelf
 
     def _spread(self, outputs: list[Tensor | None], like: Tensor, width: int, arrival: Arrival) -> Tensor:
         """Rows back where they came from, zeros for padding. [rows, heads, q, dim]"""
@@ -128,7 +132,7 @@ class Recaller:
         for j in layers:
             shelf = self.shelves[j][row]
             if shelf.worth is not None:  # a number only now that somebody asks: a GPU would have to be waited for
-                self.shelves[j][row] = replace(shelf, worth=None, density=(match_entropy(shelf.worth), 0))
+                self.shelves[j][row] = shelf.but(worth=None, density=(match_entropy(shelf.worth), 0))
         return [density and density[0] for density in (self.shelves[j][row].density for j in layers)]
 
     def take(self, rows: Sequence[int]) -> None:
@@ -150,48 +154,39 @@ class Layer:
     def recall(self):
         return self.all.recall
 
-    def window(self, shelf: Shelf, q: Tensor, k: Tensor, v: Tensor, quiet: bool) -> tuple[Tensor | None, Shelf]:
-        """A window of queries q [heads, w, dim] with their own keys and values [kv_heads, w, dim]."""
-        budget = self.all.method.tokens(self.all.budget, shelf.seen + q.shape[1])
-        sizes, far = self.recall.sizes(budget), None
-        fetched: list[Pair] = []
-        reading_whole = self.recall.window is None and not self.writing
-        if shelf.seen + q.shape[1] > budget and not reading_whole:
-            shelf = self.put_away(shelf, budget, brief=True)
-        turned = self._turned(q, shelf.seen, sizes.near)
-        together = None
-        if self.recall.index.wants_moments:
-            together = joined(turned, len(k))
-            mine = Moments.of(together)
-            shelf = replace(shelf, moments=shelf.moments.joined(mine) if shelf.moments else mine)
+    def window(self, shelf: Shelf, q: Tensor, near: Pair, first: int, quiet: bool) -> tuple[Tensor | None, Shelf]:
+        """A window of queries q [heads, w, dim]; near: keys and values from place `first` of the text on, theirs too"""
+        recall, seen = self.recall, shelf.seen + q.shape[1]
+        budget = self.all.method.tokens(self.all.budget, seen)
+        sizes, far = recall.sizes(budget), None
+        reading_whole = recall.window is None and not self.writing
+        if seen > budget and not reading_whole:
+            shelf = self.put_away(shelf, budget)
+        turned = self.all.turns.gathered(self.index, q, shelf.seen, sizes.near) if recall.moves else q
+        probe = None
+        if recall.index.wants_moments:
+            question = None if self.writing or not recall.index.joins else self.all.question.get(self.index)
+            moments, probe = surprised(turned, near[0].shape[0], shelf.moments, question)
+            shelf = shelf.but(moments=moments)
         if shelf.host.tokens:
-            shelf = replace(shelf, fetched=None) if reading_whole else self._choose(shelf, turned, together, budget)
+            shelf = shelf.but(fetched=None) if reading_whole else self._choose(shelf, turned, probe, budget)
 
             def far() -> Pair:
-                fetched.append(self._away(shelf, reading_whole))
-                return self._far(shelf, fetched[0])
+                nonlocal shelf
+                pair, shelf = self._far(shelf, reading_whole)
+                return pair
 
-        near = tuple(torch.cat([old, new.to(old.dtype)], 1) for old, new in zip(shelf.near, (k, v), strict=True))
+        start, nearby = shelf.first - first, seen - shelf.first
+        near = near[0].narrow(1, start, nearby), near[1].narrow(1, start, nearby)
         output = mass = None
-        band = sizes.near if self.recall.index.wants_mass else 0
+        band = sizes.near if recall.index.wants_mass else 0
         if band or not quiet:
-            meets = turned if self.recall.far == "edge" else q
-            new = self.new
-            output, mass = attend_apart(q, meets, far, near, new.scale, new.softcap, new.sinks, band)
-        if fetched and shelf.fetched:
-            shelf = replace(shelf, fetched=replace(shelf.fetched, pair=fetched[0]))
-        if mass is not None and shelf.mass is not None:
-            mass[: len(shelf.mass)] += shelf.mass
-        return output, replace(shelf, near=near, mass=mass, seen=shelf.seen + q.shape[1])
+            meets, new = turned if recall.far == "edge" else q, self.new
+            output, mass = attend_apart(q, meets, far, near, new.scale, new.softcap, new.sinks, band, shelf.mass)
+        return output, shelf.but(near=near, mass=mass, seen=seen)
 
-    def _turned(self, q: Tensor, seen: int, edge: int) -> Tensor:
-        """Queries as if they all stood `edge` behind a key without position."""
-        if not self.recall.moves:
-            return q
-        return self.all.turns.gathered(self.index, q, seen, edge)
-
-    def put_away(self, shelf: Shelf, budget: int, brief: bool = False) -> Shelf:
-        """Let go of what is no longer near, in whole units. brief: what stays will be copied anyway"""
+    def put_away(self, shelf: Shelf, budget: int) -> Shelf:
+        """Let go of what is no longer near, in whole units."""
         sizes, recall = self.recall.sizes(budget), self.recall
         sinks = 0 if shelf.sinks else sizes.sinks
         waiting = shelf.nearby - sinks - sizes.near
@@ -201,72 +196,83 @@ class Layer:
         ready = recall.cut.ready(marks, waiting, budget)
         if ready <= 0:
             return shelf
-        keys, values = (part[:, : sinks + ready] for part in shelf.near)
+        end, near, mass = sinks + ready, shelf.near, shelf.mass
+        keys, values = near[0].narrow(1, 0, end), near[1].narrow(1, 0, end)
         keys = self.all.turns.back(self.index, keys, shelf.first) if recall.moves else keys
-        near = tuple(part[:, sinks + ready :] for part in shelf.near)
-        mass = None if shelf.mass is None else shelf.mass[sinks : sinks + ready]
-        shelf, leaving = self._noted(shelf, Leaving(keys[:, sinks:], mass, None, 0), values[:, sinks:], marks, budget)
-        return replace(
-            shelf,
-            near=near if brief else tuple(part.clone() for part in near),
-            mass=None if shelf.mass is None else shelf.mass[sinks + ready :],
-            sinks=shelf.sinks or (keys[:, :sinks].clone(), values[:, :sinks].clone()),
+        leaving = (keys, values) if shelf.sinks else (keys[:, sinks:], values[:, sinks:])
+        shelf, leaving = self._noted(shelf, *leaving, None if mass is None else mass[sinks:end], marks, budget)
+        first = shelf.sinks or tuple(t[:, :sinks].clone(memory_format=torch.contiguous_format) for t in (keys, values))
+        return shelf.but(
+            near=tuple(part.narrow(1, end, shelf.nearby - end) for part in near),
+            mass=None if mass is None else mass[end:],
+            sinks=first,
             host=shelf.host.put(*leaving),
         )
 
     def _noted(
-        self, shelf: Shelf, leaving: Leaving, values: Tensor, marks: Tensor | None, budget: int
+        self, shelf: Shelf, keys: Tensor, values: Tensor, mass: Tensor | None, marks: Tensor | None, budget: int
     ) -> tuple[Shelf, Pair]:
         """Cut tokens that leave into units and note what has to be known of them. -> also: them, unit after unit"""
-        recall, keys = self.recall, leaving.keys
-        ready, pair, where = keys.shape[1], (keys, values), shelf.where
+        recall, ready, pair, where = self.recall, keys.shape[1], (keys, values), shelf.where
         even = recall.cut.size(budget) if recall.cut.even else 0
-        if even:
-            leaving = replace(leaving, count=ready // even)
-        else:
+        count, member = ready // even if even else 0, None
+        if not even:
             member = recall.cut.members(keys, None if marks is None else marks[:ready].to(keys.device), budget)
             order, size = by_unit(member)
-            leaving = replace(leaving, member=member, count=size.shape[1])
+            count = size.shape[1]
         if not recall.cut.in_order:
             pair = tuple(_in_order(part, order) for part in pair)
             first = shelf.host.tokens + (shelf.sinks[0].shape[1] if shelf.sinks else recall.sizes(budget).sinks)
             where = grown(where, torch.arange(first, first + ready, dtype=torch.int32, device=keys.device)[order])
-        about = recall.index.describe(leaving)
-        shelf = replace(shelf, about=shelf.about if about is None else grown(shelf.about, about), where=where)
+        about = self._described(shelf.about, keys, mass, member, count)
         if even and even == (shelf.even if shelf.host.tokens else even):
-            return replace(shelf, even=even), pair
-        size = torch.full((1, leaving.count), even, device=keys.device) if even else size
-        return replace(shelf, even=0, sizes=grown(shelf.each_size, size)), pair
+            return shelf.but(about=about, where=where, even=even), pair
+        size = torch.full((1, count), even, device=keys.device) if even else size
+        return shelf.but(about=about, where=where, even=0, sizes=grown(shelf.each_size, size)), pair
 
-    def _away(self, shelf: Shelf, everything: bool) -> Pair:
-        """What was chosen of the tokens put away, or all of them."""
-        if everything:
-            return shelf.host.everything()
-        return shelf.fetched.pair or shelf.host.fetch(shelf.fetched.index, self._unit)
+    def _described(
+        self, about: Pile | None, keys: Tensor, mass: Tensor | None, member: Tensor | None, count: int
+    ) -> Pile | None:
+        """What is known of all units, now that more of them leave."""
+        grown = about.more(count) if about else None
+        room = grown.last(count) if grown else None
+        new = self.recall.index.describe(Leaving(keys, mass, member, count, room))
+        if new is None or new is room:
+            return grown
+        grown = grown or Pile.like(new).more(count)
+        grown.last(count).copy_(new)
+        return grown
+
+    def _far(self, shelf: Shelf, everything: bool) -> tuple[Pair, Shelf]:
+        """Sinks and what was chosen of the tokens put away, or all of them, as attention meets them."""
+        sinks, first = shelf.sinks, shelf.sinks[0].shape[1]
+        if everything or shelf.fetched.pair:
+            known = shelf.host.everything() if everything else shelf.fetched.pair
+            keys, values = (torch.cat(both, 1) for both in zip(sinks, known, strict=True))
+        else:
+            asked = shelf.fetched
+            keys, values = shelf.host.fetch(asked.index, self._unit, sinks)
+            pair = tuple(t.narrow(1, first, t.shape[1] - first) for t in (keys, values))
+            shelf = shelf.but(fetched=Fetched(asked.probe, asked.index, pair))
+        if self.recall.far == "side by side":
+            keys = self.all.turns.to(self.index, keys, shelf.first - keys.shape[1])
+        return (keys, values), shelf
 
     @property
     def _unit(self) -> int:
         """Tokens of every unit, where a budget in tokens makes them all the same; else 1."""
         return self.recall.cut.whole(self.all.budget) if isinstance(self.all.budget, int) else 1
 
-    def _far(self, shelf: Shelf, pair: Pair) -> Pair:
-        """Sinks and what is fetched, as attention meets them."""
-        keys, values = (torch.cat(both, 1) for both in zip(shelf.sinks, pair, strict=True))
-        if self.recall.far == "side by side":
-            keys = self.all.turns.to(self.index, keys, shelf.first - keys.shape[1])
-        return keys, values
-
-    def _choose(self, shelf: Shelf, turned: Tensor, together: Tensor | None, budget: int) -> Shelf:
-        """Let the window's queries say which units they want."""
-        recall, kv_heads = self.recall, len(shelf.near[0])
+    def _choose(self, shelf: Shelf, turned: Tensor, asks: Tensor | None, budget: int) -> Shelf:
+        """Let the window's queries say which units they want; asks: their probe, where it is known."""
+        recall, last, kv_heads = self.recall, shelf.fetched, shelf.near[0].shape[0]
         probe = joined(turned, kv_heads).mean(0) if recall.similar is not None else None
-        last = shelf.fetched
         again = last is not None and probe is not None and self.writing
         if again and float(cosine_similarity(probe, last.probe, 0)) >= recall.similar:
             return shelf
         question = self.all.question.get(self.index)
-        asking = Asking(turned, kv_heads, self.new.scale, shelf.moments, question, not self.writing, together)
-        about = shelf.host.keys() if isinstance(recall.index, EachToken) else torch.cat(shelf.about, 1)
+        asking = Asking(turned, kv_heads, self.new.scale, shelf.moments, question, not self.writing, asks)
+        about = shelf.host.keys() if isinstance(recall.index, EachToken) else shelf.about.all
         alike = shelf.even and not recall.index.wants_sizes and not recall.neighbours
         worth = recall.index.worth(asking, about, None if alike else torch.cat(shelf.each_size, 1))
         quota = self._quota(shelf, budget)
@@ -279,7 +285,7 @@ class Layer:
             index = spend(worth, sizes, quota, recall.neighbours).index
         looks = self.writing or index.device.type == "cpu"  # a GPU would have to be waited for, in vain while reading
         same = looks and last is not None and index.equal(last.index)
-        return replace(shelf, fetched=Fetched(probe, index, last.pair if same else None))
+        return shelf.but(fetched=Fetched(probe, index, last.pair if same else None))
 
     def _quota(self, shelf: Shelf, budget: int) -> int:
         """Tokens the budget leaves to be fetched, in whole units where all are of one size."""
@@ -290,7 +296,7 @@ class Layer:
     def _share(self, shelf: Shelf, worth: Tensor, quota: int, budget: int) -> tuple[Shelf, int]:
         """While writing, layers share what all of them may fetch; ActQKV's information density."""
         if not self.writing:
-            return replace(shelf, worth=worth), quota
+            return shelf.but(worth=worth), quota
         now, layers = match_entropy(worth), self.all.owned
         left = self.all.left.setdefault(self.row, len(layers) * quota)
         later = self.all.densities(layers[layers.index(self.index) + 1 :], self.row)
@@ -300,7 +306,7 @@ class Layer:
         self.all.left[self.row] = left - share
         mean, steps = (shelf.density if shelf.worth is None else None) or (0.0, 0)
         mean = (mean * steps + now) / (steps + 1)
-        return replace(shelf, worth=None, density=(mean, steps + 1)), share
+        return shelf.but(worth=None, density=(mean, steps + 1)), share
 
 
 def _in_order(tokens: Tensor, order: Tensor) -> Tensor:

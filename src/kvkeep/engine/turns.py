@@ -18,11 +18,12 @@ class Turns:
     def __init__(self, rotations: dict[int, Rotation | None]) -> None:
         self.rotations = rotations  # layer -> its rotation; None: it knows no positions
         self.there: dict[tuple[int, torch.device], Rotation] = {}  # rotations with frequencies on a device
-        self.known: dict[tuple, Angles] = {}
+        self.of_way: dict[tuple, Angles] = {}
+        self.known: dict[tuple, tuple[list[Angles], bool]] = {}  # several ways one after the other, and how to go them
 
     def begin(self) -> None:
         """A forward pass begins: angles of the last one are of no use."""
-        self.known = {}
+        self.of_way, self.known = {}, {}
 
     def back(self, layer: int, vectors: Tensor, first: int) -> Tensor:
         """Vectors that stand at first, first + 1, … as if they had no position. [heads, n, dim]"""
@@ -38,10 +39,14 @@ class Turns:
 
     def _by(self, layer: int, vectors: Tensor, *ways: By) -> Tensor:
         turn = self.rotations.get(layer)
-        if turn is None or not vectors.shape[1]:
+        _, n, dim = vectors.shape
+        if turn is None or not n:
             return vectors
-        angles = [self._angles(turn, way, vectors) for way in ways]
-        if _whole(turn, vectors):
+        name = id(turn), ways, n, dim, vectors.device
+        if name not in self.known:
+            self.known[name] = [self._angles(turn, way, vectors) for way in ways], _whole(turn, vectors)
+        angles, whole = self.known[name]
+        if whole:
             return turned(vectors, *angles)
         for each in angles:
             vectors = turn.rotated(vectors, *each)
@@ -51,14 +56,14 @@ class Turns:
         """Cosines and sines, as `turned` takes them where it can."""
         (first, step), (_, n, dim), device = way, vectors.shape, vectors.device
         name = id(turn), way, n, dim, device
-        if name not in self.known:
+        if name not in self.of_way:
             if (id(turn), device) not in self.there:
                 self.there[id(turn), device] = replace(turn, frequencies=turn.frequencies.to(device))
             by = torch.arange(n, device=device) * step + first
             cos, sin = self.there[id(turn), device].angles(by)
             both = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-            self.known[name] = both if _whole(turn, vectors) else (cos, sin)
-        return self.known[name]
+            self.of_way[name] = both if _whole(turn, vectors) else (cos, sin)
+        return self.of_way[name]
 
 
 def _whole(turn: Rotation, vectors: Tensor) -> bool:

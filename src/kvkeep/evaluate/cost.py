@@ -15,19 +15,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.compress.allocate.heads import EqualHeads
 from kvkeep.compress.method import parse
 from kvkeep.compress.schedule import as_schedule
 from kvkeep.engine.batch import Batch, Request
-from kvkeep.engine.pool import Pool
+from kvkeep.engine.pool import Pool, slots_of
 from kvkeep.engine.session import Cache
 from kvkeep.engine.words import Unfolding
 from kvkeep.errors import BadParameter
 from kvkeep.evaluate.baselines import SPARE, Eager, Static
 from kvkeep.evaluate.clock import paced, read
 from kvkeep.evaluate.floors import Floors
-from kvkeep.kernels.packed import GROUP
-from kvkeep.model.adapter import key_shape
 from kvkeep.model.slices import sliced
 
 BASELINES = {"transformers": Eager, "static": Static}
@@ -175,13 +172,9 @@ class Kept:
         return cache.nbytes
 
     def step_seconds(self, cache: Cache, context: int, rows: int, steps: int) -> tuple[float, str]:
-        kv_heads, _ = key_shape(self.model)
-        most = max(max(layer.row_lengths(0)) for layer in cache.store.values())
-        total = max(sum(layer.row_lengths(0)) for layer in cache.store.values())
         room = steps + SPARE
-        longest = most if isinstance(cache.method.heads, EqualHeads) else total
-        room = -(-room // GROUP) * GROUP if self.storage else room
-        pool = Pool(self.model, rows, rows * (total + kv_heads * room), longest + room, self.storage)
+        most = max(max(layer.row_lengths(0)) for layer in cache.store.values()) + room
+        pool = Pool(self.model, rows, rows * slots_of(cache, room), most, self.storage)
         logits = torch.zeros(self.model.config.get_text_config().vocab_size, device=self.model.device)
         batch = Batch(self.model, lambda ids: (cache, logits), set(), pool)
         for _ in range(rows):

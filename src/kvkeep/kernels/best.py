@@ -11,6 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvkeep.kernels import packed, reference, turning
@@ -33,6 +34,7 @@ class Best:
         """
         self.name, self.module, self.fits = name, module, fits
         self.plain = plain if callable(plain) else getattr(plain, name)
+        self.kernel: Callable[..., Any] | None = None  # once it was needed
         self.broken = False
 
     def fast(self, first: Tensor | Packed, *rest: Any) -> bool:
@@ -43,7 +45,11 @@ class Best:
         if not self.fast(first, *rest):
             return self.plain(first, *rest)
         try:
-            return getattr(import_module(f"kvkeep.kernels.fused.{self.module}"), self.name)(first, *rest)
+            if self.kernel is None:
+                self.kernel = getattr(import_module(f"kvkeep.kernels.fused.{self.module}"), self.name)
+            return self.kernel(first, *rest)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # whatever a compiler, a driver or a missing package raises
             self.broken = True
             why = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -313,19 +313,16 @@ def attend_apart(
     else:
         chances = logits.softmax(-1, dtype=torch.float32)
     output = (chances.to(values.dtype) @ values).view(heads, w, -1).to(queries.dtype)
-    if not band:
-        return output, None
-    mass = _banded(chances[..., -n:], heads, w, band)
-    if before is not None:
-        mass[: len(before)] += before
-    return output, mass
+    return output, _banded(chances[..., -n:], heads, w, band, before) if band else None
 
 
-def _banded(chances: Tensor, heads: int, w: int, band: int) -> Tensor:
+def _banded(chances: Tensor, heads: int, w: int, band: int, before: Tensor | None) -> Tensor:
     """Sum over queries 1 … band behind each key, mean over heads. chances [kv_heads, group * w, n], its own last"""
     n = chances.shape[-1]
-    mean = chances.reshape(heads, w, n).mean(0)
-    return mean.tril_(n - w - 1).triu_(n - w - band).sum(0)
+    mass = chances.reshape(heads, w, n).mean(0).tril_(n - w - 1).triu_(n - w - band).sum(0)
+    if before is not None:
+        mass[: len(before)] += before
+    return mass
 
 
 def entropy(chances: Tensor) -> Tensor:

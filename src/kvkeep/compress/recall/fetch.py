@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvkeep.compress.recall.index import UNWANTED
 from kvkeep.compress.select import best_first
+from kvkeep.kernels.best import Best
 from kvkeep.types import Selection
 
 
@@ -16,10 +17,13 @@ def by_unit(member: Tensor) -> tuple[Tensor, Tensor]:
     return member.sort(dim=1, stable=True).indices, sizes.scatter_add_(1, member, torch.ones_like(member))
 
 
-def spend_even(worth: Tensor, size: int, quota: int) -> Tensor:
+def _spend_even(worth: Tensor, size: int, quota: int) -> Tensor:
     """`spend` where every unit has as many tokens and is wanted, and the quota whole units. [heads, quota]"""
     best = best_first(worth)[:, : quota // size].sort(1).values
     return (best[..., None] * size + torch.arange(size, device=worth.device)).flatten(1)
+
+
+spend_even = Best("spend_even", "chunks", lambda worth, *_: worth.dtype == torch.float32, _spend_even)
 
 
 def spend(worth: Tensor, sizes: Tensor, quota: int, neighbours: float = 0.0) -> Selection:

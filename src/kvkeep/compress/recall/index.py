@@ -16,6 +16,7 @@ from torch.nn.functional import normalize
 from kvkeep.compress.recall.probe import Moments, activation_bias, joined
 from kvkeep.compress.select import best_first
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.best import Best
 
 UNWANTED = float("-inf")
 
@@ -28,6 +29,7 @@ class Leaving:
     mass: Tensor | None  # [n] attention each got from the queries that followed it closely
     member: Tensor | None  # [1 or kv_heads, n] unit of each; None: equal stretches
     count: int  # units
+    room: Tensor | None = None  # [1 or kv_heads, units, …] where a description will be kept: who can, puts it there
 
     @property
     def units(self) -> Tensor:
@@ -48,11 +50,29 @@ class Asking:
     moments: Moments | None = None  # of all queries so far, this window's included
     question: Tensor | None = None  # [x, kv_heads * dim] what the text is read for
     reading: bool = True  # a prompt; else a token that is being written
-    together: Tensor | None = None  # [w, kv_heads * dim] the queries joined, where somebody did that before
+    probe: Tensor | None = None  # [kv_heads * dim] what they ask for, where somebody found out before
 
-    @property
-    def window(self) -> Tensor:
-        return joined(self.queries, self.kv_heads) if self.together is None else self.together
+
+def _match(probe: Tensor, about: Tensor, cosine: bool) -> Tensor:
+    """The product of a probe [dim], of length 1 if `cosine`, with what is known of units [1, units, dim]. [1, units]"""
+    return about @ (normalize(probe, dim=0) if cosine else probe)
+
+
+def _speakers(keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, room: Tensor | None = None) -> Tensor:
+    """The mean of the `count` tokens of each unit with most mass; the later of equals. Units are equal stretches.
+
+    keys [kv_heads, n, dim], mass [n] -> [1, units, kv_heads * dim] float32; `cosine`: the mean of their directions
+    """
+    together = joined(keys, len(keys)).view(units, -1, len(keys) * keys.shape[-1])
+    best = best_first(mass.view(together.shape[:2]))[:, :count].sort(1).values
+    speak = together.gather(1, best[..., None].expand(-1, -1, together.shape[-1]))
+    speak = normalize(speak, dim=-1) if cosine else speak
+    total = speak.sum(1) if best.shape[1] <= 4 else sum(speak.unbind(1))  # one after the other in both cases
+    return (total / best.shape[1])[None]
+
+
+match = Best("match", "chunks", plain=_match)
+speakers = Best("speakers", "describe", lambda keys, mass, units, *_: keys.shape[1] // units <= 256, _speakers)
 
 
 @dataclass(frozen=True)
@@ -82,10 +102,9 @@ class Representatives:
 
     def describe(self, leaving: Leaving) -> Tensor:
         """The mean of a unit's representatives, all heads side by side. [1, units, kv_heads * dim]"""
-        keys = joined(leaving.keys, len(leaving.keys))
         if leaving.member is None:
-            return self._of_stretches(keys.view(leaving.count, -1, keys.shape[1]), leaving.mass)
-        member = leaving.member[0]
+            return speakers(leaving.keys, leaving.mass, leaving.count, self.count, self.cosine, leaving.room)
+        keys, member = joined(leaving.keys, len(leaving.keys)), leaving.member[0]
         vectors = normalize(keys, dim=-1) if self.cosine else keys
         speaks = chosen_in_units(leaving.mass, member, leaving.count, self.count).to(vectors.dtype)
         total = vectors.new_zeros(leaving.count, vectors.shape[1])
@@ -93,24 +112,19 @@ class Representatives:
         size = vectors.new_zeros(leaving.count).index_add_(0, member, speaks)
         return (total / size[:, None])[None]
 
-    def _of_stretches(self, keys: Tensor, mass: Tensor) -> Tensor:
-        """The same of units that are equal stretches. keys [units, size, dim], mass [units * size]"""
-        best = best_first(mass.view(keys.shape[:2]))[:, : self.count].sort(1).values
-        speak = keys.gather(1, best[..., None].expand(-1, -1, keys.shape[-1]))
-        speak = normalize(speak, dim=-1) if self.cosine else speak
-        total = speak.sum(1) if best.shape[1] <= 4 else sum(speak.unbind(1))  # one after the other in both cases
-        return (total / best.shape[1])[None]
-
     def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
         """[1, units]"""
-        window = asking.window
-        if asking.question is not None and asking.reading and self.joins:
-            window = torch.cat([window, asking.question])
-        probe = activation_bias(window, asking.moments) if self.bias else window.mean(0)
-        worth = about @ (normalize(probe, dim=0) if self.cosine else probe)
+        probe = self._probe(asking) if asking.probe is None else asking.probe
+        worth = match(probe, about, self.cosine)
         if asking.question is not None and self.weight:
             worth = worth + self.weight * (about @ asking.question.mean(0))
         return worth
+
+    def _probe(self, asking: Asking) -> Tensor:
+        window, question = joined(asking.queries, asking.kv_heads), asking.question
+        if question is not None and asking.reading and self.joins:
+            window = torch.cat([window, question])
+        return activation_bias(window, asking.moments) if self.bias else window.mean(0)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.kernels.best import Best
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -53,3 +55,30 @@ def activation_bias(window: Tensor, moments: Moments) -> Tensor:
     total = surprise.sum()
     weight = torch.where(total > 0, surprise / total.clamp_min(1e-30), 1 / len(window))
     return weight @ window
+
+
+def _surprised(
+    queries: Tensor, kv_heads: int, count: int, mean: Tensor | None, variance: Tensor | None, question: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of `count` queries brought up to date with a window, and what it asks for, a question's queries with it.
+
+    queries [heads, w, dim], question [x, kv_heads * dim] -> mean, variance, probe [kv_heads * dim] float32
+    """
+    window = joined(queries, kv_heads)
+    moments = Moments.of(window)
+    if mean is not None and variance is not None:
+        moments = Moments(count, mean, variance).joined(moments)
+    asked = window if question is None else torch.cat([window, question])
+    return moments.mean, moments.variance, activation_bias(asked, moments)
+
+
+_best_surprised = Best("surprised", "probe", lambda queries, *_: queries.stride(-1) == 1, _surprised)
+
+
+def surprised(
+    queries: Tensor, kv_heads: int, so_far: Moments | None, question: Tensor | None = None
+) -> tuple[Moments, Tensor]:
+    """Moments of all queries, this window's included, and its probe. Shapes as above"""
+    count, mean, variance = (so_far.count, so_far.mean, so_far.variance) if so_far else (0, None, None)
+    mean, variance, probe = _best_surprised(queries, kv_heads, count, mean, variance, question)
+    return Moments(count + queries.shape[1], mean, variance), probe

@@ -1,4 +1,8 @@
-"""What chunks that are away are worth to a query: each chunk's description is read once and reduced on the spot."""
+"""What chunks that are away are worth to a query, and which of them are fetched.
+
+Each chunk's description is read once and reduced on the spot. Which are best is found by one program: the worth of the
+last one that is fetched digit by digit, then all that are worth more, and of its equals the later ones.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 UNITS, CHANNELS = 16, 128  # at a time
+COMPARED = 1024  # units at a time, while the best are sought
 
 
 def score_chunks(query: Tensor, representatives: Tensor) -> Tensor:
@@ -21,6 +26,28 @@ def score_chunks(query: Tensor, representatives: Tensor) -> Tensor:
     worth = torch.empty(heads, units, dtype=torch.float32, device=query.device)
     _products[triton.cdiv(units, UNITS), heads](query, representatives, worth, units, dim, UNITS, CHANNELS, num_warps=4)
     return worth
+
+
+def match(probe: Tensor, about: Tensor, cosine: bool) -> Tensor:
+    """As the reference's. probe [dim], about [1, units, dim]"""
+    _, units, dim = about.shape
+    about = about.contiguous()
+    worth = torch.empty(1, units, dtype=torch.float32, device=probe.device)
+    if cosine:
+        _cosines[triton.cdiv(units, UNITS),](probe, about, worth, units, dim, UNITS, CHANNELS, num_warps=4)
+    else:
+        _products[triton.cdiv(units, UNITS), 1](probe, about, worth, units, dim, UNITS, CHANNELS, num_warps=4)
+    return worth
+
+
+def spend_even(worth: Tensor, size: int, quota: int) -> Tensor:
+    """As the reference's. worth [heads, units] float32"""
+    heads, units = worth.shape
+    count = min(units, quota // size)
+    index = torch.empty(heads, count * size, dtype=torch.int64, device=worth.device)
+    if count:
+        _spent[heads,](worth.contiguous(), index, units, count, size, COMPARED, num_warps=16)
+    return index
 
 
 def score_bounds(query: Tensor, bounds: Tensor) -> Tensor:
@@ -49,6 +76,65 @@ def _products(query, representatives, worth, units, dim, UNITS: tl.constexpr, CH
         inside = (mine < units)[:, None] & (channels < dim)[None, :]
         total += tl.load(rows + channels[None, :], mask=inside, other=0.0).to(tl.float32) * q[None, :]
     tl.store(worth + head * units + mine, tl.sum(total, 1), mask=mine < units)
+
+
+@triton.jit(do_not_specialize=["units"])
+def _cosines(probe, about, worth, units, dim, UNITS: tl.constexpr, CHANNELS: tl.constexpr):
+    """`_products` with a probe of length 1."""
+    mine = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
+    total, squares = tl.zeros([UNITS, CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
+    for start in range(0, dim, CHANNELS):
+        channels = start + tl.arange(0, CHANNELS)
+        q = tl.load(probe + channels, mask=channels < dim, other=0.0)
+        inside = (mine < units)[:, None] & (channels < dim)[None, :]
+        total += tl.load(about + mine[:, None] * dim + channels[None, :], mask=inside, other=0.0) * q[None, :]
+        squares += q * q
+    tl.store(worth + mine, tl.sum(total, 1) / tl.maximum(tl.sqrt(tl.sum(squares, 0)), 1e-12), mask=mine < units)
+
+
+@triton.jit(do_not_specialize=["units", "count"])
+def _spent(worth, index, units, count, size, COMPARED: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    worth, index = worth + head * units, index + head * count * size
+    digits = tl.arange(0, 16)
+    least = tl.full([], -2147483648, tl.int64)  # the most that as many as are fetched reach
+    for i in range(0, 8):
+        step = tl.full([], 1, tl.int64) << (28 - 4 * i)
+        reached = tl.zeros([COMPARED, 16], tl.int32)  # added up at the end: threads need not meet before
+        for start in range(0, units, COMPARED):
+            mine = start + tl.arange(0, COMPARED)
+            rank = _rank(worth + mine, mine < units)
+            enough = (rank[:, None] >= (least + digits * step).to(tl.int32)[None, :]) & (mine < units)[:, None]
+            reached += enough.to(tl.int32)
+        least += (tl.sum((tl.sum(reached, 0) >= count).to(tl.int64), 0) - 1) * step
+    last = least.to(tl.int32)
+    above, equal = tl.zeros([COMPARED], tl.int32), tl.zeros([COMPARED], tl.int32)
+    for start in range(0, units, COMPARED):
+        mine = start + tl.arange(0, COMPARED)
+        rank = _rank(worth + mine, mine < units)
+        above += ((rank > last) & (mine < units)).to(tl.int32)
+        equal += ((rank == last) & (mine < units)).to(tl.int32)
+    passed_by = tl.sum(equal, 0) - (count - tl.sum(above, 0))  # of the equals, the first so many
+    taken, met = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for start in range(0, units, COMPARED):
+        mine = start + tl.arange(0, COMPARED)
+        rank = _rank(worth + mine, mine < units)
+        same = ((rank == last) & (mine < units)).to(tl.int32)
+        late = met + tl.cumsum(same, 0) > passed_by
+        chosen = (mine < units) & ((rank > last) | ((same > 0) & late))
+        place = taken + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        for j in range(0, size):
+            tl.store(index + place.to(tl.int64) * size + j, mine.to(tl.int64) * size + j, mask=chosen)
+        taken += tl.sum(chosen.to(tl.int32), 0)
+        met += tl.sum(same, 0)
+
+
+@triton.jit
+def _rank(worth, real):
+    """Whole numbers in the order of the floating ones."""
+    value = tl.load(worth, mask=real, other=0.0)
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # no zero is less than another
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit

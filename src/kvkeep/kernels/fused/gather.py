@@ -28,17 +28,21 @@ def put(keys: Tensor, values: Tensor, home: tuple[Tensor, Tensor], table: Tensor
     )  # fmt: skip
 
 
-def gather(index: Tensor, table: Tensor, count: int, keys: Tensor, values: Tensor) -> None:
-    """Read tokens by number, counted through all slabs, into keys and values.
+def gather(
+    index: Tensor, table: Tensor, count: int, keys: Tensor, values: Tensor, front: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """Read tokens by number, counted through all slabs, into keys and values, behind those that stand in front.
 
-    index [1 or kv_heads, k] int64, count: slabs, keys and values [kv_heads, k, dim] contiguous
+    index [1 or kv_heads, k] int64, count: slabs, front: keys and values [kv_heads, f, dim], keys and values
+    [kv_heads, f + k, dim]; all contiguous
     """
     index = index.contiguous()
-    heads, k, dim = keys.shape
-    wide = values.shape[-1]
-    _gather[heads, triton.cdiv(k, TOKENS)](
-        index, table, keys, values, table.shape[1], count, count.bit_length(), k, k if len(index) > 1 else 0, dim, wide,
-        TOKENS, triton.next_power_of_2(dim), triton.next_power_of_2(wide), num_warps=4,
+    heads, total, dim = keys.shape
+    wide, k = values.shape[-1], index.shape[1]
+    _gather[heads, triton.cdiv(total, TOKENS)](
+        index, table, *(front or (keys, values)), keys, values, table.shape[1], count, count.bit_length(), total - k,
+        total, k if len(index) > 1 else 0, dim, wide, front is not None, TOKENS, triton.next_power_of_2(dim),
+        triton.next_power_of_2(wide), num_warps=4,
     )  # fmt: skip
 
 
@@ -65,15 +69,15 @@ def _put(
         tl.store(table + 2 * capacity + slot, end)
 
 
-@triton.jit(do_not_specialize=["capacity", "count", "steps", "k", "apart"])
+@triton.jit(do_not_specialize=["capacity", "count", "steps", "first", "total", "apart"])
 def _gather(
-    index, table, keys, values, capacity, count, steps, k, apart, dim, wide, TOKENS: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr,
+    index, table, front_keys, front_values, keys, values, capacity, count, steps, first, total, apart, dim, wide,
+    FRONT: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    channels, wides, real = tl.arange(0, DIM), tl.arange(0, WIDE), places < k
-    token = tl.load(index + head * apart + places, mask=real, other=0)
+    channels, wides, real = tl.arange(0, DIM), tl.arange(0, WIDE), (places >= first) & (places < total)
+    token = tl.load(index + head * apart + places - first, mask=real, other=0)
 
     ends = table + 2 * capacity
     slab, last = tl.zeros([TOKENS], tl.int32), tl.zeros([TOKENS], tl.int32) + (count - 1)
@@ -86,10 +90,17 @@ def _gather(
 
     from_keys = tl.multiple_of(tl.load(table + slab).to(tl.pointer_type(keys.dtype.element_ty)), 16)
     from_values = tl.multiple_of(tl.load(table + capacity + slab).to(tl.pointer_type(values.dtype.element_ty)), 16)
-    here = head * k + places
+    to_keys = keys + (head * total + places)[:, None] * dim + channels[None, :]
+    to_values = values + (head * total + places)[:, None] * wide + wides[None, :]
     inside = real[:, None] & (channels < dim)[None, :]
-    key = tl.load(from_keys[:, None] + row[:, None] * dim + channels[None, :], mask=inside)
-    tl.store(keys + here[:, None] * dim + channels[None, :], key, mask=inside)
+    tl.store(to_keys, tl.load(from_keys[:, None] + row[:, None] * dim + channels[None, :], mask=inside), mask=inside)
     inside = real[:, None] & (wides < wide)[None, :]
     value = tl.load(from_values[:, None] + row[:, None] * wide + wides[None, :], mask=inside)
-    tl.store(values + here[:, None] * wide + wides[None, :], value, mask=inside)
+    tl.store(to_values, value, mask=inside)
+    if FRONT:
+        row = head * first + places
+        inside = (places < first)[:, None] & (channels < dim)[None, :]
+        tl.store(to_keys, tl.load(front_keys + row[:, None] * dim + channels[None, :], mask=inside), mask=inside)
+        inside = (places < first)[:, None] & (wides < wide)[None, :]
+        value = tl.load(front_values + row[:, None] * wide + wides[None, :], mask=inside)
+        tl.store(to_values, value, mask=inside)

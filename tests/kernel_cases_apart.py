@@ -1,0 +1,167 @@
+"""What a window of a reading takes, in kernels, equals torch's functions. Run by test_kernels.py."""
+
+from itertools import product
+
+import pytest
+import torch
+from conftest import make_llama
+from kernel_cases import BOUND, DEVICE, drawn, off
+from kernel_cases_gather import with_store
+
+import kvkeep
+from kvkeep.cache.pinned import Table
+from kvkeep.compress.recall import fetch, index
+from kvkeep.compress.recall import probe as probing
+from kvkeep.kernels import reference
+from kvkeep.kernels.best import Best
+from kvkeep.kernels.fused import apart, chunks, describe, probe
+
+KINDS = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float32: 0, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def bound(kind):
+    """The result of a lower precision is rounded to it, whoever computes it."""
+    return BOUND.get(kind, 2e-3) + ROUNDING[kind]
+
+
+def window(heads, kv_heads, w, far, near, dim, wide, kind):
+    """As a layer has them: queries and near keys are parts of more, heads lie behind each other."""
+    queries = drawn(w + 3, heads, dim, kind=kind, scale=2).transpose(0, 1)[:, 2 : w + 2]
+    turned = drawn(heads, w, dim, kind=kind, scale=2)
+    away = tuple(drawn(kv_heads, far, size, kind=kind) for size in (dim, wide))
+    here = tuple(drawn(kv_heads, near + 7, size, kind=kind)[:, 4 : near + 4] for size in (dim, wide))
+    return queries, turned, away, here
+
+
+def wide_floats(queries, turned, away, here):
+    return queries.float(), turned.float(), *(tuple(t.float() for t in pair) for pair in (away, here))
+
+
+SHAPES = [  # heads, kv_heads, w, far, near, dim, wide, band
+    (1, 1, 1, 0, 1, 16, 16, 4),
+    (4, 4, 2, 3, 2, 16, 16, 1),
+    (8, 2, 16, 40, 48, 32, 32, 16),
+    (7, 1, 13, 65, 30, 24, 24, 100),
+    (8, 2, 64, 64, 64, 64, 64, 64),
+    (4, 1, 70, 130, 201, 24, 40, 37),
+    (3, 3, 129, 0, 150, 48, 16, 5),
+    (4, 2, 20, 33, 90, 128, 128, 1),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("softcap, sunk", [(None, False), (1.5, True)])
+@pytest.mark.parametrize("heads, kv_heads, w, far, near, dim, wide, band", SHAPES)
+def test_attend_apart(heads, kv_heads, w, far, near, dim, wide, band, softcap, sunk, kind):
+    torch.manual_seed(w)
+    queries, turned, away, here = given = window(heads, kv_heads, w, far, near, dim, wide, kind)
+    sinks = drawn(heads, kind=kind) if sunk else None
+    before = torch.rand(near - w, device=DEVICE) if near > w else None
+    rest = 0.3, softcap, sinks, band, before
+    got, mass = apart.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest)
+    wants, turns, aways, heres = wide_floats(*given)
+    want, known = reference.attend_apart(wants, turns, (lambda: aways) if far else None, heres, *rest)
+    assert got.dtype == kind and got.shape == (heads, w, wide) and off(got, want) <= bound(kind)
+    assert mass.shape == (near,) and off(mass, known) <= 1e-4
+    alone, none = apart.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest[:3])
+    assert alone.equal(got) and none is None
+
+
+def test_only_queries_close_behind_a_key_count_and_never_its_own():
+    queries, turned, away, here = window(2, 1, 6, 5, 9, 16, 16, torch.float32)
+    for band, before in product((1, 3, 8, 50), (None, torch.ones(4, device=DEVICE))):
+        rest = lambda: away, here, 0.3, None, None, band, before  # noqa: E731
+        got, want = (each.attend_apart(queries, turned, *rest)[1] for each in (apart, reference))
+        assert off(got, want) <= 1e-5 and got[-1] == 0
+    assert apart.attend_apart(queries, turned, None, here, 0.3, None, None, 1)[1][:2].eq(0).all()  # too far behind
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "heads, kv_heads, w, dim, asked", [(1, 1, 1, 16, 0), (8, 2, 5, 24, 3), (7, 1, 64, 48, 0), (4, 4, 70, 40, 70)]
+)
+def test_surprised(heads, kv_heads, w, dim, asked, kind):
+    torch.manual_seed(w)
+    moments, question = None, drawn(asked, kv_heads * dim) if asked else None
+    for _ in range(2):
+        queries = (drawn(heads, w, dim, kind=torch.float32, scale=2) + 5).to(kind)
+        queries[..., 3] = 1.5  # never varies
+        before = (moments.count, moments.mean, moments.variance) if moments else (0, None, None)
+        want = probing._surprised(queries, kv_heads, *before, question)
+        got = probe.surprised(queries, kv_heads, *before, question)
+        assert all(off(a, b) <= 2e-5 for a, b in zip(got, want, strict=True))
+        moments = probing.Moments(before[0] + w, *want[:2])
+
+
+def test_queries_that_never_vary_ask_alike():
+    got = probe.surprised(torch.full((2, 5, 16), 3.0, device=DEVICE), 1, 0, None, None, None)
+    assert [float(each[0]) for each in got] == [3.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize(
+    "kv_heads, units, size, dim, count", [(1, 1, 1, 16, 4), (2, 5, 32, 32, 4), (3, 3, 5, 24, 2), (8, 2, 40, 128, 7)]
+)
+def test_speakers(kv_heads, units, size, dim, count, cosine, kind):
+    torch.manual_seed(units)
+    keys = drawn(kv_heads, units * size + 9, dim, kind=kind)[:, 4 : units * size + 4]
+    for mass in (torch.rand(units * size, device=DEVICE), torch.randint(0, 3, (units * size,), device=DEVICE).float()):
+        got, want = (f(keys, mass, units, count, cosine) for f in (describe.speakers, index._speakers))
+        assert got.shape == want.shape and off(got, want) <= 1e-6
+        room = torch.full_like(got, 9.0)
+        assert describe.speakers(keys, mass, units, count, cosine, room) is room and room.equal(got)
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize("units, dim", [(1, 16), (15, 24), (70, 300)])
+def test_match(units, dim, cosine):
+    torch.manual_seed(units)
+    vector, about = drawn(dim), drawn(1, units, dim)
+    assert off(chunks.match(vector, about, cosine), index._match(vector, about, cosine)) <= 1e-5
+
+
+@pytest.mark.parametrize("heads, units, size, quota", [(1, 1, 32, 0), (1, 1, 4, 8), (2, 9, 1, 5), (3, 2500, 3, 600)])
+def test_spend_even(heads, units, size, quota):
+    torch.manual_seed(units)
+    few = torch.randint(-2, 3, (heads, units), device=DEVICE).float()  # hardly any two are different
+    for worth in (drawn(heads, units), few, -few, few * 0, drawn(heads, units, scale=1e-20), drawn(heads, units).abs()):
+        assert chunks.spend_even(worth, size, quota).equal(fetch._spend_even(worth, size, quota))
+
+
+READING = {"attend_apart", "match", "speakers", "spend_even", "surprised", "turned"}
+
+
+def test_a_whole_reading_in_kernels_says_what_torch_says(monkeypatch):
+    """Windows, pieces, a question, tokens written one by one."""
+    ids = torch.randperm(64, generator=torch.Generator().manual_seed(0))[None].repeat(1, 3).to(DEVICE)
+    model = make_llama(vocab_size=64, num_hidden_layers=2).to(DEVICE)
+    question = torch.randn(3, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    said, kept, used = [], [], set()
+
+    def fast(best, *given):
+        fits = not best.broken and best.fits(*given)
+        used.update({best.name} if fits else ())
+        return fits
+
+    for kernels in (False, True):
+        cache = kvkeep.Cache(model, "actqkv", 64, window=16, sinks=3, chunk=8)
+        cache.recaller.question[0] = question
+        with monkeypatch.context() as here:
+            here.setattr(Best, "fast", fast if kernels else lambda *_: False)
+            if kernels:
+                here.setattr(cache.recaller, "_empty", with_store(cache.recaller))
+            else:
+                here.setattr(Table, "new", lambda device: None)
+            steps = ((0, 96), (96, 120), (120, 121), (121, 122), (122, 135))
+            said.append(torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in steps], 1))
+            kept.append(cache.kept(0))
+    assert used >= READING and kept[0] == kept[1]
+    assert off(*said) <= 1e-4
