@@ -385,7 +385,8 @@ def test_what_cannot_work_is_refused_with_the_way_out(tiny, words, call):
 
 
 def test_odd_keys_cannot_be_halved():
-    odd = make_llama(head_dim=9, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    odd = make_llama()
+    odd.config.head_dim = 9  # newer transformers refuse to make such a model with rotary positions
     with pytest.raises(BadParameter, match="have 9 numbers; use 'int8'"):
         kvkeep.Cache(odd, "snapkv", 64, storage="int4")
     assert kvkeep.Cache(odd, "snapkv", 64, storage="int8").bits == 8
