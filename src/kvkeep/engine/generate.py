@@ -23,7 +23,7 @@ from kvkeep.engine.words import Sentences, Unfolding
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.model.adapter import trained_window
 from kvkeep.model.prompt import encode, ends
-from kvkeep.model.slices import sliced
+from kvkeep.model.slices import TOKENS, sliced
 
 PIECE = 1024  # tokens read at a time: what a forward pass of a long prompt costs in memory
 
@@ -236,7 +236,7 @@ class Engine:
         needs = self.method.recall.needs if self.method.recall else ""
         if needs == "sentences":
             self.cache.recaller.tell(0, self.sentences.ends(ids))
-        with torch.inference_mode(), sliced(self.model) if len(ids) > 1 else nullcontext():
+        with torch.inference_mode(), sliced(self.model) if len(ids) > TOKENS else nullcontext():
             shown = 0 if needs == "surprise" else keep
             batch = ids[None].to(self.model.device)
             logits = self.model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]

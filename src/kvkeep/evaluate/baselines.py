@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.evaluate.clock import captured, paced
+from kvkeep.evaluate.clock import paced, replayed
 from kvkeep.model.stock import static_cache, stock_cache
 
 SPARE = 4  # tokens written beside those that are timed
@@ -88,7 +88,7 @@ class StaticSteps:
         self.model, self.cache = model, cache
         self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
         with torch.inference_mode():
-            self.graph = captured(self._run, model.device)
+            self.graph = replayed(self._run, model.device)
             self.tokens.zero_()
             for layer in cache.layers:
                 layer.cumulative_length.fill_(context)  # a capture rehearses

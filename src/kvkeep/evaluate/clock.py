@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.engine.graph import captured
+
 
 def now(device: torch.device) -> float:
     if device.type == "cuda":
@@ -37,19 +39,12 @@ def paced(step: Callable[[], Any], times: int) -> float:
     return median(after - before for before, after in zip(ends, ends[1:], strict=False))
 
 
-def captured(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor] | None:
+def replayed(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor] | None:
     """The same from a CUDA graph, or None where that cannot be. Unlike a Replay it compiles nothing of the model."""
     if device.type != "cuda":
         return None
     try:
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            run(), run()  # what is made once is made
-        torch.cuda.current_stream(device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = run()
+        graph, result = captured(run)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvkeep.evaluate.clock import captured, fastest
+from kvkeep.evaluate.clock import fastest, replayed
 
 COPIED = {"cpu": 1 << 28, "cuda": 1 << 31}  # bytes, far more than a processor's caches hold
 TIMES = 8
@@ -58,7 +58,7 @@ def _linear(model: Any, batch: int) -> float:
         return [layer(given) for layer, given in met][-1]
 
     run()
-    return fastest(model.device, captured(run, model.device) or run, TIMES)
+    return fastest(model.device, replayed(run, model.device) or run, TIMES)
 
 
 def _bandwidth(device: torch.device) -> float:

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from kvkeep.compress.recall.probe import Moments, activation_bias, joined
 from kvkeep.compress.select import best_first
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.best import Best
+from kvkeep.kernels.best import Best, means
 
 UNWANTED = float("-inf")
 
@@ -192,12 +192,7 @@ class Centres:
 
     def describe(self, leaving: Leaving) -> Tensor:
         """[kv_heads, units, dim]"""
-        heads, n, dim = leaving.keys.shape
-        member = leaving.units.expand(heads, -1)
-        keys = leaving.keys.float()
-        total = keys.new_zeros(heads, leaving.count, dim).scatter_add(1, member[..., None].expand_as(keys), keys)
-        size = keys.new_zeros(heads, leaving.count).scatter_add(1, member, torch.ones_like(member, dtype=keys.dtype))
-        return total / size.clamp_min(1)[..., None]
+        return means(leaving.keys, leaving.units.expand(len(leaving.keys), -1), leaving.count)[0]
 
     def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
         """[kv_heads, units]"""
@@ -212,8 +207,7 @@ class Centres:
 
 def chosen_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> Tensor:
     """Which tokens are among the `count` best of their unit; the later of equals. scores, member [n] -> [n] bool"""
-    n = len(scores)
-    best = n - 1 - scores.flip(0).sort(dim=0, descending=True, stable=True).indices
+    n, best = len(scores), best_first(scores)
     order = best[member[best].sort(dim=0, stable=True).indices]  # unit by unit, best first
     sizes = torch.bincount(member, minlength=units)
     first = sizes.cumsum(0) - sizes
