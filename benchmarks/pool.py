@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
+WAITS = (5, 15, 30, 60)  # seconds, before an item is tried again
 answer_one: Callable[[Any], Any] | None = None  # of this process
 
 
@@ -28,9 +30,13 @@ def _start(make: Callable[[], Callable[[Any], Any]]) -> None:
 
 
 def _answer(item: Any) -> Any:
+    """Processes share one device: what an item needed is given back, and a full device is waited for."""
     assert answer_one is not None
-    try:
-        return answer_one(item)
-    except torch.OutOfMemoryError:  # others may have taken what there was
-        torch.cuda.empty_cache()
-        return answer_one(item)
+    for wait in WAITS:
+        try:
+            return answer_one(item)
+        except torch.OutOfMemoryError:
+            time.sleep(wait)
+        finally:
+            torch.cuda.empty_cache()
+    return answer_one(item)

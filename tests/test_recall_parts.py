@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import wraps
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -704,7 +706,7 @@ def test_who_shares_a_pile_never_sees_what_another_put_on_it():
     def seen(pile):
         return pile.all[1, :, 0].tolist()
 
-    first = put(Pile.like(torch.zeros(2, 1, 3)), 1.0, 2)
+    first = put(Pile.like(torch.zeros(2, 1, 3), torch.float32), 1.0, 2)
     one = put(first, 2.0, 3)
     other = put(first, 3.0, 1)  # the room behind it is taken
     assert one.buffer is first.buffer and other.buffer is not first.buffer
@@ -966,6 +968,48 @@ def test_an_arena_hands_out_each_byte_once(seed):
     blocks = {room.untyped_storage().data_ptr(): room.untyped_storage().nbytes() for room, _ in held}
     assert arena.made == sum(blocks.values()) and all(size in (1024, 2048, 4096) for size in blocks.values())
     assert sum(room.nbytes for room, _ in held) <= arena.made < 2 * len(held) * 512 + sum(r.nbytes for r, _ in held)
+
+
+class Driver:
+    """CUDA's, as far as pinning goes."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def __init__(self, refuses: bool = False):
+        self.refuses, self.pinned, self.waits = refuses, {}, 0
+
+    def cudaHostRegister(self, address, size, _):
+        assert address % pinned.PAGE == 0
+        self.pinned |= {} if self.refuses else {address: size}
+        return int(self.refuses)
+
+    def cudaHostUnregister(self, address):
+        assert self.waits == 1  # for what the GPU still does with it
+        del self.pinned[address]
+
+
+@pytest.mark.core
+def test_pinned_memory_is_pinned_as_long_as_somebody_holds_a_part_of_it(monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: setattr(driver, "waits", driver.waits + 1))
+    block = pinned._pinned(2**20, torch.device("cuda"))
+    part = block.view(torch.float32).narrow(0, 512, 8).fill_(3)
+    assert driver.pinned == {block.data_ptr(): 2**20} and len(block) == 2**20 and not block[:: pinned.PAGE].any()
+    del block
+    assert driver.pinned and (part == 3).all()
+    del part
+    assert not driver.pinned and driver.waits == 1
+
+
+@pytest.mark.core
+def test_where_the_driver_will_not_pin_what_is_there_torch_is_asked(monkeypatch):
+    asked, empty = [], torch.empty
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(refuses=True))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: asked.append(pin_memory) or empty(size))
+    assert len(pinned._pinned(4096, torch.device("cuda"))) == 4096 and asked == [True]
 
 
 @pytest.mark.core

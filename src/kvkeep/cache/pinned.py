@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from kvkeep.cache.copies import Pair
 
 SMALLEST, LARGEST = 2**24, 2**30  # bytes of a block: as much as all before it together, within these
 ALIGNED = 256  # bytes
+PAGE = 4096
 
 
 class Arena:
@@ -49,7 +52,6 @@ class Arena:
         block = self.coming.result() if self.coming else None
         if block is None or len(block) < size:
             block = _pinned(self._size(size), self.device)
-        self._in_use(block)
         self.block, self.typed, self.used, self.made = block, None, 0, self.made + len(block)
         ahead = self.limit is None or self.made < self.limit
         self.coming = self.worker.submit(_pinned, self._size(0), self.device) if ahead else None
@@ -61,15 +63,31 @@ class Arena:
         size = max(1, least, usual if self.limit is None else min(usual, self.limit))
         return 1 << (size - 1).bit_length()
 
-    def _in_use(self, block: Tensor) -> None:
-        """A copy tells torch that this stream uses the block: it is not handed out anew before its work is done."""
-        if self.device.type == "cuda":
-            block[:1].copy_(torch.zeros(1, dtype=torch.uint8, device=self.device), non_blocking=True)
-
 
 def _pinned(size: int, device: torch.device) -> Tensor:
+    """Memory that a GPU can reach, until the last tensor in it is gone.
+
+    The driver is busy while it pins, and nobody can give the GPU work meanwhile: pages are there before it is asked.
+    """
     with torch.inference_mode(False):  # a block outlives the pass that asked for it
-        return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        if device.type != "cuda":
+            return torch.empty(size, dtype=torch.uint8)
+        memory = np.empty(size + 2 * PAGE, np.uint8)
+        first = -memory.ctypes.data % PAGE  # pages of its own
+        block = torch.from_numpy(memory[first : first + size])  # holds it
+        block[::PAGE].zero_()
+        driver = torch.cuda.cudart()
+        with torch.cuda.device(device):
+            if driver.cudaHostRegister(block.data_ptr(), size, 0) != driver.cudaError.success:
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        weakref.finalize(memory, _unpin, block.data_ptr(), device).atexit = False
+        return block
+
+
+def _unpin(address: int, device: torch.device) -> None:
+    """Once the GPU is done with it."""
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class Table:

@@ -22,9 +22,9 @@ class Pile:
         self.buffer, self.count, self.filled = buffer, count, filled  # filled: by whoever has most
 
     @classmethod
-    def like(cls, new: Tensor) -> Pile:
-        """An empty one for such."""
-        return cls(new[:, :0], 0, [0])
+    def like(cls, new: Tensor, dtype: torch.dtype) -> Pile:
+        """An empty one for such, whose numbers are kept as this type."""
+        return cls(new[:, :0].to(dtype), 0, [0])
 
     def more(self, new: int) -> Pile:
         """With room for more at its end, to be filled at once."""

@@ -239,7 +239,7 @@ class Layer:
         new = self.recall.index.describe(Leaving(keys, mass, member, count, room))
         if new is None or new is room:
             return grown
-        grown = grown or Pile.like(new).more(count)
+        grown = grown or Pile.like(new, keys.dtype).more(count)
         grown.last(count).copy_(new)
         return grown
 

@@ -1,7 +1,8 @@
 """What is known of units while they are away, and what they are worth to those who ask.
 
 An index has `describe` (once, when tokens are put away) and `worth` (for every window of queries). Descriptions are
-[heads, units, …] where every key head chooses for itself, [1, units, …] where all choose together.
+[heads, units, …] where every key head chooses for itself, [1, units, …] where all choose together; they are kept as the
+type that keys have.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Asking:
 
 def _match(probe: Tensor, about: Tensor, cosine: bool) -> Tensor:
     """The product of a probe [dim], of length 1 if `cosine`, with what is known of units [1, units, dim]. [1, units]"""
-    return about @ (normalize(probe, dim=0) if cosine else probe)
+    return about.float() @ (normalize(probe, dim=0) if cosine else probe)
 
 
 def _speakers(keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, room: Tensor | None = None) -> Tensor:
@@ -117,7 +118,7 @@ class Representatives:
         probe = self._probe(asking) if asking.probe is None else asking.probe
         worth = match(probe, about, self.cosine)
         if asking.question is not None and self.weight:
-            worth = worth + self.weight * (about @ asking.question.mean(0))
+            worth = worth + self.weight * (about.float() @ asking.question.mean(0))
         return worth
 
     def _probe(self, asking: Asking) -> Tensor:
@@ -167,7 +168,7 @@ class Bounds:
     def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
         """The bound, averaged over the group. [kv_heads, units]"""
         query = asking.queries.float().mean(1).view(asking.kv_heads, -1, asking.queries.shape[-1])
-        low, high = about.unbind(2)
+        low, high = about.float().unbind(2)
         return (query.clamp_min(0).mean(1)[:, None] * high).sum(-1) + (query.clamp_max(0).mean(1)[:, None] * low).sum(
             -1
         )
@@ -197,7 +198,7 @@ class Centres:
     def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
         """[kv_heads, units]"""
         query = asking.queries.float().mean(1).view(asking.kv_heads, -1, asking.queries.shape[-1])
-        logits = query @ about.transpose(1, 2) * asking.scale
+        logits = query @ about.float().transpose(1, 2) * asking.scale
         if not self.estimate:
             return logits.mean(1)
         per_key = logits - (logits + sizes.log()[:, None]).logsumexp(-1, keepdim=True)

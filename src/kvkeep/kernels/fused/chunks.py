@@ -87,7 +87,8 @@ def _cosines(probe, about, worth, units, dim, UNITS: tl.constexpr, CHANNELS: tl.
         channels = start + tl.arange(0, CHANNELS)
         q = tl.load(probe + channels, mask=channels < dim, other=0.0)
         inside = (mine < units)[:, None] & (channels < dim)[None, :]
-        total += tl.load(about + mine[:, None] * dim + channels[None, :], mask=inside, other=0.0) * q[None, :]
+        known = tl.load(about + mine[:, None] * dim + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += known * q[None, :]
         squares += q * q
     tl.store(worth + mine, tl.sum(total, 1) / tl.maximum(tl.sqrt(tl.sum(squares, 0)), 1e-12), mask=mine < units)
 
