@@ -233,17 +233,28 @@ class Engine:
 
     def _pass(self, ids: Tensor, keep: int = 1) -> Tensor:
         """One forward pass."""
-        needs = self.method.recall.needs if self.method.recall else ""
-        if needs == "sentences":
-            self.cache.recaller.tell(0, self.sentences.ends(ids))
+        self.announce(ids)
         with torch.inference_mode(), sliced(self.model) if len(ids) > TOKENS else nullcontext():
-            shown = 0 if needs == "surprise" else keep
             batch = ids[None].to(self.model.device)
+            shown = 0 if self._needs == "surprise" else keep
             logits = self.model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]
-        if needs == "surprise":
+        self.took(ids, logits)
+        return logits[-keep:]
+
+    @property
+    def _needs(self) -> str:
+        return self.method.recall.needs if self.method.recall else ""
+
+    def announce(self, ids: Tensor) -> None:
+        """Tell the cache what it cannot see of tokens that come. ids [q]"""
+        if self._needs == "sentences":
+            self.cache.recaller.tell(0, self.sentences.ends(ids))
+
+    def took(self, ids: Tensor, logits: Tensor) -> None:
+        """Tokens went through the model: note what comes of them. ids [q], logits after each, or after the last"""
+        if self._needs == "surprise":
             self.cache.recaller.tell(0, self._surprise(logits, ids))
         self.fed += ids.tolist()
-        return logits[-keep:]
 
     def fork(self) -> Engine:
         """Another engine that has read the same: one text, many questions."""

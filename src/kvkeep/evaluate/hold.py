@@ -1,8 +1,8 @@
 """A text read with many methods and budgets, ready to be asked: what each kept, and rows that answer together.
 
-Methods that drop tokens share one forward pass over the text, and answer side by side in one batch; nothing of a
-question or an answer is dropped or counted, whatever the method. Methods that fetch, and long answers that have to stay
-within the budget, read and write alone.
+Methods that read a text as the model alone would share one forward pass over it. Those that drop tokens answer in one
+batch; nothing of a question or an answer is dropped or counted, whatever the method. Those that fetch, and long answers
+that have to stay within the budget, are written by an engine each, side by side.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kvkeep.compress.method import parse
+from kvkeep.engine.abreast import Abreast
 from kvkeep.engine.fan import read
 from kvkeep.engine.generate import Engine
 from kvkeep.engine.report import Report
@@ -46,70 +47,71 @@ class Held:
     logits: Tensor  # after the text's last token [vocabulary]
     seconds: float  # that reading took
     readers: int  # cells that shared it
-    engine: Engine | None = None  # of a cell that answers alone
+    engine: Engine | None = None  # of a cell that goes on from a cache of its own kind
 
 
 def hold(model: Any, tokenizer: Any, ids: Tensor, cells: Sequence[Cell], long: bool, share: bool) -> list[Held]:
     """Read a text with every cell. ids [n]"""
-    apart = [cell for cell in cells if long or parse(cell[0]).recall]
+    apart = [cell for cell in cells if long or _in_windows(cell)]
     together = [cell for cell in cells if cell not in apart]
     found: dict[Cell, Held] = {}
     for group in [together] if share and together else [[cell] for cell in together]:
-        found |= {held.cell: held for held in _shared(model, ids, group)}
+        found |= {held.cell: held for held in _shared(model, tokenizer, ids, group)}
     for cell in apart:
         found[cell] = _alone(model, tokenizer, ids, cell)
     return [found[cell] for cell in cells]
 
 
-def _shared(model: Any, ids: Tensor, cells: Sequence[Cell]) -> list[Held]:
+def _in_windows(cell: Cell) -> bool:
+    recall = parse(cell[0]).recall
+    return recall is not None and recall.window is not None
+
+
+def _shared(model: Any, tokenizer: Any, ids: Tensor, cells: Sequence[Cell]) -> list[Held]:
     began = time.perf_counter()
-    caches = [Cache(model, method, budget, schedule="prompt") for method, budget in cells]
+    engines = [_engine(model, tokenizer, cell) if parse(cell[0]).recall else None for cell in cells]
+    caches = [
+        engine.cache if engine else Cache(model, method, budget, schedule="prompt")
+        for engine, (method, budget) in zip(engines, cells, strict=True)
+    ]
+    for engine in filter(None, engines):
+        engine.announce(ids)
     logits = read(model, ids[None].to(model.device), caches)
+    for engine in filter(None, engines):
+        engine.took(ids, logits[None])
     seconds = time.perf_counter() - began
     return [
-        Held(cell, cache, cache.report(), logits, seconds, len(cells))
-        for cell, cache in zip(cells, caches, strict=True)
+        Held(cell, cache, cache.report(), logits, seconds, len(cells), engine)
+        for cell, cache, engine in zip(cells, caches, engines, strict=True)
     ]
 
 
 def _alone(model: Any, tokenizer: Any, ids: Tensor, cell: Cell) -> Held:
     began = time.perf_counter()
-    method = parse(cell[0])
-    fixed = method.recall or method.scorer is None or method.schedule.every is not None
-    engine = Engine(model, tokenizer, method, cell[1], schedule=None if fixed else "buffer")
+    engine = _engine(model, tokenizer, cell)
     logits = engine.read(ids)
     return Held(cell, engine.cache, engine.cache.report(), logits, time.perf_counter() - began, 1, engine)
 
 
-def rows(model: Any, held: Sequence[Held], room: int, share: bool) -> Iterator[tuple[list[int], Row]]:
-    """Batches of cells to be asked, with room for so many tokens, each made when its turn comes.
+def _engine(model: Any, tokenizer: Any, cell: Cell) -> Engine:
+    method = parse(cell[0])
+    fixed = method.recall or method.scorer is None or method.schedule.every is not None
+    return Engine(model, tokenizer, method, cell[1], schedule=None if fixed else "buffer")
 
-    Whoever answers alone is a batch of one.
-    """
+
+def rows(model: Any, held: Sequence[Held], room: int, share: bool) -> Iterator[tuple[list[int], Row]]:
+    """Batches of cells to be asked, with room for so many tokens, each made when its turn comes."""
     mixed = [number for number, one in enumerate(held) if one.engine is None]
     sizes = [max(n for layer in held[number].report.tokens for n in layer[0]) + room for number in mixed]
     for pack in packs(sizes, _most(held), is_ragged(model)) if share else [[i] for i in range(len(mixed))]:
         numbers = [mixed[i] for i in pack]
         yield numbers, Together(model, [held[number].cache for number in numbers], room)
-    for number, one in enumerate(held):
-        if one.engine:
-            yield [number], Alone(one.engine.fork())
+    own = [number for number, one in enumerate(held) if one.engine]
+    for numbers in [own] if share and own else [[number] for number in own]:
+        yield numbers, Abreast([held[number].engine.fork() for number in numbers])
 
 
 def _most(held: Sequence[Held]) -> int:
     """How many slots, of all layers and key heads, a batch may have."""
     report = held[0].report
     return AT_ONCE.get(held[0].logits.device.type, AT_ONCE["cpu"]) // max(1, report.full_bytes // report.tokens_seen[0])
-
-
-@dataclass
-class Alone:
-    """One row with a cache of its own kind."""
-
-    engine: Engine
-
-    def feed(self, ids: Tensor, keep: int = 1) -> Tensor:
-        return self.engine.feed(ids[0], keep)[None]
-
-    def take(self, rows: Sequence[int]) -> None:
-        """There is only one."""

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, product
+from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, cdiv, power, product, quick
 
 LOG2E = tl.constexpr(1.4426950408889634)
 TOKENS = 256  # of a program that adds key heads
@@ -39,9 +39,9 @@ def attend_apart(
     m = 0 if far is None else far_keys.shape[1]
     output = torch.empty(heads, w, wide, dtype=queries.dtype, device=queries.device)
     sums = torch.empty(heads, w, dtype=torch.float32, device=queries.device)
-    sizes = max(AT_LEAST, triton.next_power_of_2(dim)), max(AT_LEAST, triton.next_power_of_2(wide))
+    sizes = max(AT_LEAST, power(dim)), max(AT_LEAST, power(wide))
     block, tokens = _blocks(max(sizes), keys.dtype)
-    _attend[triton.cdiv(w, block), heads](
+    _attend[cdiv(w, block), heads](
         queries, turned, far_keys, far_values, keys, values, sums if sinks is None else sinks, output, sums, m, n, w,
         heads // kv_heads, dim, wide, *queries.stride()[:2], *turned.stride()[:2], keys.stride(0), values.stride(0),
         scale, softcap or 0.0, softcap is not None, sinks is not None, INTERPRETED, *sizes, block, tokens,
@@ -50,13 +50,13 @@ def attend_apart(
     if not band:
         return output, None
     parts = torch.empty(kv_heads, n, dtype=torch.float32, device=queries.device)
-    _banded[triton.cdiv(n, tokens), kv_heads](
+    _banded[cdiv(n, tokens), kv_heads](
         queries, keys, sums, parts, n, w, heads // kv_heads, dim, band, *queries.stride()[:2], keys.stride(0), scale,
         softcap or 0.0, softcap is not None, INTERPRETED, sizes[0], block, tokens, num_warps=4, num_stages=2,
     )  # fmt: skip
     mass = torch.empty(n, dtype=torch.float32, device=queries.device)
     had = 0 if before is None else len(before)
-    _added[triton.cdiv(n, TOKENS),](parts, before if had else parts, mass, n, had, kv_heads, TOKENS, num_warps=4)
+    _added[cdiv(n, TOKENS),](parts, before if had else parts, mass, n, had, kv_heads, TOKENS, num_warps=4)
     return output, mass
 
 
@@ -67,6 +67,7 @@ def _blocks(dim: int, kind: torch.dtype) -> tuple[int, int]:
     return (64, 64) if dim <= 128 else (64, 32)
 
 
+@quick
 @triton.jit(do_not_specialize=["m", "n", "w"])
 def _attend(
     queries, turned, far_keys, far_values, keys, values, sinks, output, sums, m, n, w, group, dim, wide, q_head, q_step,
@@ -126,6 +127,7 @@ def _met(
     return newest, total * shrink + tl.sum(chances, 1), result
 
 
+@quick
 @triton.jit(do_not_specialize=["n", "w", "band"])
 def _banded(
     queries, keys, sums, parts, n, w, group, dim, band, q_head, q_step, k_head, scale, softcap,
@@ -153,6 +155,7 @@ def _banded(
     tl.store(parts + head * n + tokens, tl.sum(votes, 0) / heads, mask=tokens < n)
 
 
+@quick
 @triton.jit(do_not_specialize=["n", "had"])
 def _added(parts, before, mass, n, had, kv_heads, TOKENS: tl.constexpr):
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)

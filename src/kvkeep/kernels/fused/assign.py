@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, product
+from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, cdiv, power, product
 
 TOKENS, CENTRES = 64, 64  # at a time; fewer centres where keys are wide
 MEMBERS = 32  # of a cluster at a time
@@ -26,8 +26,8 @@ def assign(keys: Tensor, centres: Tensor, sizes: Tensor | None = None) -> Tensor
     heads, n, dim = keys.shape
     keys, centres = keys.contiguous(), normalize(centres.float(), dim=-1).contiguous()
     member = torch.empty(heads, n, dtype=torch.int64, device=keys.device)
-    wide, halves = max(AT_LEAST, triton.next_power_of_2(dim)), keys.dtype != torch.float32
-    _assign[triton.cdiv(n, TOKENS), heads](
+    wide, halves = max(AT_LEAST, power(dim)), keys.dtype != torch.float32
+    _assign[cdiv(n, TOKENS), heads](
         keys, centres, member if sizes is None else sizes.contiguous(), member, n, centres.shape[1], dim,
         sizes is not None, INTERPRETED, TOKENS, max(AT_LEAST, min(CENTRES, CENTRES * 128 // wide)), wide,
         num_warps=4 if halves else 8, num_stages=2,
@@ -46,7 +46,7 @@ def means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
     numbers = torch.arange(count + 1, device=keys.device).expand(heads, -1).contiguous()
     bounds = torch.searchsorted(ranked, numbers.to(ranked.dtype))
     mean = torch.empty(heads, count, dim, dtype=torch.float32, device=keys.device)
-    _means[count, heads](keys, order, bounds, mean, n, count, dim, MEMBERS, triton.next_power_of_2(dim), num_warps=4)
+    _means[count, heads](keys, order, bounds, mean, n, count, dim, MEMBERS, power(dim), num_warps=4)
     return mean, bounds.diff(dim=1)
 
 

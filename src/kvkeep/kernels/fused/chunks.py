@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvkeep.kernels.fused.common import cdiv, quick
+
 UNITS, CHANNELS = 16, 128  # at a time
 COMPARED = 1024  # units at a time, while the best are sought
 
@@ -24,7 +26,7 @@ def score_chunks(query: Tensor, representatives: Tensor) -> Tensor:
     heads, units, dim = representatives.shape
     query, representatives = query.contiguous(), representatives.contiguous()
     worth = torch.empty(heads, units, dtype=torch.float32, device=query.device)
-    _products[triton.cdiv(units, UNITS), heads](query, representatives, worth, units, dim, UNITS, CHANNELS, num_warps=4)
+    _products[cdiv(units, UNITS), heads](query, representatives, worth, units, dim, UNITS, CHANNELS, num_warps=4)
     return worth
 
 
@@ -34,9 +36,9 @@ def match(probe: Tensor, about: Tensor, cosine: bool) -> Tensor:
     about = about.contiguous()
     worth = torch.empty(1, units, dtype=torch.float32, device=probe.device)
     if cosine:
-        _cosines[triton.cdiv(units, UNITS),](probe, about, worth, units, dim, UNITS, CHANNELS, num_warps=4)
+        _cosines[cdiv(units, UNITS),](probe, about, worth, units, dim, UNITS, CHANNELS, num_warps=4)
     else:
-        _products[triton.cdiv(units, UNITS), 1](probe, about, worth, units, dim, UNITS, CHANNELS, num_warps=4)
+        _products[cdiv(units, UNITS), 1](probe, about, worth, units, dim, UNITS, CHANNELS, num_warps=4)
     return worth
 
 
@@ -58,12 +60,13 @@ def score_bounds(query: Tensor, bounds: Tensor) -> Tensor:
     kv_heads, units, _, dim = bounds.shape
     query, bounds = query.contiguous(), bounds.contiguous()
     worth = torch.empty(kv_heads, units, dtype=torch.float32, device=query.device)
-    _bounds[triton.cdiv(units, UNITS), kv_heads](
+    _bounds[cdiv(units, UNITS), kv_heads](
         query, bounds, worth, units, dim, len(query) // kv_heads, UNITS, CHANNELS, num_warps=4
     )
     return worth
 
 
+@quick
 @triton.jit
 def _products(query, representatives, worth, units, dim, UNITS: tl.constexpr, CHANNELS: tl.constexpr):
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -78,6 +81,7 @@ def _products(query, representatives, worth, units, dim, UNITS: tl.constexpr, CH
     tl.store(worth + head * units + mine, tl.sum(total, 1), mask=mine < units)
 
 
+@quick
 @triton.jit(do_not_specialize=["units"])
 def _cosines(probe, about, worth, units, dim, UNITS: tl.constexpr, CHANNELS: tl.constexpr):
     """`_products` with a probe of length 1."""
@@ -93,6 +97,7 @@ def _cosines(probe, about, worth, units, dim, UNITS: tl.constexpr, CHANNELS: tl.
     tl.store(worth + mine, tl.sum(total, 1) / tl.maximum(tl.sqrt(tl.sum(squares, 0)), 1e-12), mask=mine < units)
 
 
+@quick
 @triton.jit(do_not_specialize=["units", "count"])
 def _spent(worth, index, units, count, size, COMPARED: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
@@ -138,6 +143,7 @@ def _rank(worth, real):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
+@quick
 @triton.jit
 def _bounds(query, bounds, worth, units, dim, group, UNITS: tl.constexpr, CHANNELS: tl.constexpr):
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)

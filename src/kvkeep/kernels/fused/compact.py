@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvkeep.kernels.fused.common import cdiv
+
 TOKENS = 1024  # at a time
 SECTOR = 32  # bytes of a token that one program moves: the least a GPU reads
 
@@ -25,7 +27,7 @@ def compact(keys: Tensor, values: Tensor, index: Tensor) -> None:
             )
         heads, n, dim = buffer.shape
         wide = max(1, SECTOR // buffer.element_size())
-        _compact[heads, triton.cdiv(dim, wide)](
+        _compact[heads, cdiv(dim, wide)](
             buffer, index, buffer.stride(0), buffer.stride(1), n, dim, index.shape[1], wide, TOKENS,
             num_warps=8, num_stages=1,
         )  # fmt: skip

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, product
+from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, cdiv, power, product, quick
 
 BLOCK = 64  # tokens at a time
 PROGRAMS = 512  # enough to fill a large GPU
@@ -37,21 +37,20 @@ def attend_ragged(
     rows, heads, _, dim = queries.shape
     kv_heads, wide = starts.shape[1], values.shape[-1]
     group = heads // kv_heads
-    splits = max(1, min(triton.cdiv(longest, 2 * BLOCK), PROGRAMS // (rows * kv_heads)))
+    splits = max(1, min(cdiv(longest, 2 * BLOCK), PROGRAMS // (rows * kv_heads)))
     query = queries[:, :, 0].contiguous()
     partial = query.new_empty(rows * heads, splits, wide, dtype=torch.float32)
     weight = query.new_empty(rows * heads, splits, 2, dtype=torch.float32)  # largest logit, sum of exponentials
     _partial[rows * kv_heads, splits](
         query, keys, values, starts, lengths, partial, weight, scale, softcap or 0.0, group, splits, dim, wide,
-        softcap is not None, INTERPRETED, max(AT_LEAST, triton.next_power_of_2(group)),
-        max(AT_LEAST, triton.next_power_of_2(dim)), max(AT_LEAST, triton.next_power_of_2(wide)), BLOCK, num_warps=4,
+        softcap is not None, INTERPRETED, max(AT_LEAST, power(group)), max(AT_LEAST, power(dim)),
+        max(AT_LEAST, power(wide)), BLOCK, num_warps=4,
     )  # fmt: skip
     output = query.new_empty(rows, heads, wide)
     extra = query if sinks is None else sinks.float().contiguous()
     _merge[rows * heads,](
-        partial, weight, extra, output, heads, splits, wide, sinks is not None, triton.next_power_of_2(splits),
-        triton.next_power_of_2(wide), num_warps=1,
-    )  # fmt: skip
+        partial, weight, extra, output, heads, splits, wide, sinks is not None, power(splits), power(wide), num_warps=1
+    )
     return output[:, :, None]
 
 
@@ -79,10 +78,11 @@ def append_ragged(
     wide = new_values.shape[-1]
     _append[rows * kv_heads,](
         keys, values, new_keys, new_values, starts, lengths, active, *new_keys.stride()[:2], *new_values.stride()[:2],
-        kv_heads, dim, wide, triton.next_power_of_2(max(dim, wide)), num_warps=1,
+        kv_heads, dim, wide, power(max(dim, wide)), num_warps=1,
     )  # fmt: skip
 
 
+@quick
 @triton.jit
 def _append(
     keys, values, new_keys, new_values, starts, lengths, active, key_row, key_head, value_row, value_head, kv_heads,
@@ -99,6 +99,7 @@ def _append(
     tl.store(lengths + place, length + tl.load(active + row))
 
 
+@quick
 @triton.jit
 def _partial(
     query, keys, values, starts, lengths, partial, weight, scale, softcap, group, splits, dim, wide,
@@ -139,6 +140,7 @@ def _partial(
     tl.store(partial + where[:, None] * wide + wides[None, :], output, mask=mine[:, None] & (wides < wide)[None, :])
 
 
+@quick
 @triton.jit
 def _merge(
     partial, weight, sinks, output, heads, splits, wide, SUNK: tl.constexpr, SPLITS: tl.constexpr, WIDE: tl.constexpr

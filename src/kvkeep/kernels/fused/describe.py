@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvkeep.kernels.fused.common import power, quick
+
 
 def speakers(keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, room: Tensor | None = None) -> Tensor:
     """As the reference's; room: where to put them."""
@@ -17,12 +19,13 @@ def speakers(keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, r
     if about is None:
         about = torch.empty(1, units, kv_heads * dim, dtype=torch.float32, device=keys.device)
     _speakers[units,](
-        keys, mass, about, keys.stride(0), size, min(count, size), kv_heads, dim, cosine, triton.next_power_of_2(size),
-        triton.next_power_of_2(kv_heads), triton.next_power_of_2(dim), num_warps=4,
+        keys, mass, about, keys.stride(0), size, min(count, size), kv_heads, dim, cosine, power(size), power(kv_heads), power(dim),
+        num_warps=4,
     )  # fmt: skip
     return about
 
 
+@quick
 @triton.jit
 def _speakers(
     keys, mass, about, head_step, size, count, kv_heads, dim, COSINE: tl.constexpr, SIZE: tl.constexpr,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, product
+from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, cdiv, power, product
 from kvkeep.kernels.fused.mass import log_sums
 
 KEYS = 64  # at a time
@@ -39,14 +39,14 @@ def distance(
     queries, keys, positions = queries.contiguous(), keys.contiguous(), positions.contiguous()
     sums = log_sums(queries, keys, positions, cursor, scale, softcap)  # without the sink: these rows add up to 1
     sums = sums.masked_fill(sums == -torch.inf, torch.inf).contiguous()
-    wide = max(AT_LEAST, triton.next_power_of_2(dim))
+    wide = max(AT_LEAST, power(dim))
     how = (cursor - w, w, n, heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None)
-    splits = max(1, min(triton.cdiv(n, 4 * KEYS), PROGRAMS // heads))
+    splits = max(1, min(cdiv(n, 4 * KEYS), PROGRAMS // heads))
     parts = queries.new_empty(heads, splits, w, dtype=torch.float32)
     extra = sums if sinks is None else sinks.float().contiguous()
     _divergence[heads, splits](
         queries, keys, positions, sums, extra, parts, *how, smooth, splits, sinks is not None, INTERPRETED, wide,
-        max(AT_LEAST, triton.next_power_of_2(w)), KEYS, num_warps=4, num_stages=2,
+        max(AT_LEAST, power(w)), KEYS, num_warps=4, num_stages=2,
     )  # fmt: skip
     return parts.sum(1).sqrt()
 

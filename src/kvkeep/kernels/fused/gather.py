@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvkeep.kernels.fused.common import cdiv, power, quick
+
 TOKENS = 8  # of a program: enough programs to keep a bus busy, few enough to be resident all at once
 
 
@@ -21,10 +23,9 @@ def put(keys: Tensor, values: Tensor, home: tuple[Tensor, Tensor], table: Tensor
     """
     heads, n, dim = keys.shape
     wide = values.shape[-1]
-    _put[heads, triton.cdiv(n, TOKENS)](
+    _put[heads, cdiv(n, TOKENS)](
         keys, values, home[0].data_ptr(), home[1].data_ptr(), table, table.shape[1], slot, end, n, *keys.stride()[:2],
-        *values.stride()[:2], dim, wide, TOKENS, triton.next_power_of_2(dim), triton.next_power_of_2(wide),
-        num_warps=4,
+        *values.stride()[:2], dim, wide, TOKENS, power(dim), power(wide), num_warps=4,
     )  # fmt: skip
 
 
@@ -39,13 +40,14 @@ def gather(
     index = index.contiguous()
     heads, total, dim = keys.shape
     wide, k = values.shape[-1], index.shape[1]
-    _gather[heads, triton.cdiv(total, TOKENS)](
+    _gather[heads, cdiv(total, TOKENS)](
         index, table, *(front or (keys, values)), keys, values, table.shape[1], count, count.bit_length(), total - k,
-        total, k if len(index) > 1 else 0, dim, wide, front is not None, TOKENS, triton.next_power_of_2(dim),
-        triton.next_power_of_2(wide), num_warps=4,
+        total, k if len(index) > 1 else 0, dim, wide, front is not None, TOKENS, power(dim), power(wide),
+        num_warps=4,
     )  # fmt: skip
 
 
+@quick
 @triton.jit(do_not_specialize=["capacity", "slot", "end", "n"])
 def _put(
     keys, values, home_keys, home_values, table, capacity, slot, end, n, key_head, key_step, value_head, value_step,
@@ -69,6 +71,7 @@ def _put(
         tl.store(table + 2 * capacity + slot, end)
 
 
+@quick
 @triton.jit(do_not_specialize=["capacity", "count", "steps", "first", "total", "apart"])
 def _gather(
     index, table, front_keys, front_values, keys, values, capacity, count, steps, first, total, apart, dim, wide,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, product
+from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, cdiv, power, product
 
 PROGRAMS = 512  # enough to fill a large GPU
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -44,10 +44,10 @@ def column_mass(
     sums = sums.masked_fill(sums == -torch.inf, torch.inf).contiguous()  # sees nothing, and votes for nothing
     mass = queries.new_empty(kv_heads, n, dtype=torch.float32)
     size, warps, stages = _blocks(q, dim, queries.dtype)
-    _columns[triton.cdiv(n, size), kv_heads](
+    _columns[cdiv(n, size), kv_heads](
         queries, keys, positions, sums, sums if weights is None else weights.float().contiguous(), mass, cursor - q, q,
         n, heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None, weights is not None, cursor == n,
-        INTERPRETED, max(AT_LEAST, triton.next_power_of_2(dim)), size, size, num_warps=warps, num_stages=stages,
+        INTERPRETED, max(AT_LEAST, power(dim)), size, size, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return mass
 
@@ -59,12 +59,12 @@ def log_sums(
     heads, q, dim = queries.shape
     kv_heads, n, _ = keys.shape
     size, warps, stages = _blocks(q, dim, queries.dtype)
-    blocks = triton.cdiv(q, size)
-    splits = max(1, min(triton.cdiv(n, 4 * size), PROGRAMS // (blocks * heads)))
+    blocks = cdiv(q, size)
+    splits = max(1, min(cdiv(n, 4 * size), PROGRAMS // (blocks * heads)))
     parts = queries.new_empty(splits, heads, q, dtype=torch.float32)
     _sums[blocks, heads, splits](
         queries, keys, positions, parts, cursor - q, q, n, heads // kv_heads, dim, scale, softcap or 0.0, splits,
-        softcap is not None, cursor == n, INTERPRETED, max(AT_LEAST, triton.next_power_of_2(dim)), size, size,
+        softcap is not None, cursor == n, INTERPRETED, max(AT_LEAST, power(dim)), size, size,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return parts[0] if splits == 1 else parts.logsumexp(0)

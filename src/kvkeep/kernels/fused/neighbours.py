@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvkeep.kernels.fused.common import cdiv, power
+
 TOKENS = 32  # at a time
 
 
@@ -15,8 +17,8 @@ def likeness(keys: Tensor, real: Tensor, kappa: int) -> Tensor:
     heads, n, dim = keys.shape
     keys, real = keys.contiguous(), real.contiguous()
     alike = torch.empty(heads, n, dtype=torch.float32, device=keys.device)
-    _likeness[triton.cdiv(n, TOKENS), heads](
-        keys, real.view(torch.uint8), alike, n, dim, kappa, TOKENS, triton.next_power_of_2(dim), num_warps=4
+    _likeness[cdiv(n, TOKENS), heads](
+        keys, real.view(torch.uint8), alike, n, dim, kappa, TOKENS, power(dim), num_warps=4
     )
     return alike
 

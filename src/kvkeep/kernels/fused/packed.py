@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, product
+from kvkeep.kernels.fused.common import AT_LEAST, INTERPRETED, capped, cdiv, power, product, quick
 from kvkeep.kernels.fused.decode import PROGRAMS, _merge
 from kvkeep.kernels.packed import GROUP, Packed
 
@@ -57,27 +57,27 @@ def attend_packed(
     rows, heads, _, dim = queries.shape
     kv_heads, wide = starts.shape[1], packed.wide
     group = heads // kv_heads
-    splits = max(1, min(triton.cdiv(longest, 4 * GROUP), PROGRAMS // (rows * kv_heads)))
+    splits = max(1, min(cdiv(longest, 4 * GROUP), PROGRAMS // (rows * kv_heads)))
     query = queries[:, :, 0].to(tail_keys.dtype).contiguous()
     partial = query.new_empty(rows * heads, splits + 1, wide, dtype=torch.float32)
     weight = query.new_empty(rows * heads, splits + 1, 2, dtype=torch.float32)  # largest logit, sum of exponentials
     _partial[rows * kv_heads, splits + 1](
         query, *packed.tensors, tail_keys, tail_values, starts.contiguous(), lengths.contiguous(), partial, weight,
         scale, softcap or 0.0, group, splits, dim, wide, packed.bits, softcap is not None, INTERPRETED,
-        max(AT_LEAST, triton.next_power_of_2(group)), GROUP, _padded_half(dim), _padded_half(wide), num_warps=4,
+        max(AT_LEAST, power(group)), GROUP, _padded_half(dim), _padded_half(wide), num_warps=4,
     )  # fmt: skip
     output = queries.new_empty(rows, heads, wide)
     extra = query if sinks is None else sinks.float().contiguous()
     _merge[rows * heads,](
-        partial, weight, extra, output, heads, splits + 1, wide, sinks is not None,
-        triton.next_power_of_2(splits + 1), triton.next_power_of_2(wide), num_warps=1,
+        partial, weight, extra, output, heads, splits + 1, wide, sinks is not None, power(splits + 1), power(wide),
+        num_warps=1,
     )  # fmt: skip
     return output[:, :, None]
 
 
 def _padded_half(size: int) -> int:
     """Half of the channels, as wide as a matrix product wants it."""
-    return max(AT_LEAST, triton.next_power_of_2(triton.cdiv(size, 2)))
+    return max(AT_LEAST, power(cdiv(size, 2)))
 
 
 def _must_be_contiguous(**tensors: Tensor) -> None:
@@ -125,6 +125,7 @@ def _updated(logits, largest, total):
     return chances, shrink, newest, total * shrink + tl.sum(chances, 1)
 
 
+@quick
 @triton.jit
 def _partial(
     query, key_codes, key_steps, key_zeros, value_codes, value_steps, value_zeros, tail_keys, tail_values, starts,
@@ -222,6 +223,7 @@ def _filled(tail, new, place, at, channels, dim: tl.constexpr, GROUP: tl.constex
     return low.to(tl.float32), high.to(tl.float32)
 
 
+@quick
 @triton.jit
 def _append(
     key, value, tail_keys, tail_values, key_codes, key_steps, key_zeros, value_codes, value_steps, value_zeros, starts,

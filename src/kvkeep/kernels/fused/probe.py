@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvkeep.kernels.fused.common import cdiv, power, quick
+
 MOST, ROWS, CHANNELS = 256, 64, 32  # rows at a time in the first pass and in the second; channels
 
 
@@ -19,7 +21,7 @@ def surprised(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference's. queries: of any strides but the last, which is 1"""
     heads, w, dim = queries.shape
-    width, blocks, more = kv_heads * dim, triton.cdiv(dim, CHANNELS), 0 if question is None else len(question)
+    width, blocks, more = kv_heads * dim, cdiv(dim, CHANNELS), 0 if question is None else len(question)
     window = torch.empty(w + more, width, dtype=torch.float32, device=queries.device)
     parts = torch.empty(kv_heads * blocks, w + more, dtype=torch.float32, device=queries.device)
     found = torch.empty(3, width, dtype=torch.float32, device=queries.device)
@@ -27,15 +29,16 @@ def surprised(
     _moments[kv_heads, blocks](
         queries, asked, old, found if variance is None else variance, window, parts, found, w, more, heads // kv_heads,
         dim, *queries.stride()[:2], count / (count + w), w / (count + w), mean is None,
-        max(16, min(MOST, triton.next_power_of_2(w))), CHANNELS, num_warps=8,
+        max(16, min(MOST, power(w))), CHANNELS, num_warps=8,
     )  # fmt: skip
-    _weighed[triton.cdiv(width, CHANNELS),](
-        window, parts, found, w + more, width, kv_heads * blocks, triton.next_power_of_2(kv_heads * blocks), ROWS,
-        CHANNELS, num_warps=4,
+    _weighed[cdiv(width, CHANNELS),](
+        window, parts, found, w + more, width, kv_heads * blocks, power(kv_heads * blocks), ROWS, CHANNELS,
+        num_warps=4,
     )  # fmt: skip
     return found.unbind()
 
 
+@quick
 @triton.jit(do_not_specialize=["w", "more", "before", "here"])
 def _moments(
     queries, question, mean, variance, window, parts, found, w, more, group, dim, head_step, step, before, here,
@@ -98,6 +101,7 @@ def _joined(heads, inside, group, head_step, ROWS: tl.constexpr, CHANNELS: tl.co
     return total / group
 
 
+@quick
 @triton.jit(do_not_specialize=["rows"])
 def _weighed(
     window, parts, found, rows, width, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr

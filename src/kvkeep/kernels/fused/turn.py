@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvkeep.kernels.fused.common import cdiv, power, quick
+
 TOKENS = 8  # of a program
 
 
@@ -15,13 +17,14 @@ def turned(vectors: Tensor, *angles: tuple[Tensor, Tensor]) -> Tensor:
     heads, n, dim = vectors.shape
     output = torch.empty(heads, n, dim, dtype=vectors.dtype, device=vectors.device)
     (cos, sin), (then_cos, then_sin) = angles[0], angles[-1]
-    _turned[heads, triton.cdiv(n, TOKENS)](
+    _turned[heads, cdiv(n, TOKENS)](
         vectors, cos, sin, then_cos, then_sin, output, *vectors.stride()[:2], n, dim // 2, len(angles) == 2, TOKENS,
-        triton.next_power_of_2(dim // 2), num_warps=4,
+        power(dim // 2), num_warps=4,
     )  # fmt: skip
     return output
 
 
+@quick
 @triton.jit(do_not_specialize=["n"])
 def _turned(
     vectors, cos, sin, then_cos, then_sin, output, apart, step, n, half, TWICE: tl.constexpr, TOKENS: tl.constexpr,
