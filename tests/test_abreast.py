@@ -1,0 +1,84 @@
+"""Engines side by side say what each says alone, and a shared reading is a reading, whatever the method."""
+
+import pytest
+import tiny_chat
+import torch
+from conftest import EVICTING, FETCHING
+from families import build, prompt
+
+import kvkeep
+from kvkeep.engine.abreast import Abreast
+from kvkeep.errors import CacheMisuse
+from kvkeep.evaluate.hold import hold, rows
+
+TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 17 == 0 else "") for i in range(260))
+BUDGETS = (70, 120, 200)
+
+
+@pytest.fixture(scope="module")
+def chat():
+    model = tiny_chat.model().double()  # a batch rounds otherwise than a row: too little to change what is fetched
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 20  # what is fetched matters
+    return model, tiny_chat.tokenizer()
+
+
+def same(one, other):
+    torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+def where(engine):
+    return [engine.cache.kept(layer) for layer in engine.cache.owned]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", [*EVICTING, *FETCHING])
+def test_engines_side_by_side_say_what_each_says_alone(chat, spec):
+    ids = chat[1](TEXT, return_tensors="pt").input_ids[0]
+    alone = [kvkeep.Engine(*chat, spec, budget) for budget in BUDGETS] + [kvkeep.Engine(*chat, "full")]
+    for engine in alone:
+        engine.read(ids)
+    several = Abreast([engine.fork() for engine in alone])
+    passes = torch.Generator().manual_seed(1)
+    for number, tokens in enumerate([5, 1, 1, 1, 4, *[1] * 20]):
+        new = torch.randint(3, 60, (len(alone), tokens), generator=passes)
+        want = torch.stack([engine.feed(row) for engine, row in zip(alone, new, strict=True)])
+        same(several.feed(new), want)
+        assert [where(engine) for engine in several.engines] == [where(engine) for engine in alone]
+        assert [engine.fed for engine in several.engines] == [engine.fed for engine in alone]
+        if number == 7:  # somebody is done
+            several.take([3, 0, 2])
+            alone = [alone[i] for i in (3, 0, 2)]
+
+
+def test_layers_left_to_transformers_keep_engines_apart():
+    model, ids = build("gemma3_text", "sdpa"), prompt(60)[0]
+    alone = [kvkeep.Engine(model, tiny_chat.tokenizer(), "snapkv", budget) for budget in (16, 24)]
+    for engine in alone:
+        engine.read(ids)
+    several = Abreast([engine.fork() for engine in alone])
+    assert not several.shares
+    for token in range(5, 12):
+        new = torch.tensor([[token], [token + 1]])
+        same(several.feed(new), torch.stack([engine.feed(row) for engine, row in zip(alone, new, strict=True)]))
+
+
+def test_only_engines_that_are_equally_far_go_side_by_side(chat):
+    one, other = (kvkeep.Engine(*chat, "snapkv", 64) for _ in range(2))
+    one.read(torch.arange(3, 40))
+    other.read(torch.arange(3, 41))
+    with pytest.raises(CacheMisuse, match="as much as each other"):
+        Abreast([one, other])
+
+
+def test_methods_that_read_as_the_model_does_share_a_reading_and_others_do_not(chat):
+    ids = chat[1](TEXT, return_tensors="pt").input_ids[0]
+    cells = [(spec, budget) for spec in FETCHING for budget in BUDGETS] + [("full", None), ("snapkv", 70)]
+    shared, alone = (hold(*chat, ids, cells, False, share) for share in (True, False))
+    together = [one for one in shared if not (recall := one.cache.method.recall) or recall.window is None]
+    for one, other in zip(shared, alone, strict=True):
+        assert one.cell == other.cell and one.report == other.report
+        same(one.logits, other.logits)
+        assert one.readers == (len(together) if one in together else 1) and other.readers == 1
+    batches = [numbers for numbers, _ in rows(chat[0], shared, 8, True)]
+    assert sorted(sum(batches, [])) == list(range(len(cells))) and len(batches) == 2
