@@ -72,7 +72,25 @@ def _speakers(keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, 
     return (total / best.shape[1])[None]
 
 
+def _bounds(query: Tensor, bounds: Tensor) -> Tensor:
+    """The most a key of each page can give a query, averaged over the group.
+
+    query [heads, dim], bounds [kv_heads, units, 2, dim] (least and most) -> [kv_heads, units]
+    """
+    query = query.view(len(bounds), -1, query.shape[-1])
+    low, high = bounds.float().unbind(2)
+    most, least = query.clamp_min(0).mean(1)[:, None], query.clamp_max(0).mean(1)[:, None]
+    return (most * high).sum(-1) + (least * low).sum(-1)
+
+
+def _products(query: Tensor, about: Tensor) -> Tensor:
+    """query [heads, dim], about [heads, units, dim] -> [heads, units]"""
+    return (about.float() @ query[..., None])[..., 0]
+
+
 match = Best("match", "chunks", plain=_match)
+score_bounds = Best("score_bounds", "chunks", plain=_bounds)
+score_chunks = Best("score_chunks", "chunks", plain=_products)
 speakers = Best("speakers", "describe", lambda keys, mass, units, *_: keys.shape[1] // units <= 256, _speakers)
 
 
@@ -166,12 +184,8 @@ class Bounds:
         return torch.stack(ends, 2)
 
     def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
-        """The bound, averaged over the group. [kv_heads, units]"""
-        query = asking.queries.float().mean(1).view(asking.kv_heads, -1, asking.queries.shape[-1])
-        low, high = about.float().unbind(2)
-        return (query.clamp_min(0).mean(1)[:, None] * high).sum(-1) + (query.clamp_max(0).mean(1)[:, None] * low).sum(
-            -1
-        )
+        """[kv_heads, units]"""
+        return score_bounds(asking.queries.float().mean(1), about)
 
 
 @dataclass(frozen=True)
@@ -198,9 +212,9 @@ class Centres:
     def worth(self, asking: Asking, about: Tensor, sizes: Tensor) -> Tensor:
         """[kv_heads, units]"""
         query = asking.queries.float().mean(1).view(asking.kv_heads, -1, asking.queries.shape[-1])
-        logits = query @ about.float().transpose(1, 2) * asking.scale
         if not self.estimate:
-            return logits.mean(1)
+            return score_chunks(query.mean(1), about) * asking.scale
+        logits = query @ about.float().transpose(1, 2) * asking.scale
         per_key = logits - (logits + sizes.log()[:, None]).logsumexp(-1, keepdim=True)
         per_key = per_key.exp().mean(1)
         return per_key.masked_fill(per_key * sizes.sum(1, keepdim=True) < self.threshold, UNWANTED)
