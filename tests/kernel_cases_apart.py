@@ -46,6 +46,7 @@ def wide_floats(queries, turned, away, here):
 
 SHAPES = [  # heads, kv_heads, w, far, near, dim, wide, band
     (1, 1, 1, 0, 1, 16, 16, 4),
+    (8, 2, 1, 130, 90, 64, 64, 20),
     (4, 4, 2, 3, 2, 16, 16, 1),
     (8, 2, 16, 40, 48, 32, 32, 16),
     (7, 1, 13, 65, 30, 24, 24, 100),
@@ -124,8 +125,9 @@ def test_speakers(kv_heads, units, size, dim, count, cosine, kind):
 @pytest.mark.parametrize("units, dim", [(1, 16), (15, 24), (70, 300)])
 def test_match(units, dim, cosine):
     torch.manual_seed(units)
-    vector, about = drawn(dim), drawn(1, units, dim)
-    assert off(chunks.match(vector, about, cosine), index._match(vector, about, cosine)) <= 1e-5
+    for kind in KINDS:  # what is known of units is kept as keys are
+        vector, about = drawn(dim), drawn(1, units, dim).to(kind)
+        assert off(chunks.match(vector, about, cosine), index._match(vector, about, cosine)) <= 1e-5
 
 
 @pytest.mark.parametrize("heads, units, size, quota", [(1, 1, 32, 0), (1, 1, 4, 8), (2, 9, 1, 5), (3, 2500, 3, 600)])

@@ -58,7 +58,7 @@ class Best:
 
 
 append_ragged = Best("append_ragged", "decode")
-attend_apart = Best("attend_apart", "apart", lambda queries, *_: queries.shape[1] > 1 and queries.stride(-1) == 1)
+attend_apart = Best("attend_apart", "apart", lambda queries, *_: queries.stride(-1) == 1)
 attend_slots = Best("attend_slots", "decode", lambda queries, *_: queries.shape[2] == 1)
 attend_ragged = Best("attend_ragged", "decode", lambda queries, *_: queries.shape[2] == 1)
 append_packed = Best("append_packed", "packed", plain=packed)
