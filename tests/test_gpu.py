@@ -12,6 +12,7 @@ from kvkeep.compress.method import parse
 from kvkeep.engine import slots
 from kvkeep.engine.fan import read
 from kvkeep.engine.graph import Replay
+from kvkeep.kernels import turning
 from kvkeep.model.attention import Handover, with_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -121,3 +122,33 @@ def test_attention_tells_every_querys_sum(heads, kv_heads, n, dim):
     assert (output.double() - (logits.softmax(-1) @ values).transpose(1, 2)).abs().max() < 2e-2
     assert with_sums(dataclasses.replace(handover, plain=False)) is None
     assert with_sums(dataclasses.replace(handover, softcap=3.0)) is None
+
+
+def test_a_kernel_started_again_is_the_one_for_its_arguments():
+    """Sizes, places in memory and dtypes change from call to call; nothing compiled for others is used."""
+    from kvkeep.kernels.fused import gather, turn
+
+    def drawn(heads, n, dim, kind, offset):
+        return torch.randn(heads * n * dim + offset, device="cuda").to(kind)[offset:].view(heads, n, dim)
+
+    kinds, sizes = (torch.float32, torch.bfloat16), ((1, 64), (16, 64), (17, 128), (1, 24), (48, 128))
+    for kind, (n, dim), offset in [(k, s, o) for _ in range(3) for o in (0, 1, 8) for s in sizes for k in kinds]:
+        keys, values = drawn(2, n, dim, kind, offset), drawn(2, n, 2 * dim, kind, offset)
+        angle = torch.randn(n, dim // 2, device="cuda")
+        turns = torch.cat([angle, angle], 1).cos(), torch.cat([-angle, angle], 1).sin()
+        for angles in ([turns], [turns, turns]):
+            got, want = turn.turned(keys, *angles), turning.turned(keys, *angles)
+            bound = 2e-6 if kind == torch.float32 else 2 * torch.finfo(kind).eps  # rounded alike, unless on a verge
+            assert (got.float() - want.float()).abs().max() <= bound * keys.float().abs().max()
+        table = torch.empty(3, 4 + n, dtype=torch.int64, device="cuda")
+        home = tuple(torch.empty(t.shape, dtype=kind, pin_memory=True) for t in (keys, values))
+        gather.put(keys, values, home, table, 0, n)
+        index = torch.randint(n, (2, n + 3), device="cuda")
+        found = tuple(torch.empty(2, n + 3, t.shape[-1], dtype=kind, device="cuda") for t in (keys, values))
+        gather.gather(index, table, 1, *found)
+        torch.cuda.synchronize()
+        for have, part, there in zip(found, (keys, values), home, strict=True):
+            assert have.equal(part.gather(1, index[..., None].expand(-1, -1, part.shape[-1])))
+            assert there.equal(part.cpu())
+    ready = [len(known) for _, known in turn._turned.plans.values()]
+    assert 1 < sum(ready) < 100  # compiled for some, started again for the others

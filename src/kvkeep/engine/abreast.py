@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.engine.generate import Engine
-from kvkeep.errors import CacheMisuse
 from kvkeep.model.adapter import AdaptedCache
 from kvkeep.model.attention import Handover
+
+if TYPE_CHECKING:
+    from kvkeep.engine.generate import Engine
 
 
 class Abreast(AdaptedCache):
     """A row for every engine; each attends through its own cache. Longer texts are read one engine after the other."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        super().__init__(engines[0].model)
-        if len({engine.cache.seen for engine in engines}) != 1:
-            raise CacheMisuse("only engines that have read as much as each other can go on side by side.")
+    def __init__(self, model: Any, engines: Sequence[Engine] = ()) -> None:
+        super().__init__(model)
         self.engines = list(engines)
 
     @property
     def seen(self) -> int:
-        return self.engines[0].cache.seen
+        """Of whoever has read most: where a row goes on, it is told."""
+        return max(engine.cache.seen for engine in self.engines)
 
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
         rows = (replace(new, query=q, key=k, value=v, plain=False) for q, k, v in _rows(new))
@@ -38,8 +39,9 @@ class Abreast(AdaptedCache):
             return torch.stack([engine.feed(row, keep) for engine, row in zip(self.engines, ids, strict=True)])
         for engine, row in zip(self.engines, ids, strict=True):
             engine.announce(row)
+        places, device = torch.tensor([[engine.cache.seen] for engine in self.engines]), self.model.device
         with torch.inference_mode():
-            logits = self.model(ids.to(self.model.device), past_key_values=self).logits
+            logits = self.model(ids.to(device), position_ids=places.to(device), past_key_values=self).logits
         for engine, row, after in zip(self.engines, ids, logits, strict=True):
             engine.took(row, after)
         return logits

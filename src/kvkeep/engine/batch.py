@@ -35,9 +35,16 @@ class Request:
     done: bool = False
     refused: str = ""  # why there is no answer, or only part of one
 
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise BadParameter(f"max_new_tokens={self.max_new_tokens}: an answer has at least one.")
+
     @property
     def text(self) -> str:
         return self.words.text
+
+    def refuse(self, why: Exception) -> None:
+        self.refused, self.done = str(why).splitlines()[0], True
 
     def add(self, token: int, ends: set[int]) -> None:
         if token not in ends:
@@ -91,8 +98,6 @@ class Batch:
         self.source = torch.Generator(model.device).manual_seed(seed)
 
     def submit(self, request: Request) -> Request:
-        if request.max_new_tokens < 1:
-            raise BadParameter(f"max_new_tokens={request.max_new_tokens}: an answer has at least one.")
         self.waiting.append(request)
         return request
 
@@ -127,7 +132,7 @@ class Batch:
             try:
                 cache, logits = self.ahead or self.read(request.ids)
             except (BadInput, torch.OutOfMemoryError) as error:
-                request.refused, request.done = str(error).splitlines()[0], True
+                request.refuse(error)
             else:
                 room = request.max_new_tokens
                 if self.pool.holds(cache, room) and not self.pool.fits(cache, room):

@@ -110,10 +110,15 @@ class Engine:
 
     def read_alone(self, ids: Tensor) -> tuple[Cache, Tensor]:
         """A cache of its own that has read a prompt, and the logits after it."""
-        twin = copy.copy(self)
-        twin.cache, twin.fed = self._fresh(), []
+        twin = self.apart()
         twin.check_length(len(ids), 1)
         return twin.cache, twin.read(ids)
+
+    def apart(self) -> Engine:
+        """Another engine that has read nothing yet."""
+        twin = copy.copy(self)
+        twin.cache, twin.fed = self._fresh(), []
+        return twin
 
     def stream(
         self,

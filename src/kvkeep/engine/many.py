@@ -1,16 +1,22 @@
-"""Several prompts for one engine: written together where the method allows it, else one after the other."""
+"""Several prompts for one engine, written together: from one pool where the method allows it, else side by side."""
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from kvkeep.compress.allocate.heads import EqualHeads
 from kvkeep.compress.allocate.layers import EqualLayers
+from kvkeep.engine.abreast import Abreast
 from kvkeep.engine.batch import Batch, Request
 from kvkeep.engine.pool import Pool, free_bytes, row_bytes
 from kvkeep.engine.report import human
+from kvkeep.engine.sample import Sampler
 from kvkeep.engine.words import Unfolding
 from kvkeep.errors import BadInput
 from kvkeep.kernels.packed import GROUP
@@ -25,19 +31,45 @@ SHARE = 0.8  # of a device's free memory, for keys and values; passes need the r
 
 def together(engine: Engine, prompts: Sequence[str], *, rows: int = 16, seed: int = 0, **options: Any) -> list[str]:
     """Answers to all prompts, so many of them written at a time; options: max_new_tokens, temperature, top_p."""
-    if not can_batch(engine):
-        return [engine.generate(prompt, seed=seed, **options) for prompt in prompts]
     requests = [Request(engine.encode(prompt), Unfolding(engine.tokenizer), **options) for prompt in prompts]
-    if not requests:
-        return []
-    batch = batch_for(engine, requests, min(rows, len(requests)), seed)
+    if requests:
+        (_pooled if can_batch(engine) else _side_by_side)(engine, requests, min(rows, len(requests)), seed)
+    if refused := [f"prompt {n}: {each.refused}" for n, each in enumerate(requests) if each.refused]:
+        raise BadInput("; ".join(refused))
+    return [request.text for request in requests]
+
+
+def _pooled(engine: Engine, requests: Sequence[Request], rows: int, seed: int) -> None:
+    batch = batch_for(engine, requests, rows, seed)
     for request in requests:
         batch.submit(request)
     for _ in batch.run():
         pass
-    if refused := [f"prompt {n}: {each.refused}" for n, each in enumerate(requests) if each.refused]:
-        raise BadInput("; ".join(refused))
-    return [request.text for request in requests]
+
+
+def _side_by_side(engine: Engine, requests: Sequence[Request], rows: int, seed: int) -> None:
+    """Each is written as it would be alone, by an engine of its own."""
+    waiting, last, abreast = deque(requests), ends(engine.model, engine.tokenizer), Abreast(engine.model)
+    at_work: list[tuple[Request, Engine, Sampler]] = []
+    logits: list[Tensor] = []
+    while waiting or at_work:
+        while waiting and len(at_work) < rows:
+            request, twin = waiting.popleft(), engine.apart()
+            try:
+                twin.check_length(len(request.ids), request.max_new_tokens)
+                logits.append(twin.read(request.ids))
+            except (BadInput, torch.OutOfMemoryError) as error:
+                request.refuse(error)
+            else:
+                at_work.append((request, twin, Sampler(request.temperature, request.top_p, seed)))
+        for (request, _, sampler), after in zip(at_work, logits, strict=True):
+            request.add(sampler(after), last)
+        at_work = [each for each in at_work if not each[0].done]
+        if at_work:
+            abreast.engines = [twin for _, twin, _ in at_work]
+            logits = list(abreast.feed(torch.tensor([request.words.ids[-1:] for request, *_ in at_work]))[:, -1])
+        else:
+            logits = []
 
 
 def can_batch(engine: Engine) -> bool:

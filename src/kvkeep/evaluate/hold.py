@@ -108,7 +108,7 @@ def rows(model: Any, held: Sequence[Held], room: int, share: bool) -> Iterator[t
         yield numbers, Together(model, [held[number].cache for number in numbers], room)
     own = [number for number, one in enumerate(held) if one.engine]
     for numbers in [own] if share and own else [[number] for number in own]:
-        yield numbers, Abreast([held[number].engine.fork() for number in numbers])
+        yield numbers, Abreast(model, [held[number].engine.fork() for number in numbers])
 
 
 def _most(held: Sequence[Held]) -> int:

@@ -19,8 +19,8 @@ def speakers(keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, r
     if about is None:
         about = torch.empty(1, units, kv_heads * dim, dtype=torch.float32, device=keys.device)
     _speakers[units,](
-        keys, mass, about, keys.stride(0), size, min(count, size), kv_heads, dim, cosine, power(size), power(kv_heads), power(dim),
-        num_warps=4,
+        keys, mass, about, keys.stride(0), size, min(count, size), kv_heads, dim, cosine, power(size),
+        power(kv_heads), power(dim), num_warps=4,
     )  # fmt: skip
     return about
 
