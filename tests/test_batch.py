@@ -153,7 +153,7 @@ def test_the_engine_answers_many_as_it_answers_one(spec):
 @pytest.mark.parametrize("spec", ["snapkv", "h2o"])
 def test_the_engine_names_the_prompts_it_refuses(spec):
     engine = kvkeep.Engine(tiny_chat.model(), WORDS, spec, 64)
-    with pytest.raises(BadInput, match="prompt 1: the prompt has 15.. tokens and the answer may take 1"):
+    with pytest.raises(BadInput, match="prompt 1: the prompt has 15.. tokens and the answer may take 3"):
         engine.generate(["a" * 100, "b" * 1500], max_new_tokens=3)
 
 

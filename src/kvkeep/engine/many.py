@@ -32,8 +32,13 @@ SHARE = 0.8  # of a device's free memory, for keys and values; passes need the r
 def together(engine: Engine, prompts: Sequence[str], *, rows: int = 16, seed: int = 0, **options: Any) -> list[str]:
     """Answers to all prompts, so many of them written at a time; options: max_new_tokens, temperature, top_p."""
     requests = [Request(engine.encode(prompt), Unfolding(engine.tokenizer), **options) for prompt in prompts]
-    if requests:
-        (_pooled if can_batch(engine) else _side_by_side)(engine, requests, min(rows, len(requests)), seed)
+    for request in requests:
+        try:
+            engine.check_length(len(request.ids), request.max_new_tokens)
+        except BadInput as error:
+            request.refuse(error)
+    if able := [request for request in requests if not request.refused]:
+        (_pooled if can_batch(engine) else _side_by_side)(engine, able, min(rows, len(able)), seed)
     if refused := [f"prompt {n}: {each.refused}" for n, each in enumerate(requests) if each.refused]:
         raise BadInput("; ".join(refused))
     return [request.text for request in requests]
@@ -56,9 +61,8 @@ def _side_by_side(engine: Engine, requests: Sequence[Request], rows: int, seed: 
         while waiting and len(at_work) < rows:
             request, twin = waiting.popleft(), engine.apart()
             try:
-                twin.check_length(len(request.ids), request.max_new_tokens)
                 logits.append(twin.read(request.ids))
-            except (BadInput, torch.OutOfMemoryError) as error:
+            except torch.OutOfMemoryError as error:
                 request.refuse(error)
             else:
                 at_work.append((request, twin, Sampler(request.temperature, request.top_p, seed)))
