@@ -13,7 +13,7 @@ from test_decoding import seen_by
 import kvkeep
 from kvkeep.cache.copies import Copies
 from kvkeep.compress.method import parse
-from kvkeep.engine.recaller import Layer
+from kvkeep.engine.recaller import Layer, Piece
 from kvkeep.errors import BadParameter, BudgetTooSmall, CacheMisuse, UnsupportedModel
 
 ALONE = [name for name in FETCHING if not parse(name).recall.needs]  # these need nothing but keys and queries
@@ -102,9 +102,9 @@ def put_everything_away(cache, budget):
     """As if the budget had been exceeded, without having attended to less."""
     recaller = cache.recaller
     for index, rows in recaller.shelves.items():
-        recaller.shelves[index] = [
-            Layer(recaller, index, r, None, True).put_away(s, budget) for r, s in enumerate(rows)
-        ]
+        for row, shelf in enumerate(rows):
+            layer, nothing = Layer(recaller, index, row, None, True), shelf.near[0][:, :0]
+            rows[row] = layer.put_away(shelf, Piece(layer, shelf, nothing, nothing, nothing), budget)
 
 
 @pytest.mark.core

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,16 +72,15 @@ class Recaller:
         self, layer: Layer, shelf: Shelf, q: Tensor, k: Tensor, v: Tensor, quiet: bool
     ) -> tuple[Tensor | None, Shelf]:
         """One row's new tokens, window by window. quiet: nobody needs the output"""
-        size, first = self.recall.window or max(1, q.shape[1]), shelf.first
-        near = tuple(torch.cat([old, new.to(old.dtype)], 1) for old, new in zip(shelf.near, (k, v), strict=True))
-        outputs = []
+        size = self.recall.window or max(1, q.shape[1])
+        piece, outputs = Piece(layer, shelf, q, k, v), []
         for start in range(0, q.shape[1], size):
-            output, shelf = layer.window(shelf, q[:, start : start + size], near, first, quiet)
+            output, shelf = layer.window(shelf, piece, start, min(start + size, q.shape[1]), quiet)
             outputs.append(output)
         budget = self.method.tokens(self.budget, shelf.seen)
         if shelf.seen > budget:
-            shelf = layer.put_away(shelf, budget)
-        if shelf.nearby < near[0].shape[1]:  # a part of what is no longer needed
+            shelf = layer.put_away(shelf, piece, budget)
+        if shelf.nearby < piece.near[0].shape[1]:  # a part of what is no longer needed
             shelf = shelf.but(near=tuple(part.clone() for part in shelf.near))
         if quiet or not outputs:
             return None, shelf
@@ -140,6 +140,31 @@ class Recaller:
         self.marks = [self.marks[row] for row in rows] if self.marks else []
 
 
+class Piece:
+    """What a pass brings to a layer of a row, behind what was near before. What its windows share is made once."""
+
+    def __init__(self, layer: Layer, shelf: Shelf, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.layer, self.queries, self.seen, self.first = layer, q, shelf.seen, shelf.first
+        self.at_edge: dict[int, Tensor] = {}  # by the size of the near window
+        # keys and values from place `first` of the text on, [kv_heads, n, dim]
+        self.near = tuple(torch.cat([old, new.to(old.dtype)], 1) for old, new in zip(shelf.near, (k, v), strict=True))
+
+    @cached_property
+    def bare(self) -> Tensor:
+        """These keys as they are put away."""
+        keys, layer = self.near[0], self.layer
+        return layer.all.turns.back(layer.index, keys, self.first) if layer.recall.moves else keys
+
+    def turned(self, near: int) -> Tensor:
+        """Queries as far keys meet them: at the edge of a near window of this size."""
+        layer = self.layer
+        if not layer.recall.moves:
+            return self.queries
+        if near not in self.at_edge:
+            self.at_edge = {near: layer.all.turns.gathered(layer.index, self.queries, self.seen, near)}
+        return self.at_edge[near]
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer of one row in one pass."""
@@ -154,19 +179,19 @@ class Layer:
     def recall(self):
         return self.all.recall
 
-    def window(self, shelf: Shelf, q: Tensor, near: Pair, first: int, quiet: bool) -> tuple[Tensor | None, Shelf]:
-        """A window of queries q [heads, w, dim]; near: keys and values from place `first` of the text on, theirs too"""
-        recall, seen = self.recall, shelf.seen + q.shape[1]
+    def window(self, shelf: Shelf, piece: Piece, start: int, end: int, quiet: bool) -> tuple[Tensor | None, Shelf]:
+        """The queries from start to end."""
+        recall, q, seen = self.recall, piece.queries[:, start:end], shelf.seen + end - start
         budget = self.all.method.tokens(self.all.budget, seen)
         sizes, far = recall.sizes(budget), None
         reading_whole = recall.window is None and not self.writing
         if seen > budget and not reading_whole:
-            shelf = self.put_away(shelf, budget)
-        turned = self.all.turns.gathered(self.index, q, shelf.seen, sizes.near) if recall.moves else q
+            shelf = self.put_away(shelf, piece, budget)
+        turned = piece.turned(sizes.near)[:, start:end]
         probe = None
         if recall.index.wants_moments:
             question = None if self.writing or not recall.index.joins else self.all.question.get(self.index)
-            moments, probe = surprised(turned, near[0].shape[0], shelf.moments, question)
+            moments, probe = surprised(turned, piece.near[0].shape[0], shelf.moments, question)
             shelf = shelf.but(moments=moments)
         if shelf.host.tokens:
             shelf = shelf.but(fetched=None) if reading_whole else self._choose(shelf, turned, probe, budget)
@@ -176,8 +201,8 @@ class Layer:
                 pair, shelf = self._far(shelf, reading_whole)
                 return pair
 
-        start, nearby = shelf.first - first, seen - shelf.first
-        near = near[0].narrow(1, start, nearby), near[1].narrow(1, start, nearby)
+        begin, nearby = shelf.first - piece.first, seen - shelf.first
+        near = piece.near[0].narrow(1, begin, nearby), piece.near[1].narrow(1, begin, nearby)
         output = mass = None
         band = sizes.near if recall.index.wants_mass else 0
         if band or not quiet:
@@ -185,7 +210,7 @@ class Layer:
             output, mass = attend_apart(q, meets, far, near, new.scale, new.softcap, new.sinks, band, shelf.mass)
         return output, shelf.but(near=near, mass=mass, seen=seen)
 
-    def put_away(self, shelf: Shelf, budget: int) -> Shelf:
+    def put_away(self, shelf: Shelf, piece: Piece, budget: int) -> Shelf:
         """Let go of what is no longer near, in whole units."""
         sizes, recall = self.recall.sizes(budget), self.recall
         sinks = 0 if shelf.sinks else sizes.sinks
@@ -197,8 +222,7 @@ class Layer:
         if ready <= 0:
             return shelf
         end, near, mass = sinks + ready, shelf.near, shelf.mass
-        keys, values = near[0].narrow(1, 0, end), near[1].narrow(1, 0, end)
-        keys = self.all.turns.back(self.index, keys, shelf.first) if recall.moves else keys
+        keys, values = piece.bare.narrow(1, shelf.first - piece.first, end), near[1].narrow(1, 0, end)
         leaving = (keys, values) if shelf.sinks else (keys[:, sinks:], values[:, sinks:])
         shelf, leaving = self._noted(shelf, *leaving, None if mass is None else mass[sinks:end], marks, budget)
         first = shelf.sinks or tuple(t[:, :sinks].clone(memory_format=torch.contiguous_format) for t in (keys, values))
