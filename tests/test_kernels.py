@@ -55,3 +55,32 @@ def test_a_failing_kernel_is_reported_once_and_done_without(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert best(queries, *rest) == "torch"
+
+
+def test_a_kernel_starts_where_its_tensors_are(monkeypatch):
+    """A model spread over several GPUs: the current device is not the one its later layers are on."""
+    from kvkeep.kernels.best import Best
+
+    class There(torch.Tensor):
+        device = torch.device("cuda:1")
+
+    now = [0]
+
+    class On:
+        def __init__(self, device):
+            self.index = device.index
+
+        def __enter__(self):
+            now.append(self.index)
+
+        def __exit__(self, *_):
+            now.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "device", On)
+    best = Best("column_mass", "mass")
+    best.kernel = lambda *_: now[-1]
+    assert best(torch.randn(2).as_subclass(There)) == 1 and now == [0]
+    now[0] = 1
+    monkeypatch.setattr(torch.cuda, "device", None)  # nothing to do
+    assert best(torch.randn(2).as_subclass(There)) == 1

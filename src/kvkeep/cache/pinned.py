@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.copies import Pair
+from kvkeep.kernels.best import where
 
 SMALLEST, LARGEST = 2**24, 2**30  # bytes of a block: as much as all before it together, within these
 ALIGNED = 256  # bytes
@@ -113,7 +114,8 @@ class Table:
         try:
             from kvkeep.kernels.fused.gather import put
 
-            put(keys, values, home, table.rows, slot, end)
+            with where(keys.device):
+                put(keys, values, home, table.rows, slot, end)
         except Exception as error:  # whatever a compiler, a driver or a missing package raises
             return self._fail(error)
         table.filled = slot + 1
@@ -128,7 +130,8 @@ class Table:
         try:
             from kvkeep.kernels.fused.gather import gather
 
-            gather(index, self.rows, slabs, *pair, front)
+            with where(index.device):
+                gather(index, self.rows, slabs, *pair, front)
         except Exception as error:
             return self._fail(error)
         return pair

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,13 @@ from torch import Tensor
 
 from kvkeep.kernels import packed, reference, turning
 from kvkeep.kernels.packed import Packed
+
+HERE = nullcontext()
+
+
+def where(device: torch.device) -> AbstractContextManager:
+    """Triton starts kernels on the current device, which need not be the one a layer of a spread model is on."""
+    return HERE if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 class Best:
@@ -47,7 +55,8 @@ class Best:
         try:
             if self.kernel is None:
                 self.kernel = getattr(import_module(f"kvkeep.kernels.fused.{self.module}"), self.name)
-            return self.kernel(first, *rest)
+            with where(first.device):
+                return self.kernel(first, *rest)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler, a driver or a missing package raises

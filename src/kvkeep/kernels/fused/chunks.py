@@ -67,7 +67,7 @@ def score_bounds(query: Tensor, bounds: Tensor) -> Tensor:
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["units"])
 def _products(query, representatives, worth, units, dim, UNITS: tl.constexpr, CHANNELS: tl.constexpr):
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     mine = block * UNITS + tl.arange(0, UNITS)
@@ -144,7 +144,7 @@ def _rank(worth, real):
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["units"])
 def _bounds(query, bounds, worth, units, dim, group, UNITS: tl.constexpr, CHANNELS: tl.constexpr):
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     mine = block * UNITS + tl.arange(0, UNITS)
