@@ -1,5 +1,7 @@
 """Many prompts at once say what each says alone."""
 
+import os
+
 import pytest
 import tiny_chat
 import torch
@@ -8,6 +10,7 @@ from conftest import make_llama
 import kvkeep
 from kvkeep.cache.stretches import Stretches
 from kvkeep.engine import many, pool
+from kvkeep.engine.abreast import Abreast
 from kvkeep.engine.batch import Batch, Request
 from kvkeep.engine.draw import draw
 from kvkeep.engine.many import can_batch
@@ -148,6 +151,20 @@ def test_the_engine_answers_many_as_it_answers_one(spec):
     drawn = {"max_new_tokens": 7, "temperature": 1.5, "seed": 4}
     if not can_batch(many):  # a row draws as it would alone
         assert many.generate(prompts, rows=3, **drawn) == [one.generate(prompt, **drawn) for prompt in prompts]
+
+
+def test_no_more_prompts_are_read_than_the_host_can_hold(monkeypatch):
+    engine = kvkeep.Engine(tiny_chat.model(), WORDS, "infllm", 64)
+    prompts = ["".join(chr(97 + (i * i + n) % 23) for i in range(150)) for n in range(4)]
+    want = engine.generate(prompts, max_new_tokens=3)
+    one = pool.row_bytes(engine.model, 153)  # three words more than the prompt's
+    sizes, feed = [], Abreast.feed
+    monkeypatch.setattr(Abreast, "feed", lambda self, ids: sizes.append(len(ids)) or feed(self, ids))
+    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 2 * one / 0.8 + 10, "SC_PAGE_SIZE": 1}.get)
+    assert engine.generate(prompts, max_new_tokens=3) == want and set(sizes) == {2}
+    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 0, "SC_PAGE_SIZE": 1}.get)
+    sizes.clear()
+    assert engine.generate(prompts, max_new_tokens=3) == want and set(sizes) == {1}
 
 
 @pytest.mark.parametrize("spec", ["snapkv", "h2o"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from kvkeep.model.prompt import ends
 if TYPE_CHECKING:
     from kvkeep.engine.generate import Engine
 
-SHARE = 0.8  # of a device's free memory, for keys and values; passes need the rest
+SHARE = 0.8  # of free memory, for keys and values; passes need the rest
 
 
 def together(engine: Engine, prompts: Sequence[str], *, rows: int = 16, seed: int = 0, **options: Any) -> list[str]:
@@ -55,6 +56,8 @@ def _pooled(engine: Engine, requests: Sequence[Request], rows: int, seed: int) -
 def _side_by_side(engine: Engine, requests: Sequence[Request], rows: int, seed: int) -> None:
     """Each is written as it would be alone, by an engine of its own."""
     waiting, last, abreast = deque(requests), ends(engine.model, engine.tokenizer), Abreast(engine.model)
+    if engine.method.recall:
+        rows = min(rows, _at_home(engine, max(len(request.ids) for request in requests)))
     at_work: list[tuple[Request, Engine, Sampler]] = []
     logits: list[Tensor] = []
     while waiting or at_work:
@@ -110,6 +113,14 @@ def _that_fit(engine: Engine, tokens: int) -> int:
             "memory can be used for them; use a smaller budget, fewer new tokens, or storage='int8'."
         )
     return int(SHARE * free // each)
+
+
+def _at_home(engine: Engine, tokens: int) -> int:
+    """Sequences of so many tokens that the host can hold, where nothing is dropped; one is always tried."""
+    if not hasattr(os, "sysconf"):  # not everywhere is it told
+        return sys.maxsize
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, int(SHARE * free // row_bytes(engine.model, tokens)))
 
 
 def _kept(engine: Engine, tokens: int) -> int:
