@@ -276,6 +276,27 @@ def test_sharing_changes_times_and_nothing_else(chat, tmp_path):
     assert {(each["readers"], each.get("writers", 1)) for each in times} == {(1, 1)}
 
 
+@pytest.mark.parametrize("protocol", ["agnostic", "aware"])
+def test_methods_that_can_use_a_question_are_told_it_when_it_is_known(chat, protocol, tmp_path, monkeypatch):
+    """Q-LLM without its question would be InfLLM."""
+    told, tell = [], kvkeep.Engine.read_for
+
+    def noting(engine, question):
+        tell(engine, question)
+        told.append((engine.method.name, question, len(engine.fed), bool(engine.cache.recaller.question)))
+
+    monkeypatch.setattr(kvkeep.Engine, "read_for", noting)
+    grid = Grid(("snapkv", "infllm", "qllm", "actqkv", "quest"), (80,), (protocol,))
+    rows = {row["method"]: row for row in evaluate(chat, [sample()], grid, tmp_path)}
+    before = 0 if protocol == "aware" else len(render(chat[1], sample(), protocol, 1024).context)
+    asked = {name: (question, fed, used) for name, question, fed, used in told}
+    assert all(asked[name] == ("What is 0?", before, name in ("qllm", "actqkv")) for name in asked)
+    assert {"qllm", "actqkv", "infllm"} <= set(asked) and len(rows) == 5
+    told.clear()
+    evaluate(chat, [sample(context="")], grid, tmp_path / "alone")
+    assert not told  # a question is not read for itself
+
+
 def test_questions_about_one_text_share_its_reading(chat, tmp_path, monkeypatch):
     samples = [sample(0), sample(0, id="1", question=" And then?"), sample(0, id="2", task="other")]
     made = items(samples, ("agnostic", "aware"))

@@ -138,7 +138,7 @@ class Engine:
         ids = self.encode(prompt, question)
         self.cache, self.fed = self._fresh(), []
         if question is not None:
-            self._read_for(question)
+            self.read_for(question)
         yield from self._answer(ids, max_new_tokens, Sampler(temperature, top_p, seed), progress)
 
     def encode(self, prompt: str, question: str | None = None) -> Tensor:
@@ -163,7 +163,7 @@ class Engine:
         sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
         return "".join(self._answer(ids, options["max_new_tokens"], sampler, options["progress"])).strip()
 
-    def _read_for(self, question: str) -> None:
+    def read_for(self, question: str) -> None:
         """Let a method that can use it know the question before it reads."""
         recaller = self.cache.recaller
         if recaller and getattr(self.method.recall.index, "asks", False):

@@ -47,8 +47,15 @@ class Answerer:
     def window(self) -> int:
         return min(trained_window(self.model), self.max_length or 2**31)
 
-    def _hold(self, ids: Tensor, sample: Sample) -> list[Held]:
-        return hold(self.model, self.tokenizer, ids, self.cells, sample.long, self.share)
+    def _hold(self, prompt: Prompt, sample: Sample) -> list[Held]:
+        """Methods that can use a question know it while they read, if it is in what they read."""
+        known = "" if len(prompt.question) else _asked(sample)
+        return hold(self.model, self.tokenizer, prompt.context, self.cells, sample.long, self.share, known)
+
+    def _rows(self, held: Sequence[Held], sample: Sample, prompt: Prompt, new: int) -> Iterator[tuple[list[int], Row]]:
+        """Else before they are asked. new: tokens that follow the question"""
+        unknown = _asked(sample) if len(prompt.question) else ""
+        return rows(self.model, held, len(prompt.question) + new, self.share, unknown)
 
     def _written(self, item: Item) -> Iterator[Answered]:
         """Every sample's answers, from one reading wherever the text is the same to the last token."""
@@ -57,7 +64,7 @@ class Answerer:
             prompt = render(self.tokenizer, sample, item.protocol, self.window)
             text = tuple(prompt.context.tolist())
             if text not in readings:
-                readings = {text: self._hold(prompt.context, sample)}
+                readings = {text: self._hold(prompt, sample)}
             for held, ids, timed in self._write(readings[text], prompt, sample):
                 said = _cut(self.tokenizer.decode(ids, skip_special_tokens=True), sample.stops)
                 score = METRICS[sample.metric](said, _references(sample), **sample.extra)
@@ -69,7 +76,7 @@ class Answerer:
     ) -> list[tuple[Held, list[int], dict[str, Any]]]:
         """-> for each cell, in order: what it wrote, and how long that took"""
         found: dict[int, tuple[Held, list[int], dict[str, Any]]] = {}
-        for numbers, row in rows(self.model, held, len(prompt.question) + sample.max_new_tokens, self.share):
+        for numbers, row in self._rows(held, sample, prompt, sample.max_new_tokens):
             began = time.perf_counter()
             logits = torch.stack([held[number].logits for number in numbers])
             if len(prompt.question):
@@ -99,9 +106,9 @@ class Answerer:
             for prompt, ids in prompts(self.tokenizer, sample, item.protocol, self.window):
                 text = tuple(prompt.context.tolist())
                 if text not in readings:
-                    readings[text] = self._hold(prompt.context, sample)
+                    readings[text] = self._hold(prompt, sample)
                 held = readings[text]
-                for numbers, row in rows(self.model, held, len(prompt.question) + len(ids), self.share):
+                for numbers, row in self._rows(held, sample, prompt, len(ids)):
                     after = torch.stack([held[number].logits for number in numbers])
                     for number, weight in zip(numbers, loglikelihoods(row, after, prompt.question, ids), strict=True):
                         weights[number].append(weight)
@@ -173,6 +180,11 @@ class Writing:
         stops = self.sample.stops
         stopped = stops and any(stop in self.tokenizer.decode(ids).lstrip() for stop in stops)
         return not stopped and len(ids) < self.sample.max_new_tokens
+
+
+def _asked(sample: Sample) -> str:
+    """What a text is read for; nothing where the question is all there is."""
+    return sample.question.strip() if sample.context else ""
 
 
 def _place(item: Item, sample: Sample, held: Held) -> dict[str, Any]:

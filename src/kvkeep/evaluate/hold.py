@@ -50,15 +50,17 @@ class Held:
     engine: Engine | None = None  # of a cell that goes on from a cache of its own kind
 
 
-def hold(model: Any, tokenizer: Any, ids: Tensor, cells: Sequence[Cell], long: bool, share: bool) -> list[Held]:
-    """Read a text with every cell. ids [n]"""
+def hold(
+    model: Any, tokenizer: Any, ids: Tensor, cells: Sequence[Cell], long: bool, share: bool, question: str = ""
+) -> list[Held]:
+    """Read a text with every cell. ids [n]; question: what it is read for, where that is known"""
     apart = [cell for cell in cells if long or _in_windows(cell)]
     together = [cell for cell in cells if cell not in apart]
     found: dict[Cell, Held] = {}
     for group in [together] if share and together else [[cell] for cell in together]:
         found |= {held.cell: held for held in _shared(model, tokenizer, ids, group)}
     for cell in apart:
-        found[cell] = _alone(model, tokenizer, ids, cell)
+        found[cell] = _alone(model, tokenizer, ids, cell, question)
     return [found[cell] for cell in cells]
 
 
@@ -86,9 +88,11 @@ def _shared(model: Any, tokenizer: Any, ids: Tensor, cells: Sequence[Cell]) -> l
     ]
 
 
-def _alone(model: Any, tokenizer: Any, ids: Tensor, cell: Cell) -> Held:
+def _alone(model: Any, tokenizer: Any, ids: Tensor, cell: Cell, question: str) -> Held:
     began = time.perf_counter()
     engine = _engine(model, tokenizer, cell)
+    if question:
+        engine.read_for(question)
     logits = engine.read(ids)
     return Held(cell, engine.cache, engine.cache.report(), logits, time.perf_counter() - began, 1, engine)
 
@@ -99,8 +103,13 @@ def _engine(model: Any, tokenizer: Any, cell: Cell) -> Engine:
     return Engine(model, tokenizer, method, cell[1], schedule=None if fixed else "buffer")
 
 
-def rows(model: Any, held: Sequence[Held], room: int, share: bool) -> Iterator[tuple[list[int], Row]]:
-    """Batches of cells to be asked, with room for so many tokens, each made when its turn comes."""
+def rows(
+    model: Any, held: Sequence[Held], room: int, share: bool, question: str = ""
+) -> Iterator[tuple[list[int], Row]]:
+    """Batches of cells to be asked, with room for so many tokens, each made when its turn comes.
+
+    question: what they are going to be asked, where they did not know it when they read
+    """
     mixed = [number for number, one in enumerate(held) if one.engine is None]
     sizes = [max(n for layer in held[number].report.tokens for n in layer[0]) + room for number in mixed]
     for pack in packs(sizes, _most(held), is_ragged(model)) if share else [[i] for i in range(len(mixed))]:
@@ -108,7 +117,10 @@ def rows(model: Any, held: Sequence[Held], room: int, share: bool) -> Iterator[t
         yield numbers, Together(model, [held[number].cache for number in numbers], room)
     own = [number for number, one in enumerate(held) if one.engine]
     for numbers in [own] if share and own else [[number] for number in own]:
-        yield numbers, Abreast(model, [held[number].engine.fork() for number in numbers])
+        engines = [held[number].engine.fork() for number in numbers]
+        for engine in engines if question else ():
+            engine.read_for(question)
+        yield numbers, Abreast(model, engines)
 
 
 def _most(held: Sequence[Held]) -> int:
