@@ -108,27 +108,29 @@ def state(engine: Any, weights: int) -> dict:
 def profile(engine: Any) -> None:
     """Three looks, none of which disturbs another: the clock alone, the device's kernels alone, Python alone."""
     window, layers = engine.method.recall.window or 256, engine.model.config.num_hidden_layers
-    piece = engine._piece(1024)
+    piece = engine._piece(1024)  # one pass
     ids = noise(engine, piece * sum(PIECES.values())).split(piece)
     steps = {part: count * -(-piece // window) * layers for part, count in PIECES.items()}  # layers of windows
     warm, timed, kernels = PIECES["warm"], PIECES["timed"], PIECES["kernels"]
-    seconds = read(engine, ids[:warm])
+    seconds, _ = read(engine, ids[:warm])
     print(f"warm-up, compilers included: {seconds:.1f} s", flush=True)
-    seconds = read(engine, ids[warm : warm + timed])
+    seconds, sent = read(engine, ids[warm : warm + timed])
     print(f"{seconds * 1000 / steps['timed']:.3f} ms per layer of a window, {timed * piece / seconds:,.0f} tokens/s")
+    print(f"all work was sent off after {sent / seconds:.0%} of that time: near 100 %, the processor is what is slow")
     if torch.cuda.is_available():
         show_kernels(engine, ids[warm + timed : warm + timed + kernels], steps["kernels"])
     show_python(engine, ids[warm + timed + kernels :], steps["python"])
 
 
-def read(engine: Any, pieces: Sequence[torch.Tensor]) -> float:
-    """Seconds."""
+def read(engine: Any, pieces: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Seconds, and those after which the device was given the last of its work."""
     settle(engine)
     began = time.perf_counter()
     for ids in pieces:
         engine.feed(ids)
+    sent = time.perf_counter() - began
     settle(engine)
-    return time.perf_counter() - began
+    return time.perf_counter() - began, sent
 
 
 def show_kernels(engine: Any, pieces: Sequence[torch.Tensor], steps: int) -> None:
@@ -155,7 +157,7 @@ def show_python(engine: Any, pieces: Sequence[torch.Tensor], steps: int) -> None
     watch.disable()
     rows = sorted(pstats.Stats(watch).stats.items(), key=lambda item: -item[1][2])
     print(f"\nper layer of a window: {sum(row[2] for _, row in rows) * 1000 / steps:.3f} ms with cProfile watching")
-    for (file, line, name), (_, calls, own, *_rest) in rows[:20]:
+    for (file, line, name), (_, calls, own, *_rest) in rows[:45]:
         where = f"{'/'.join(Path(file).parts[-2:])}:{line} {name}" if line else name
         print(f"{own * 1e6 / steps:9.1f} us  {calls / steps:6.2f} x  {where[:90]}")
 

@@ -125,7 +125,7 @@ class Table:
         """Tokens by number, behind those in front. Shapes as in `Host.fetch`; None where that failed"""
         if self.broken:
             return None
-        shape = len(like[0]), index.shape[1] + (front[0].shape[1] if front else 0)
+        shape = like[0].shape[0], index.shape[1] + (front[0].shape[1] if front else 0)
         pair = tuple(torch.empty(*shape, t.shape[-1], dtype=t.dtype, device=index.device) for t in like)
         try:
             from kvkeep.kernels.fused.gather import gather

@@ -55,7 +55,7 @@ def attend_apart(
         softcap or 0.0, softcap is not None, INTERPRETED, sizes[0], block, tokens, num_warps=4, num_stages=2,
     )  # fmt: skip
     mass = torch.empty(n, dtype=torch.float32, device=queries.device)
-    had = 0 if before is None else len(before)
+    had = 0 if before is None else before.shape[0]
     _added[cdiv(n, TOKENS),](parts, before if had else parts, mass, n, had, kv_heads, TOKENS, num_warps=4)
     return output, mass
 

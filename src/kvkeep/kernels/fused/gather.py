@@ -42,7 +42,7 @@ def gather(
     wide, k = values.shape[-1], index.shape[1]
     _gather[heads, cdiv(total, TOKENS)](
         index, table, *(front or (keys, values)), keys, values, table.shape[1], count, count.bit_length(), total - k,
-        total, k if len(index) > 1 else 0, dim, wide, front is not None, TOKENS, power(dim), power(wide),
+        total, k if index.shape[0] > 1 else 0, dim, wide, front is not None, TOKENS, power(dim), power(wide),
         num_warps=4,
     )  # fmt: skip
 
