@@ -36,7 +36,8 @@ def _answer(item: Any) -> Any:
         try:
             return answer_one(item)
         except torch.OutOfMemoryError:
-            time.sleep(wait)
+            pass  # what the item held is let go of first
         finally:
             torch.cuda.empty_cache()
+        time.sleep(wait)
     return answer_one(item)

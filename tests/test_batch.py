@@ -1,6 +1,7 @@
 """Many prompts at once say what each says alone."""
 
-import os
+import weakref
+from unittest.mock import Mock
 
 import pytest
 import tiny_chat
@@ -9,7 +10,7 @@ from conftest import make_llama
 
 import kvkeep
 from kvkeep.cache.stretches import Stretches
-from kvkeep.engine import many, pool
+from kvkeep.engine import abreast, many, pool
 from kvkeep.engine.abreast import Abreast
 from kvkeep.engine.batch import Batch, Request
 from kvkeep.engine.draw import draw
@@ -153,23 +154,103 @@ def test_the_engine_answers_many_as_it_answers_one(spec):
         assert many.generate(prompts, rows=3, **drawn) == [one.generate(prompt, **drawn) for prompt in prompts]
 
 
-def test_no_more_prompts_are_read_than_the_host_can_hold(monkeypatch):
-    engine = kvkeep.Engine(tiny_chat.model(), WORDS, "infllm", 64)
-    prompts = ["".join(chr(97 + (i * i + n) % 23) for i in range(150)) for n in range(4)]
-    want = engine.generate(prompts, max_new_tokens=3)
-    one = pool.row_bytes(engine.model, 153)  # three words more than the prompt's
+PROMPTS = ["".join(chr(97 + (i * i + n) % 23) for i in range(150)) for n in range(4)]
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """How many rows each pass had."""
     sizes, feed = [], Abreast.feed
     monkeypatch.setattr(Abreast, "feed", lambda self, ids: sizes.append(len(ids)) or feed(self, ids))
-    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 2 * one / 0.8 + 10, "SC_PAGE_SIZE": 1}.get)
-    assert engine.generate(prompts, max_new_tokens=3) == want and set(sizes) == {2}
-    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 0, "SC_PAGE_SIZE": 1}.get)
-    sizes.clear()
-    assert engine.generate(prompts, max_new_tokens=3) == want and set(sizes) == {1}
+    return sizes
+
+
+def living(monkeypatch):
+    """Counts the engines that have read something, or are about to."""
+    engines, apart = weakref.WeakSet(), kvkeep.Engine.apart
+
+    def counted(self):
+        engines.add(twin := apart(self))
+        return twin
+
+    monkeypatch.setattr(kvkeep.Engine, "apart", counted)
+    return lambda: len(engines)
+
+
+def precise(spec, **how):
+    return kvkeep.Engine(tiny_chat.model().double(), WORDS, spec, 64, **how)
+
+
+def test_no_more_prompts_are_read_than_the_host_can_hold(at_once, monkeypatch):
+    engine = precise("infllm")
+    want = [engine.generate(prompt, max_new_tokens=3) for prompt in PROMPTS]
+    one = pool.row_bytes(engine.model, 153 + 3) / 0.8  # three words more than the prompt's, and the answer
+    alive = living(monkeypatch)
+    monkeypatch.setattr(abreast, "host_bytes", lambda: (2 - alive()) * one + 1)
+    assert engine.generate(PROMPTS, max_new_tokens=3) == want and set(at_once) == {2}
+    monkeypatch.setattr(abreast, "host_bytes", lambda: 0)
+    at_once.clear()
+    assert engine.generate(PROMPTS, max_new_tokens=3) == want and set(at_once) == {1}
+    monkeypatch.setattr(abreast, "host_bytes", lambda: None)
+    at_once.clear()
+    assert engine.generate(PROMPTS, max_new_tokens=3) == want and set(at_once) == {4}
+    assert pool.host_bytes() is None or 2**20 < pool.host_bytes() < 2**50
+
+
+def test_prompts_share_what_the_host_may_hold(at_once):
+    want = precise("infllm").generate(PROMPTS, max_new_tokens=3)
+    alone = precise("infllm")
+    alone.generate(PROMPTS[0], max_new_tokens=3)
+    limit = int(2.5 * alone.cache.purse.spent)
+    at_once.clear()
+    engine = precise("infllm", host_limit=limit)
+    assert engine.generate(PROMPTS, max_new_tokens=3) == want and set(at_once) == {2}
+    with pytest.raises(BadInput, match="prompt 0: put-away tokens would take .* prompt 3: "):
+        precise("infllm", host_limit=1000).generate(PROMPTS, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("spec", ["h2o", "infllm"])
+def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
+    engine, read, feed = precise(spec), kvkeep.Engine.read, Abreast.feed
+    want = engine.generate(PROMPTS, max_new_tokens=5)
+    alive = living(monkeypatch)
+
+    def reading(self, ids, *how):
+        if alive() > 3:
+            raise torch.OutOfMemoryError("no room")
+        return read(self, ids, *how)
+
+    def feeding(self, ids):
+        if len(ids) > 2 and len(self.engines[0].fed) > 154:
+            raise torch.OutOfMemoryError("no room for a pass")
+        return feed(self, ids)
+
+    at_once.clear()
+    monkeypatch.setattr(kvkeep.Engine, "read", reading)
+    assert engine.generate(PROMPTS, max_new_tokens=5) == want and max(at_once) == 3
+    at_once.clear()
+    monkeypatch.setattr(kvkeep.Engine, "read", read)
+    monkeypatch.setattr(Abreast, "feed", feeding)
+    assert engine.generate(PROMPTS, max_new_tokens=5) == want and at_once[0] == 4 and at_once[-1] <= 2
+    full = Mock(side_effect=torch.OutOfMemoryError("no"))
+    monkeypatch.setattr(Abreast, "feed", full)
+    with pytest.raises(BadInput, match="prompt 0: no; prompt 1: no"):
+        engine.generate(PROMPTS[:2], max_new_tokens=5)
+
+
+def test_a_question_about_several_prompts(monkeypatch):
+    engine = precise("qllm")
+    how = {"question": "And why is that?", "max_new_tokens": 5}
+    want = [engine.generate(prompt, **how) for prompt in PROMPTS]
+    assert engine.generate(PROMPTS, **how) == want
+    monkeypatch.setattr(kvkeep.Engine, "read_for", lambda *_: None)
+    assert engine.generate(PROMPTS, **how) != want  # it matters
 
 
 @pytest.mark.parametrize("spec", ["snapkv", "h2o"])
 def test_the_engine_names_the_prompts_it_refuses(spec):
     engine = kvkeep.Engine(tiny_chat.model(), WORDS, spec, 64)
+    engine.read = None  # nothing is read before
     with pytest.raises(BadInput, match="prompt 1: the prompt has 15.. tokens and the answer may take 3"):
         engine.generate(["a" * 100, "b" * 1500], max_new_tokens=3)
 

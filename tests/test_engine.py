@@ -89,7 +89,7 @@ def test_a_question_known_before_changes_what_is_fetched(chat):
             plain = one.cache.kept(1)
             one.cache = one._fresh()
             one.fed = []
-            one.read_for(question)
+            one.read_for(question, 1024)
             list(one._answer(one.encode(TEXT, None), 1, Sampler(), None))
             kept[spec, question] = one.cache.kept(1) == plain
     assert kept == {("qllm", "Why?"): False, ("qllm", "zzzz qqqq"): False} | {

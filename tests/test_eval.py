@@ -281,8 +281,8 @@ def test_methods_that_can_use_a_question_are_told_it_when_it_is_known(chat, prot
     """Q-LLM without its question would be InfLLM."""
     told, tell = [], kvkeep.Engine.read_for
 
-    def noting(engine, question):
-        tell(engine, question)
+    def noting(engine, question, tokens):
+        tell(engine, question, tokens)
         told.append((engine.method.name, question, len(engine.fed), bool(engine.cache.recaller.question)))
 
     monkeypatch.setattr(kvkeep.Engine, "read_for", noting)

@@ -288,7 +288,9 @@ def test_host_functions_are_tritons(n):
     assert [cdiv(n, size) for size in (1, 3, 8, 64)] == [triton.cdiv(n, size) for size in (1, 3, 8, 64)]
 
 
-@pytest.mark.skipif(common.INTERPRETED, reason="nothing is compiled")
+@pytest.mark.skipif(
+    not isinstance(common.quick(common.product), Launch), reason="nothing is compiled, or by an old Triton"
+)
 def test_kernels_of_reading_and_writing_are_quick():
     for name in ("apart", "chunks", "decode", "describe", "gather", "packed", "probe", "turn"):
         module = import_module(f"kvkeep.kernels.fused.{name}")

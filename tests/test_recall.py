@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny_chat
 import torch
 from conftest import FETCHING, make_llama
 from families import CASES, FAMILIES, build, prompt
@@ -294,3 +295,31 @@ def test_copies_on_the_device_change_nothing():
     copies = got.recaller.shelves[0][0].host.copies
     fetched = got.recaller.shelves[0][0].fetched.index.shape[1] // 8
     assert 0 < len(copies.held) <= 2 * fetched and got.nbytes > want.nbytes
+
+
+def test_what_was_said_of_a_pass_that_was_cut_short_is_forgotten():
+    model, words = tiny_chat.model(), tiny_chat.tokenizer()
+    text = words("A. Bb c. Ddd ee. " * 20, return_tensors="pt").input_ids[0]
+    engine, other = (kvkeep.Engine(model, words, "sentencekv", 64) for _ in range(2))
+    for one in (engine, other):
+        one.read(text[:200])
+    attend = engine.cache.recaller.attend
+
+    def interrupted(index, *how):
+        if index == 1:
+            raise KeyboardInterrupt
+        return attend(index, *how)
+
+    engine.cache.recaller.attend = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.feed(text[200:209])
+    engine.cache.recaller.attend = attend
+    for one in (engine, other):
+        one.feed(text[200:240])
+    assert engine.cache.recaller.marks[0].equal(other.cache.recaller.marks[0])
+    assert [engine.cache.kept(layer) for layer in (0, 1)] == [other.cache.kept(layer) for layer in (0, 1)]
+
+
+def test_surprise_needs_a_budget_in_tokens():
+    with pytest.raises(BadParameter, match="'emllm' reads as much at a time as stays near.* in tokens, not 0.3"):
+        kvkeep.Cache(llama(), "emllm", 0.3)

@@ -10,6 +10,7 @@ import sys
 from contextlib import nullcontext
 from functools import wraps
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -966,7 +967,7 @@ def test_an_arena_hands_out_each_byte_once(seed):
                 held.append((room.copy_(torch.full_like(room, number)), number))
     assert all((room == number).all() and room.is_contiguous() for room, number in held)
     blocks = {room.untyped_storage().data_ptr(): room.untyped_storage().nbytes() for room, _ in held}
-    assert arena.made == sum(blocks.values()) and all(size in (1024, 2048, 4096) for size in blocks.values())
+    assert arena.made == sum(blocks.values()) and all(1024 <= size <= 4096 for size in blocks.values())
     assert sum(room.nbytes for room, _ in held) <= arena.made < 2 * len(held) * 512 + sum(r.nbytes for r, _ in held)
 
 
@@ -1009,6 +1010,7 @@ def test_where_the_driver_will_not_pin_what_is_there_torch_is_asked(monkeypatch)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(refuses=True))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: asked.append(pin_memory) or empty(size))
+    monkeypatch.setattr(torch, "zeros", Mock(side_effect=RuntimeError("told of the refusal")))
     assert len(pinned._pinned(4096, torch.device("cuda"))) == 4096 and asked == [True]
 
 

@@ -6,6 +6,7 @@ import time
 import warnings
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from math import prod
 
 import numpy as np
@@ -59,10 +60,9 @@ class Arena:
         self.waited += time.perf_counter() - began
 
     def _size(self, least: int) -> int:
-        """A power of two: torch would round to one anyway."""
         usual = max(SMALLEST, min(self.made, LARGEST))
         size = max(1, least, usual if self.limit is None else min(usual, self.limit))
-        return 1 << (size - 1).bit_length()
+        return -(-size // ALIGNED) * ALIGNED
 
 
 def _pinned(size: int, device: torch.device) -> Tensor:
@@ -80,6 +80,8 @@ def _pinned(size: int, device: torch.device) -> Tensor:
         driver = torch.cuda.cudart()
         with torch.cuda.device(device):
             if driver.cudaHostRegister(block.data_ptr(), size, 0) != driver.cudaError.success:
+                with suppress(RuntimeError):  # whoever launches next is told of the refusal
+                    torch.zeros(1, device=device)
                 return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         weakref.finalize(memory, _unpin, block.data_ptr(), device).atexit = False
         return block

@@ -54,6 +54,10 @@ class Method:
         budget = check_budget(budget)
         if isinstance(budget, int):
             (self.recall or self.guard).check(budget, self.name)
+        elif self.recall and self.recall.needs == "surprise":
+            raise BadParameter(
+                f"'{self.name}' reads as much at a time as stays near, so it needs a budget in tokens, not {budget}."
+            )
         return budget
 
     def bits(self, storage: str | None) -> int | None:

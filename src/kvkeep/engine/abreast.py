@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from kvkeep.engine.batch import Request
+from kvkeep.engine.pool import SHARE, host_bytes, row_bytes
+from kvkeep.engine.sample import Sampler
+from kvkeep.errors import StoreFull
 from kvkeep.model.adapter import AdaptedCache
 from kvkeep.model.attention import Handover
+from kvkeep.model.prompt import ends
 
 if TYPE_CHECKING:
     from kvkeep.engine.generate import Engine
+
+FULL = torch.OutOfMemoryError, StoreFull
 
 
 class Abreast(AdaptedCache):
@@ -58,3 +66,82 @@ class Abreast(AdaptedCache):
 
 def _rows(new: Handover) -> zip:
     return zip(*(t.split(1) for t in (new.query, new.key, new.value)), strict=True)
+
+
+@dataclass
+class Writer:
+    """One prompt, read by an engine of its own."""
+
+    request: Request
+    engine: Engine
+    logits: Tensor  # after what was read and written so far [vocabulary]
+    sampler: Sampler
+
+    def draw(self, last: set[int]) -> bool:
+        """Add the next token. -> whether that was the last"""
+        self.request.add(self.sampler(self.logits), last)
+        return self.request.done
+
+
+class SideBySide:
+    """Prompts, each written as it would be alone up to rounding. Who does not fit waits until others are done."""
+
+    def __init__(self, engine: Engine, question: str | None, rows: int, seed: int) -> None:
+        self.engine, self.question, self.rows, self.seed = engine, question, rows, seed
+        self.purse = engine.apart().cache.purse  # what all of them may put away
+        self.last = ends(engine.model, engine.tokenizer)
+        self.at_work: list[Writer] = []
+
+    def write(self, requests: Sequence[Request]) -> None:
+        waiting = deque(requests)
+        while waiting or self.at_work:
+            while waiting and len(self.at_work) < self.rows and self._lets_in(waiting[0]):
+                waiting.popleft()
+            self.at_work = [writer for writer in self.at_work if not writer.draw(self.last)]
+            waiting.extendleft(reversed(self._step()))
+
+    def _lets_in(self, request: Request) -> bool:
+        """Read a prompt, if there is room beside those at work. -> False: it has to wait"""
+        if self.at_work and not self._fits(request):
+            return False
+        twin = self.engine.apart()
+        if twin.cache.recaller:
+            twin.cache.purse = twin.cache.recaller.purse = self.purse
+        try:
+            if self.question is not None:
+                twin.read_for(self.question, len(request.ids))
+            logits = twin.read(request.ids)
+        except FULL as error:
+            if self.at_work:
+                self.rows = len(self.at_work)
+                return False
+            request.refuse(error)
+        else:
+            sampler = Sampler(request.temperature, request.top_p, self.seed)
+            self.at_work.append(Writer(request, twin, logits, sampler))
+        return True
+
+    def _fits(self, request: Request) -> bool:
+        """Where nothing is dropped, the host has to hold it, unless somebody said how much it may."""
+        free = host_bytes() if self.engine.method.recall and self.engine.options["host_limit"] is None else None
+        size = row_bytes(self.engine.model, len(request.ids) + request.max_new_tokens)
+        return free is None or size <= SHARE * free
+
+    def _step(self) -> list[Request]:
+        """Everybody's next pass. -> who has to begin again, fewer at a time, since there was no room for all"""
+        if not self.at_work:
+            return []
+        requests = [writer.request for writer in self.at_work]
+        abreast = Abreast(self.engine.model, [writer.engine for writer in self.at_work])
+        try:
+            logits = abreast.feed(torch.tensor([request.words.ids[-1:] for request in requests]))
+        except FULL as error:
+            self.at_work, self.rows = [], max(1, len(requests) // 2)
+            if len(requests) == 1:
+                requests.pop().refuse(error)
+            for request in requests:
+                request.begin_again()
+            return requests
+        for writer, after in zip(self.at_work, logits, strict=True):
+            writer.logits = after[-1]
+        return []

@@ -46,6 +46,10 @@ class Request:
     def refuse(self, why: Exception) -> None:
         self.refused, self.done = str(why).splitlines()[0], True
 
+    def begin_again(self) -> None:
+        """As if nothing had been written."""
+        self.words, self.pieces = Unfolding(self.words.tokenizer), deque()
+
     def add(self, token: int, ends: set[int]) -> None:
         if token not in ends:
             self.pieces.append(self.words.add(token))

@@ -89,7 +89,7 @@ class Engine:
         self.model, self.tokenizer, self.piece = model, tokenizer, piece
         self.options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         self.method, self.budget = parse(method, **parameters), budget
-        self.cache = self._fresh()  # of the answer written last
+        self.cache = self._fresh()  # of the answer that `stream` or `chat` wrote last
         self.fed: list[int] = []  # what it has read
         self.answer = Answer(Unfolding(tokenizer), 0)
         self.sentences = Sentences(tokenizer)
@@ -103,7 +103,10 @@ class Engine:
     @overload
     def generate(self, prompt: Sequence[str], **options: Any) -> list[str]: ...
     def generate(self, prompt: str | Sequence[str], **options: Any) -> str | list[str]:
-        """The whole answer at once, options as in `stream`; or the answers to several prompts, `rows` at a time."""
+        """The whole answer at once, options as in `stream`; or the answers to several prompts, `rows` at a time.
+
+        Several prompts come without progress.
+        """
         if isinstance(prompt, str):
             return "".join(self.stream(prompt, **options))
         return together(self, prompt, **options)
@@ -138,7 +141,7 @@ class Engine:
         ids = self.encode(prompt, question)
         self.cache, self.fed = self._fresh(), []
         if question is not None:
-            self.read_for(question)
+            self.read_for(question, len(ids))
         yield from self._answer(ids, max_new_tokens, Sampler(temperature, top_p, seed), progress)
 
     def encode(self, prompt: str, question: str | None = None) -> Tensor:
@@ -163,12 +166,12 @@ class Engine:
         sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
         return "".join(self._answer(ids, options["max_new_tokens"], sampler, options["progress"])).strip()
 
-    def read_for(self, question: str) -> None:
-        """Let a method that can use it know the question before it reads."""
+    def read_for(self, question: str, tokens: int) -> None:
+        """Let a method that can use it know the question before it reads a text of so many tokens."""
         recaller = self.cache.recaller
         if recaller and getattr(self.method.recall.index, "asks", False):
             ids = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
-            edge = self.method.recall.sizes(self.cache.method.tokens(self.cache.budget, PIECE)).near
+            edge = self.method.recall.sizes(self.cache.method.tokens(self.cache.budget, tokens)).near
             recaller.question = listen(self.model, ids.to(self.model.device), self.cache.rotations, edge)
 
     def _answer(
@@ -253,7 +256,7 @@ class Engine:
     def announce(self, ids: Tensor) -> None:
         """Tell the cache what it cannot see of tokens that come. ids [q]"""
         if self._needs == "sentences":
-            self.cache.recaller.tell(0, self.sentences.ends(ids))
+            self.cache.recaller.tell(0, self.sentences.ends(ids), self.cache.seen)
 
     def took(self, ids: Tensor, logits: Tensor) -> None:
         """Tokens went through the model: note what comes of them. ids [q], logits after each, or after the last"""

@@ -7,9 +7,10 @@ alone, so a decode step of all rows can be captured in a CUDA graph and replayed
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from kvkeep.engine.session import Cache
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.model.adapter import AdaptedCache, devices, key_shape
 from kvkeep.model.attention import Handover
+
+SHARE = 0.8  # of free memory, for keys and values; passes need the rest
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,16 @@ def row_bytes(model: Any, tokens: int, storage: str | None = None) -> int:
     kind, (kv_heads, dim) = Quantised if STORAGE[storage] else Plain, key_shape(model)
     room = kind(1, kv_heads, kv_heads * kind.slots(tokens), dim, STORAGE[storage], model.dtype, "meta")
     return room.nbytes * model.config.get_text_config(decoder=True).num_hidden_layers
+
+
+def host_bytes() -> int | None:
+    """What the host has left; None where nobody can say."""
+    with suppress(OSError):  # elsewhere than on Linux there is no such file
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, size = line.partition(":")
+            if name == "MemAvailable":
+                return int(size.split()[0]) * 1024
+    return None
 
 
 def free_bytes(device: torch.device) -> int | None:

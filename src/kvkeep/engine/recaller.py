@@ -97,11 +97,14 @@ class Recaller:
                 spread[row, :, columns] = output
         return spread
 
-    def tell(self, row: int, marks: Tensor) -> None:
-        """What the text says of the row's next tokens: how surprising they are, or which end a sentence. [n]"""
+    def tell(self, row: int, marks: Tensor, first: int | None = None) -> None:
+        """What the text says of the row's next tokens: how surprising they are, or which end a sentence. [n]
+
+        first: place of the first of them; what was said of it and later ones before a pass was cut short is forgotten
+        """
         while len(self.marks) <= row:
             self.marks.append(torch.empty(0))
-        self.marks[row] = torch.cat([self.marks[row], marks.detach().float().cpu()])
+        self.marks[row] = torch.cat([self.marks[row][:first], marks.detach().float().cpu()])
 
     def told(self, row: int, first: int, count: int) -> Tensor | None:
         if not self.recall.needs:
@@ -145,7 +148,7 @@ class Piece:
 
     def __init__(self, layer: Layer, shelf: Shelf, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.layer, self.queries, self.seen, self.first = layer, q, shelf.seen, shelf.first
-        self.at_edge: dict[int, Tensor] = {}  # by the size of the near window
+        self.whole: Tensor | None = None  # all queries turned
         # keys and values from place `first` of the text on, [kv_heads, n, dim]
         self.near = tuple(torch.cat([old, new.to(old.dtype)], 1) for old, new in zip(shelf.near, (k, v), strict=True))
 
@@ -155,14 +158,20 @@ class Piece:
         keys, layer = self.near[0], self.layer
         return layer.all.turns.back(layer.index, keys, self.first) if layer.recall.moves else keys
 
-    def turned(self, near: int) -> Tensor:
-        """Queries as far keys meet them: at the edge of a near window of this size."""
+    def turned(self, start: int, end: int, near: int) -> Tensor:
+        """Queries from start to end as far keys meet them: at the edge of a near window of this size."""
         layer = self.layer
         if not layer.recall.moves:
-            return self.queries
-        if near not in self.at_edge:
-            self.at_edge = {near: layer.all.turns.gathered(layer.index, self.queries, self.seen, near)}
-        return self.at_edge[near]
+            return self.queries[:, start:end]
+        if not isinstance(layer.all.budget, int):  # it grows from window to window
+            return self._at_edge(start, end, near)
+        if self.whole is None:
+            self.whole = self._at_edge(0, self.queries.shape[1], near)
+        return self.whole[:, start:end]
+
+    def _at_edge(self, start: int, end: int, near: int) -> Tensor:
+        layer = self.layer
+        return layer.all.turns.gathered(layer.index, self.queries[:, start:end], self.seen + start, near)
 
 
 @dataclass(frozen=True)
@@ -187,7 +196,7 @@ class Layer:
         reading_whole = recall.window is None and not self.writing
         if seen > budget and not reading_whole:
             shelf = self.put_away(shelf, piece, budget)
-        turned = piece.turned(sizes.near)[:, start:end]
+        turned = piece.turned(start, end, sizes.near)
         probe = None
         if recall.index.wants_moments:
             question = None if self.writing or not recall.index.joins else self.all.question.get(self.index)

@@ -76,8 +76,8 @@ class Answerer:
     ) -> list[tuple[Held, list[int], dict[str, Any]]]:
         """-> for each cell, in order: what it wrote, and how long that took"""
         found: dict[int, tuple[Held, list[int], dict[str, Any]]] = {}
+        began = time.perf_counter()
         for numbers, row in self._rows(held, sample, prompt, sample.max_new_tokens):
-            began = time.perf_counter()
             logits = torch.stack([held[number].logits for number in numbers])
             if len(prompt.question):
                 logits = row.feed(prompt.question.expand(len(numbers), -1))[:, -1]
@@ -95,6 +95,7 @@ class Answerer:
                     "tokens_per_s": len(ids) / seconds,
                 }  # fmt: skip
             del row  # before the next batch is made
+            began = time.perf_counter()
         return [found[number] for number in range(len(held))]
 
     def _chosen(self, item: Item) -> Iterator[Answered]:

@@ -92,7 +92,7 @@ def _alone(model: Any, tokenizer: Any, ids: Tensor, cell: Cell, question: str) -
     began = time.perf_counter()
     engine = _engine(model, tokenizer, cell)
     if question:
-        engine.read_for(question)
+        engine.read_for(question, len(ids))
     logits = engine.read(ids)
     return Held(cell, engine.cache, engine.cache.report(), logits, time.perf_counter() - began, 1, engine)
 
@@ -119,7 +119,7 @@ def rows(
     for numbers in [own] if share and own else [[number] for number in own]:
         engines = [held[number].engine.fork() for number in numbers]
         for engine in engines if question else ():
-            engine.read_for(question)
+            engine.read_for(question, engine.cache.seen)
         yield numbers, Abreast(model, engines)
 
 

@@ -136,7 +136,7 @@ class Representatives:
         probe = self._probe(asking) if asking.probe is None else asking.probe
         worth = match(probe, about, self.cosine)
         if asking.question is not None and self.weight:
-            worth = worth + self.weight * (about.float() @ asking.question.mean(0))
+            worth = worth + self.weight * match(asking.question.mean(0), about, False)
         return worth
 
     def _probe(self, asking: Asking) -> Tensor:
