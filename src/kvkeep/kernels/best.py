@@ -23,7 +23,9 @@ HERE = nullcontext()
 
 def where(device: torch.device) -> AbstractContextManager:
     """Triton starts kernels on the current device, which need not be the one a layer of a spread model is on."""
-    return HERE if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return HERE
+    return torch.cuda.device(device)
 
 
 class Best:
