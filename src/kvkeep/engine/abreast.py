@@ -27,7 +27,7 @@ FULL = torch.OutOfMemoryError, StoreFull
 class Abreast(AdaptedCache):
     """A row for every engine; each attends through its own cache. Longer texts are read one engine after the other."""
 
-    def __init__(self, model: Any, engines: Sequence[Engine] = ()) -> None:
+    def __init__(self, model: Any, engines: Sequence[Engine]) -> None:
         super().__init__(model)
         self.engines = list(engines)
 
@@ -105,8 +105,7 @@ class SideBySide:
         if self.at_work and not self._fits(request):
             return False
         twin = self.engine.apart()
-        if twin.cache.recaller:
-            twin.cache.purse = twin.cache.recaller.purse = self.purse
+        twin.cache.pay_from(self.purse)
         try:
             if self.question is not None:
                 twin.read_for(self.question, len(request.ids))

@@ -232,12 +232,18 @@ class Cache(AdaptedCache):
         self.observer.gather()
         twin.observer.voters = {who: queries.clone() for who, queries in self.observer.voters.items()}
         if self.recaller:
-            twin.purse = twin.recaller.purse = self.purse  # what both hold is paid for once
+            twin.pay_from(self.purse)  # what both hold is paid for once
             twin.recaller.shelves = {i: list(rows) for i, rows in self.recaller.shelves.items()}
             twin.recaller.marks, twin.recaller.question = list(self.recaller.marks), dict(self.recaller.question)
         twin.peak = self.peak
         twin.arrivals, twin.watch.checked = copy.copy(self.arrivals), set(self.watch.checked)
         return twin
+
+    def pay_from(self, purse: Purse) -> None:
+        """Share what the host may hold with other caches."""
+        self.purse = purse
+        if self.recaller:
+            self.recaller.purse = purse
 
     def __deepcopy__(self, memo: dict) -> Cache:
         return self.fork()

@@ -20,7 +20,7 @@ from kvkeep.evaluate.render import PROTOCOLS
 from kvkeep.evaluate.rows import Rows
 from kvkeep.evaluate.sample import Sample
 
-Answers = Callable[[Sequence[Item]], Iterable[list[Answered]]]  # in the order of the items
+Answers = Callable[[Sequence[Item]], Iterable[list[Answered]]]  # in order, for rows that always are
 
 
 @dataclass(frozen=True)
