@@ -1,7 +1,10 @@
 """Slabs in host memory, written and read by kernels, equal plain indexing. Run by test_kernels.py."""
 
+import mmap
+import platform
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_llama
@@ -15,6 +18,7 @@ from kvkeep.kernels.fused import gather, turn
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 KINDS = [torch.float32, torch.bfloat16]
+LOW = 0x40  # MAP_32BIT
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +62,25 @@ SHAPES = [  # sizes of slabs, heads, dim, wide
     ([32, 7, 56, 1, 16], 4, 128, 128),
     ([3, 1, 40, 2, 9, 17, 33], 1, 128, 64),
 ]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Linux has a flag for low addresses only there")
+def test_a_home_at_a_low_address():
+    """Where a Python's heap lies in the first 2 GiB, an address is a number of 32 bits."""
+    size = 2 * 8 * 16 * 4
+    memory = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | LOW), np.uint8)
+    lies, driver = torch.from_numpy(memory), torch.cuda.cudart() if GPU else None
+    assert lies.data_ptr() < 2**31
+    if GPU:
+        assert driver.cudaHostRegister(lies.data_ptr(), len(memory), 0) == driver.cudaError.success
+    homes = tuple(lies[at : at + size].view(torch.float32).view(2, 8, 16) for at in (0, size))
+    keys, values = (drawn(2, 8, 16, kind=torch.float32) for _ in range(2))
+    table = torch.empty(3, 1, dtype=torch.int64, device=DEVICE)
+    gather.put(keys, values, homes, table, 0, 8)
+    assert all(got.equal(want.cpu()) for got, want in zip(settled(homes), (keys, values), strict=True))
+    assert table[:, 0].tolist() == [*(t.data_ptr() for t in homes), 8]
+    if GPU:
+        assert driver.cudaHostUnregister(lies.data_ptr()) == driver.cudaError.success
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

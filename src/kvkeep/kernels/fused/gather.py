@@ -57,6 +57,7 @@ def _put(
     tokens = block * TOKENS + tl.arange(0, TOKENS)
     channels, wides = tl.arange(0, DIM), tl.arange(0, WIDE)
     rows = head * n + tokens
+    home_keys, home_values = home_keys.to(tl.int64), home_values.to(tl.int64)  # a low address comes with 32 bits
     to_keys = tl.multiple_of(home_keys.to(tl.pointer_type(keys.dtype.element_ty)), 16)
     to_values = tl.multiple_of(home_values.to(tl.pointer_type(values.dtype.element_ty)), 16)
     inside = (tokens < n)[:, None] & (channels < dim)[None, :]
