@@ -11,7 +11,6 @@ python benchmarks/default_model.py table --out results                          
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -26,6 +25,7 @@ from kvkeep.cli.grid import Wanted, answerer
 from kvkeep.compress.method import parse
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate import suite
+from kvkeep.evaluate.rows import Rows
 from kvkeep.evaluate.run import Grid, run
 from kvkeep.evaluate.table import BEST, interval, write_csv
 from kvkeep.model.load import load_tokenizer
@@ -58,7 +58,8 @@ def main() -> None:
     samples, skipped = suite.load(tasks, load_tokenizer(options.model), sources)
     print(f"{len(samples)} samples, {len(grid.cells)} cells; left out: {skipped}", flush=True)
     make = partial(answerer, wanted, tuple(grid.cells))
-    rows = run(answers(make, options.workers), samples, grid, options.out, lambda *done: print(*done, flush=True))
+    show = lambda *done: print(*done, flush=True)  # noqa: E731
+    rows = run(answers(make, options.workers), samples, grid, options.out, show, {"model": options.model})
     write_csv(rows, Path(options.out) / "results.csv")
 
 
@@ -80,8 +81,7 @@ def table(out: Path) -> None:
         if not path.is_file():
             continue
         groups: dict[tuple, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
+        for row in Rows(path).rows:
             kind = (part, _kind(row), row["protocol"])
             groups[kind][row["method"], row["budget"]].append(100 * row["score"] / BEST.get(row["metric"], 1))
         for kind, scores in sorted(groups.items()):

@@ -218,7 +218,7 @@ def test_the_same_rows_come_out_of_the_command(running, tmp_path, killed, monkey
             mine[0].kill()
 
     run = module.run
-    monkeypatch.setattr(module, "run", lambda *of: run(*of[:4], kill_one))
+    monkeypatch.setattr(module, "run", lambda *of: run(*of[:4], kill_one, *of[5:]))
     there = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "ray"), "--ray"])
     assert there.exit_code == 0, there.output
     assert (tmp_path / "ray" / "rows.jsonl").read_bytes() == (tmp_path / "plain" / "rows.jsonl").read_bytes()

@@ -206,6 +206,26 @@ def test_what_cannot_be_is_named(chat, tmp_path):
         Rows(tmp_path / "a" / "rows.jsonl")
 
 
+def test_rows_of_another_run_are_refused(chat, tmp_path):
+    grid = Grid(("full",), (), ("aware",))
+    answer, about = Answerer(*chat, grid.cells), {"model": "tiny"}
+    first = run(answer, [sample()], grid, tmp_path, about=about)
+    assert first[0]["model"] == "tiny" and first[0]["packages"]["torch"] == torch.__version__.split("+")[0]
+    with pytest.raises(BadInput, match="of another run .model 'tiny', here 'other'."):
+        run(answer, [sample()], grid, tmp_path, about={"model": "other"})
+    with pytest.raises(BadInput, match="of another run .sample "):  # another seed, or other data, has the same ids
+        run(answer, [replace(sample(), context="Another text.")], grid, tmp_path, about=about)
+    assert run(answer, [sample()], grid, tmp_path, about=about) == first
+
+
+def test_long_answers_are_reported_when_they_are_written(chat, tmp_path):
+    grid = Grid(("full", "h2o"), (40,), ("aware",))
+    full, tight = evaluate(chat, [sample(long=True, max_new_tokens=120, metric="math")], grid, tmp_path)
+    assert full["cut"] and not full["answered"] and full["new_tokens"] == 120
+    assert full["kept_per_head"] == full["prompt_tokens"] + 119  # the last is not read any more
+    assert tight["kept_per_head"] == 40 and tight["full_bytes"] == full["full_bytes"] > tight["bytes"]
+
+
 def choice(number=0, shots=""):
     offered = (" yes", " no", " perhaps")
     return Sample(
@@ -256,7 +276,10 @@ def test_means_come_with_their_number_and_interval(tmp_path):
     first, second = cells(rows)
     assert (first.method, first.n, first.score, first.truncated) == ("snapkv", 4, 75.0, 1)
     assert (round(first.low, 1), round(first.high, 1)) == (30.1, 95.4)  # Wilson's interval of 3 in 4
-    assert second.score == 50 and second.low == pytest.approx(50 - 196 * 0.25)
+    assert second.score == 50 and second.low == pytest.approx(9.5, abs=0.1)  # as of one in two
+    highest = [interval([part] + [0.0] * 23)[1] for part in (0.0, 0.25, 1.0)]
+    assert highest == sorted(highest)  # a higher mean never has a lower bound
+    assert interval([0.5])[0] < 0.1 and interval([0.5])[1] > 0.9  # one sample says next to nothing
     (whole,) = cells([row(100.0, metric="ruler_string_match_all")] * 2)
     assert (whole.score, whole.high) == (100.0, 100.0) and whole.low == pytest.approx(34.2, abs=0.1)
     assert interval([1.0] * 20)[1] == 1.0 and 0.8 < interval([1.0] * 20)[0] < 0.9
@@ -343,8 +366,8 @@ def test_long_prompts_are_cut_as_longbench_does(chat):
         want = text if len(text) <= window - 50 else text[:half] + text[-half:]
         assert words.decode(got.context) == f"<s>{want.removesuffix(' It is')}</s><s> It is"
         assert got.cut == len(text) - len(want) and got.rule == "middle of the prompt, halves decoded"
-    with pytest.raises(BadInput, match="fills half of the window"):
-        render(words, made, "aware", 80)
+    with pytest.raises(BadInput, match="a window of 51 tokens leaves none for a prompt: 50"):
+        render(words, made, "aware", 51)
 
 
 def test_a_prompt_can_be_kept_shorter_than_the_window(chat, tmp_path):

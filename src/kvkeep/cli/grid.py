@@ -101,7 +101,9 @@ def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dic
         reasons = "; ".join(f"{name} {why}" for name, why in skipped.items())
         raise BadInput(f"none of these tasks can be had: {reasons}.")
     make = partial(answerer, options, tuple(grid.cells))
-    rows = answer(_workers(options, make, say) if options.ray else make(say), samples, grid, options.out, note)
+    answers = _workers(options, make, say) if options.ray else make(say)
+    about = {"model": options.model, "max_length": options.max_length, "dtype_asked": options.dtype}
+    rows = answer(answers, samples, grid, options.out, note, about)
     write_csv(rows, Path(options.out) / "results.csv")
     return rows, skipped
 

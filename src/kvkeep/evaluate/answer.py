@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -13,12 +15,16 @@ from torch import Tensor
 from kvkeep.evaluate.choose import loglikelihoods, preferred, prompts
 from kvkeep.evaluate.hold import Cell, Held, Row, hold, rows
 from kvkeep.evaluate.metrics import METRICS
+from kvkeep.evaluate.metrics.answer import extract_answer
 from kvkeep.evaluate.render import Prompt, render
 from kvkeep.evaluate.sample import Sample
 from kvkeep.model.adapter import trained_window
 from kvkeep.model.prompt import ends
 
 Answered = tuple[dict[str, Any], dict[str, Any]]  # a row, and what was timed
+ONE_ANSWER = ("math", "aime")  # metrics of problems with one right answer, written behind the reasoning
+MADE = ("version", "seed", "length", "depth", "words")  # what a sample says of how it was made
+PACKAGES = ("kvkeep", "torch", "transformers", "jieba")  # that a row may depend on
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,9 @@ class Answerer:
                 said = _cut(self.tokenizer.decode(ids, skip_special_tokens=True), sample.stops)
                 score = METRICS[sample.metric](said, _references(sample), **sample.extra)
                 facts = {"score": score, "answer": said, "new_tokens": len(ids)}
+                facts |= {"cut": len(ids) == sample.max_new_tokens}  # it may have had more to say
+                if sample.metric in ONE_ANSWER:
+                    facts |= {"answered": extract_answer(said) is not None}
                 yield self._row(item, sample, prompt, held, facts), {**_place(item, sample, held), **timed}
 
     def _write(
@@ -78,14 +87,16 @@ class Answerer:
         found: dict[int, tuple[Held, list[int], dict[str, Any]]] = {}
         began = time.perf_counter()
         for numbers, row in self._rows(held, sample, prompt, sample.max_new_tokens):
+            writers = list(row.engines) if sample.long else []
             logits = torch.stack([held[number].logits for number in numbers])
             if len(prompt.question):
                 logits = row.feed(prompt.question.expand(len(numbers), -1))[:, -1]
             first = time.perf_counter() - began
             written = Writing(self.tokenizer, sample, ends(self.model, self.tokenizer)).write(row, logits)
             seconds = time.perf_counter() - began
-            for number, ids in zip(numbers, written, strict=True):
-                one = held[number]
+            reports = [engine.cache.report() for engine in writers] or [held[number].report for number in numbers]
+            for number, ids, report in zip(numbers, written, reports, strict=True):
+                one = replace(held[number], report=report)
                 found[number] = one, ids, {
                     "reading_s": one.seconds,
                     "readers": one.readers,
@@ -142,12 +153,13 @@ class Answerer:
             "truncation": prompt.rule,
             "truncated": prompt.cut,
             "max_new_tokens": sample.max_new_tokens,
-            "stops": sorted(ends(self.model, self.tokenizer)),
+            "stops": [*sorted(ends(self.model, self.tokenizer)), *sample.stops],
             "decoding": "greedy",
             "schedule": method.schedule.every,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "attention": str(self.model.config._attn_implementation).removeprefix("kvkeep_"),
-            "torch": torch.__version__.split("+")[0],
+            "made": {name: sample.extra[name] for name in MADE if name in sample.extra},
+            "packages": _versions(),
         }
 
 
@@ -204,13 +216,25 @@ def _compressed(sample: Sample, prompt: Prompt, held: Held) -> str:
 
 def _references(sample: Sample) -> str | list[str]:
     """A problem of mathematics has one right answer; elsewhere any of several will do."""
-    return sample.references[0] if sample.metric in ("math", "aime") else list(sample.references)
+    return sample.references[0] if sample.metric in ONE_ANSWER else list(sample.references)
 
 
 def _unit(held: Held) -> str:
     if held.cell[1] is None:
         return "none"
-    return "fraction of tokens" if isinstance(held.cell[1], float) else "tokens per key head, window included"
+    unit = "fraction of the tokens read" if isinstance(held.cell[1], float) else "tokens"
+    return f"{unit} per key head, window included"
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name).split("+")[0]
+        except PackageNotFoundError:  # it was not needed
+            continue
+    return found
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:

@@ -6,7 +6,8 @@ file; times.jsonl holds what was timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -55,16 +56,19 @@ def run(
     grid: Grid,
     out: str | Path,
     progress: Callable[[int, int], None] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Answer what is not answered yet. -> all rows"""
+    """Answer what is not answered yet. about: what else decides a row, the model say. -> all rows"""
     check_ids(samples)
     rows, times = Rows(Path(out) / "rows.jsonl"), Rows(Path(out) / "times.jsonl")
+    stamps = {(sample.task, sample.id): {**(about or {}), "sample": digest(sample)} for sample in samples}
+    check_stamps(rows, stamps, out)
     total = len(samples) * len(grid.protocols) * len(grid.cells)
     todo = [item for item in items(samples, grid.protocols) if not keys(item, grid) <= rows.done]
     for found in (answer(item) for item in todo) if isinstance(answer, Answerer) else answer(todo):
         for row, timed in found:
             times.add(timed)
-            rows.add(row)
+            rows.add(row | stamps[row["task"], row["id"]])
         if progress:
             progress(len(rows.rows), total)
     if len(rows.rows) != total:
@@ -86,6 +90,22 @@ def keys(item: Item, grid: Grid) -> set[tuple]:
     """Of the rows an item gives."""
     places = ((sample.task, sample.id, item.protocol) for sample in item.samples)
     return {(*place, *cell) for place, cell in product(places, grid.cells)}
+
+
+def digest(sample: Sample) -> str:
+    """Of all that is asked: two samples of one id may come from other data, or another seed."""
+    return hashlib.sha256(repr(sample).encode()).hexdigest()[:16]
+
+
+def check_stamps(rows: Rows, stamps: Mapping[tuple[str, str], Mapping[str, Any]], out: str | Path) -> None:
+    """What is there already must be what this run would write."""
+    for row in rows.rows:
+        for name, value in stamps.get((row["task"], row["id"]), {}).items():
+            if row.get(name) != value:
+                raise BadInput(
+                    f"{str(out)!r} holds {row['task']} '{row['id']}' of another run ({name} {row.get(name)!r}, here "
+                    f"{value!r}); use a folder of its own."
+                )
 
 
 def check_ids(samples: Sequence[Sample]) -> None:

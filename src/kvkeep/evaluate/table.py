@@ -48,14 +48,11 @@ def _cell(place: tuple, group: Sequence[dict[str, Any]]) -> Cell:
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Of the mean. Wilson's for shares (all scores 0 or 1), which never leaves them; else by the standard error."""
-    n, mean = len(scores), _mean(scores)
-    if set(scores) <= {0.0, 1.0}:
-        middle = (mean + WIDE**2 / (2 * n)) / (1 + WIDE**2 / n)
-        half = WIDE * sqrt(mean * (1 - mean) / n + WIDE**2 / (4 * n**2)) / (1 + WIDE**2 / n)
-        return max(0.0, middle - half), min(1.0, middle + half)
-    spread = sqrt(sum((score - mean) ** 2 for score in scores) / max(1, n - 1))
-    return max(0.0, mean - WIDE * spread / sqrt(n)), min(1.0, mean + WIDE * spread / sqrt(n))
+    """Of the mean of scores from 0 to 1: Wilson's, as if each were 0 or 1, and so too wide where they lie between."""
+    n, mean = len(scores), min(1.0, max(0.0, _mean(scores)))
+    middle = (mean + WIDE**2 / (2 * n)) / (1 + WIDE**2 / n)
+    half = WIDE * sqrt(mean * (1 - mean) / n + WIDE**2 / (4 * n**2)) / (1 + WIDE**2 / n)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def write_csv(rows: Iterable[dict[str, Any]], path: str | Path) -> None:
