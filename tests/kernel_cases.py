@@ -129,9 +129,9 @@ def test_column_mass_with_weights_and_known_sums(q, n):
 
 
 @pytest.mark.parametrize("module", [mass, reference])
-def test_column_mass_where_one_head_kept_all_and_another_did_not(module):
+@pytest.mark.parametrize("n, q, kept", [(40, 6, 25), (256, 80, 100), (300, 200, 290)])
+def test_column_mass_where_one_head_kept_all_and_another_did_not(n, q, kept, module):
     torch.manual_seed(0)
-    n, q, kept = 40, 6, 25
     queries, keys = drawn(2, q, 16), drawn(2, n, 16)
     positions = torch.arange(n, device=DEVICE).repeat(2, 1)
     positions[1, :kept] = torch.cat([torch.randperm(n - q)[: kept - q].sort().values, torch.arange(n - q, n)])

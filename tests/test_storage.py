@@ -304,7 +304,7 @@ def test_a_prompt_cut_short_before_anybody_competes_is_forgotten(tiny, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(cache.observer, "look", stop)
+        broken.setattr(cache.watch, "check", stop)  # what it appended is there, nobody has competed
         tiny(IDS[:, :50], past_key_values=cache)
     assert not cache.store[0].rests
     for part in (IDS[:, :1], IDS[:, :1], IDS[:, 50:80], IDS[:, :1]):

@@ -93,6 +93,8 @@ class Step:
     value: Tensor  # [rows, kv_heads, dim] of the new token
     lengths: list[int]  # tokens of text each row has seen so far
     scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [rows, kv_heads, group] extra logit of gpt-oss-like attention
 
     def per_row(self, numbers: list) -> Tensor | float:
         """One number per row, in a shape that fits [rows, kv_heads, n]; a plain number where all are the same."""

@@ -98,10 +98,15 @@ class Host:
         pair = (keys.detach(), values.detach())
         size, tokens = keys.nbytes + values.nbytes, self.tokens + keys.shape[1]
         if self.purse.take(size):
-            slab, table = self._home(pair, tokens)
+            try:
+                slab, table = self._home(pair, tokens)
+            except BaseException:
+                self.purse.give_back(size)
+                raise
             weakref.finalize(slab, self.purse.give_back, size)
         else:
             slab, table = Slab(*self.purse.spill.write(*(t.cpu() for t in pair))), None
+            self.purse.spill.goes_with(slab)
         return Host(self.purse, self.device, (*self.slabs, slab), self.copies, table, tokens, self.nbytes + size)
 
     def _home(self, pair: Pair, end: int) -> tuple[Slab, Table | None]:

@@ -137,14 +137,15 @@ class LayerCache:
 
     def _lay(self, rows: Sequence[Sequence[Tokens]], growth: int, spare: int = 0) -> None:
         pieces = [piece for row in rows for piece in row]
-        self.lengths = [len(piece.positions) for piece in pieces]
-        self.room = [n + spare + (n // growth if growth else 0) for n in self.lengths]
-        *self.starts, total = accumulate(self.room, initial=0)
-        self.flat = pieces[0].map(lambda like: like.new_empty(total, *like.shape[1:]))
-        for piece, start in zip(pieces, self.starts, strict=True):
-            for buffer, part in zip(self.flat.parts, piece.parts, strict=True):
+        lengths = [len(piece.positions) for piece in pieces]
+        room = [n + spare + (n // growth if growth else 0) for n in lengths]
+        *starts, total = accumulate(room, initial=0)
+        flat = pieces[0].map(lambda like: like.new_empty(total, *like.shape[1:]))
+        for piece, start in zip(pieces, starts, strict=True):
+            for buffer, part in zip(flat.parts, piece.parts, strict=True):
                 if buffer is not None:
                     buffer[start : start + len(part)] = part
+        self.flat, self.starts, self.lengths, self.room, self.hole = flat, starts, lengths, room, None
         self.rows, self.kv_heads = len(rows), len(rows[0])
         self.mark_ends()
 
@@ -270,7 +271,6 @@ class LayerCache:
         n = self.lengths[0]
         positions = self.flat.positions.index_fill(0, self.hole, NOWHERE).view(len(self.lengths), -1)
         order = (positions.argsort(1)[:, :n] + self.firsts[:, None]).flatten()
-        self.hole = None
         packed = self.flat.map(lambda t: t[order])
         pieces = [packed.map(lambda t, i=i: t[i * n : (i + 1) * n]) for i in range(len(self.lengths))]
         self.fill([pieces[row * self.kv_heads : (row + 1) * self.kv_heads] for row in range(self.rows)])
@@ -282,7 +282,8 @@ class LayerCache:
     def resume(self, state: Paused) -> None:
         """Forget what was appended or swapped in since."""
         self.lengths = list(state.lengths)
-        self.hole = state.hole
+        if self.hole is not state.hole:  # packed again since: in order, the free slots at the end
+            self.hole = None
         self.mark_ends()
         if self.coded:
             self.coded.back_to(self.lengths)

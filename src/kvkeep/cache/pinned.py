@@ -46,23 +46,32 @@ class Arena:
         if self.typed is None or self.typed.dtype != dtype:
             self.typed = self.block.view(dtype)
         room = self.typed.narrow(0, self.used // dtype.itemsize, size // dtype.itemsize).view(shape)
-        self.used += -(-size // ALIGNED) * ALIGNED
+        self.used += _aligned(size)
         return room
 
     def _next(self, size: int) -> None:
         began = time.perf_counter()
-        block = self.coming.result() if self.coming else None
-        if block is None or len(block) < size:
-            block = _pinned(self._size(size), self.device)
+        coming, self.coming = self.coming, None
+        block = self._made(coming, size)
         self.block, self.typed, self.used, self.made = block, None, 0, self.made + len(block)
         ahead = self.limit is None or self.made < self.limit
         self.coming = self.worker.submit(_pinned, self._size(0), self.device) if ahead else None
         self.waited += time.perf_counter() - began
 
+    def _made(self, coming: Future[Tensor] | None, size: int) -> Tensor:
+        """A block for at least so many bytes; for just as many where there is no memory for more."""
+        with suppress(MemoryError, RuntimeError):
+            block = coming.result() if coming else None
+            return block if block is not None and len(block) >= size else _pinned(self._size(size), self.device)
+        return _pinned(_aligned(max(1, size)), self.device)
+
     def _size(self, least: int) -> int:
         usual = max(SMALLEST, min(self.made, LARGEST))
-        size = max(1, least, usual if self.limit is None else min(usual, self.limit))
-        return -(-size // ALIGNED) * ALIGNED
+        return _aligned(max(1, least, usual if self.limit is None else min(usual, self.limit)))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
 
 
 def _pinned(size: int, device: torch.device) -> Tensor:

@@ -45,7 +45,12 @@ class Spill:
                 f"tokens could not be written to {str(self.folder)!r}: {error}. Nothing was lost."
             ) from None
         mapped = load_file(path)
+        self.newest = path
         return mapped["keys"], mapped["values"]
+
+    def goes_with(self, holder: object) -> None:
+        """Remove the file written last once this is gone; at the end of the process its folder goes anyway."""
+        weakref.finalize(holder, self.newest.unlink, missing_ok=True).atexit = False
 
 
 def sweep(parent: Path) -> None:

@@ -25,14 +25,13 @@ def compress(seen: Observation, method: Method, budget: int, share: int | None =
         return None
     if seen.cursor <= budget:
         return None
-    method.guard.check(budget, method.name)
     if share is None:
         share = shares(method, budget, seen.cursor, [1.0] * seen.layers)[seen.layer]
     if all(n <= share for n in seen.lengths):
         return None
     matters = getattr(method.scorer, "matters", lambda budget: None)(budget)
     scores = seen.once(matters and (method.scorer, matters), lambda: method.scorer(seen, budget))
-    forced, tokens = method.guard(seen, budget), real(seen)
+    forced, tokens = method.guard.within(budget)(seen, budget), real(seen)
     units = method.group(seen, scores, tokens & ~forced) if method.group else None
     scores = scores.masked_fill(~tokens, float("-inf"))
     quota = method.heads(scores, forced, seen.lengths, share)
@@ -41,5 +40,5 @@ def compress(seen: Observation, method: Method, budget: int, share: int | None =
 
 def shares(method: Method, budget: int, tokens: int, weights: Sequence[float]) -> list[int]:
     """Every layer's budget, given the layers' weights where the method compares them."""
-    floor = max(1, method.guard.size(budget))
+    floor = max(1, method.guard.within(budget).size(budget))
     return method.layers(budget, floor, tokens, list(weights) if method.layers.weigh else len(weights))

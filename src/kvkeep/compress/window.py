@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -52,6 +52,10 @@ class Guard:
     def size(self, budget: int) -> int:
         """How many tokens per key head this keeps of a budget."""
         return sum(self.ends(budget))
+
+    def within(self, budget: int) -> Guard:
+        """The same, giving way where this is a fraction of a short text: only budgets in tokens are refused."""
+        return self if self.size(budget) <= budget else replace(self, yields=True)
 
     def check(self, budget: int, name: str) -> None:
         if self.size(budget) > budget:

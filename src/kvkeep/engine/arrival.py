@@ -71,7 +71,7 @@ class Arrivals:
         if self.seen and len(self.seen) != rows:
             raise CacheMisuse(f"this cache holds {len(self.seen)} rows, but {rows} came; a cache serves one batch.")
         self.seen, self.held = self.seen or [0] * rows, self.held or [0] * rows
-        columns = self._real_columns(padding, q)
+        columns = self._real_columns(None if padding is None else padding.to(device), q)
         counts = [q] * rows if columns is None else [len(c) for c in columns]
         positions = [
             torch.arange(s, s + n, dtype=torch.int32, device=device) for s, n in zip(self.seen, counts, strict=True)
@@ -93,7 +93,8 @@ class Arrivals:
                 f"attention_mask covers {padding.shape[1]} tokens, but {self.columns} were seen and {q} are new; "
                 f"pass a mask of {self.columns + q} columns, past ones included."
             )
-        if self.shown is not None and bool((self.shown & ~padding[:, : self.shown.shape[1]]).any()):
+        shown = None if self.shown is None else self.shown.to(padding.device)
+        if shown is not None and bool((shown & ~padding[:, : shown.shape[1]]).any()):
             raise CacheMisuse(
                 "attention_mask hides tokens it showed before; a cache cannot unread them: make a new one."
             )

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvkeep.engine.draw import draw
 from kvkeep.engine.graph import Replay
 from kvkeep.engine.pool import Pool
+from kvkeep.engine.sample import check_sampling
 from kvkeep.engine.session import Cache
 from kvkeep.engine.words import Unfolding
 from kvkeep.errors import BadInput, BadParameter
@@ -38,6 +39,7 @@ class Request:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise BadParameter(f"max_new_tokens={self.max_new_tokens}: an answer has at least one.")
+        check_sampling(self.temperature, self.top_p)
 
     @property
     def text(self) -> str:
@@ -73,7 +75,7 @@ class Flight:
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         landed = torch.cuda.Event()
-        landed.record()
+        landed.record(torch.cuda.current_stream(tokens.device))
         return cls(dict(requests), host, landed)
 
     def land(self) -> list[int]:
@@ -187,17 +189,17 @@ class Batch:
 
     def _pass(self, rows: int) -> Replay:
         """Reads every row's token and leaves the likeliest next in its place."""
-        tokens, positions = self.tokens[:rows], self.positions[:rows]
+        tokens, positions, model, pool = self.tokens[:rows], self.positions[:rows], self.model, self.pool
 
-        def run() -> Tensor:
-            logits = self.model(tokens, position_ids=positions, past_key_values=self.pool).logits[:, -1]
+        def run() -> Tensor:  # without self, which holds it: the pool is freed as soon as nobody has the batch
+            logits = model(tokens, position_ids=positions, past_key_values=pool).logits[:, -1]
             torch.argmax(logits, -1, keepdim=True, out=tokens)
             positions.add_(1)
             return logits
 
         before = tokens.clone(), positions.clone()
-        with self.pool.rehearsal(rows):
-            replay = Replay(run, self.model)
+        with pool.rehearsal(rows):
+            replay = Replay(run, model)
         tokens.copy_(before[0])
         positions.copy_(before[1])
         return replay

@@ -108,11 +108,12 @@ def _bytes(layers: Iterable[list[Contestant]]) -> int:
 
 
 def picked(tokens: Tokens, lengths: Sequence[int], chosen: Selection | None) -> list[Tokens]:
-    """The chosen tokens of each key head; all of them where nothing was chosen."""
+    """The chosen tokens of each key head; all of them where nothing was chosen. A leader may be on another device."""
     if chosen is None:
         return [tokens.map(lambda t, h=h, n=n: t[h, :n]) for h, n in enumerate(lengths)]
+    index = chosen.index.to(tokens.keys.device)
     if len(set(chosen.lengths)) == 1:
-        heads = torch.arange(len(chosen.lengths), device=chosen.index.device)[:, None]
-        together = tokens.map(lambda t: t[heads, chosen.index])
+        heads = torch.arange(len(chosen.lengths), device=index.device)[:, None]
+        together = tokens.map(lambda t: t[heads, index])
         return [together.map(lambda t, h=h: t[h]) for h in range(len(chosen.lengths))]
-    return [tokens.map(lambda t, h=h, n=n: t[h][chosen.index[h, :n]]) for h, n in enumerate(chosen.lengths)]
+    return [tokens.map(lambda t, h=h, n=n: t[h][index[h, :n]]) for h, n in enumerate(chosen.lengths)]

@@ -139,15 +139,23 @@ class Engine:
 
         question: what the prompt is read for; it is asked after the prompt, and query-aware methods know it before.
         """
-        ids = self.encode(prompt, question)
-        self.cache, self.fed = self._fresh(), []
-        if question is not None:
-            self.read_for(question, len(ids))
-        yield from self._answer(ids, max_new_tokens, Sampler(temperature, top_p, seed), progress)
+        ids, sampler = self.encode(prompt, question), Sampler(temperature, top_p, seed)
+        self.cache, self.fed = self._fresh(), []  # nobody goes on with it before it is done
+        own = copy.copy(self)  # the engine may be used for something else between two pieces
+        own.fed = []
+        try:
+            if question is not None:
+                own.read_for(question, len(ids))
+            for piece in own._answer(ids, max_new_tokens, sampler, progress):
+                self.answer = own.answer
+                yield piece
+        finally:
+            if self.cache is own.cache:
+                self.fed, self.answer, self.expected = own.fed, own.answer, own.expected
 
     def encode(self, prompt: str, question: str | None = None) -> Tensor:
         """A prompt as the model reads it. -> [n]"""
-        text = prompt if question is None else f"{prompt}\n\n{question}"
+        text = f"{prompt}\n\n{question}" if question and question.strip() else prompt
         if not text.strip():
             raise BadInput("the prompt is empty; give the model something to read.")
         return encode(self.tokenizer, text)[0]
@@ -156,21 +164,34 @@ class Engine:
         """Tokens of a prompt as the model reads it."""
         return len(self.encode(prompt, question))
 
-    def chat(self, messages: list[dict[str, str]], **options: Any) -> str:
+    def chat(
+        self,
+        messages: list[dict[str, str]],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> str:
         """The answer to a conversation. What continues the last one goes on with its cache."""
-        options = {"max_new_tokens": 256, "temperature": 0.0, "top_p": 1.0, "seed": 0, "progress": None, **options}
         if not messages or messages[-1].get("role") == "assistant":
             raise BadInput("a chat ends with a message to answer; give at least one, the last not the assistant's.")
         ids = encode(self.tokenizer, messages)[0]
-        if not self.fed or ids[: len(self.fed)].tolist() != self.fed or len(ids) <= len(self.fed):
+        sampler = Sampler(temperature, top_p, seed)
+        if not self._continues(ids):
             self.cache, self.fed = self._fresh(), []
-        sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
-        return "".join(self._answer(ids, options["max_new_tokens"], sampler, options["progress"])).strip()
+        return "".join(self._answer(ids, max_new_tokens, sampler, progress)).strip()
+
+    def _continues(self, ids: Tensor) -> bool:
+        """Whether these begin with what the cache has read, no pass of which was cut short."""
+        whole = self.cache.underway is None and self.cache.seen == len(self.fed)
+        return whole and 0 < len(self.fed) < len(ids) and ids[: len(self.fed)].tolist() == self.fed
 
     def read_for(self, question: str, tokens: int) -> None:
         """Let a method that can use it know the question before it reads a text of so many tokens."""
         recaller = self.cache.recaller
-        if recaller and getattr(self.method.recall.index, "asks", False):
+        if question.strip() and recaller and getattr(self.method.recall.index, "asks", False):
             ids = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
             edge = self.method.recall.sizes(self.cache.method.tokens(self.cache.budget, tokens)).near
             recaller.question = listen(self.model, ids.to(self.model.device), self.cache.rotations, edge)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.kernels.best import where
 from kvkeep.model.fuse import fused
 
 REHEARSALS = 2  # passes before one is captured, so that everything that is made once is made
@@ -23,7 +24,7 @@ class Replay:
     """A function of tensors that never move, whose result lies where it lay the first time."""
 
     def __init__(self, run: Callable[[], Tensor], model: Any) -> None:
-        self.run = run
+        self.run, self.device = run, model.device
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Tensor | None = None
         if model.device.type == "cuda" and not self._try(fused(model), "with its small operations compiled"):
@@ -46,11 +47,12 @@ class Replay:
         return self.graph is not None
 
     def _capture(self) -> None:
-        self.graph, self.result = captured(self.run)
+        with where(self.device):
+            self.graph, self.result = captured(self.run)
 
 
 def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of what a function does, and where its result will lie."""
+    """A graph of what a function does on the current device, and where its result will lie."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -58,6 +60,6 @@ def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):  # torch's own is on the device that captured first
         result = run()
     return graph, result

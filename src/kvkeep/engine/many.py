@@ -76,15 +76,16 @@ def can_batch(engine: Engine) -> bool:
 def batch_for(engine: Engine, requests: Sequence[Request], rows: int, seed: int = 0) -> Batch:
     """Room for so many sequences at a time, or for as many as fit, each as large as the largest of these."""
     method, (kv_heads, _) = engine.method, key_shape(engine.model)
-    kept = max(_kept(engine, len(request.ids)) for request in requests)
-    if not isinstance(method.layers, EqualLayers):
-        kept *= 2  # a layer may get more than its share
-    room = max(request.max_new_tokens for request in requests)
-    longest = kept if isinstance(method.heads, EqualHeads) else kept * kv_heads  # so may a head
-    storage = engine.cache.storage
-    slots = kept + (max(room, GROUP) if storage else room)  # whatever is stored in groups takes one at least
-    rows = min(rows, _that_fit(engine, slots))
-    pool = Pool(engine.model, rows, rows * kv_heads * slots, longest + room, storage)
+    lengths = [len(request.ids) for request in requests]
+    most = max(min(n, _times(engine) * _kept(engine, n)) for n in lengths)  # a layer may get more than its share
+    longest = most if isinstance(method.heads, EqualHeads) else min(max(lengths), most * kv_heads)  # so may a head
+    usual = min(most, 2 * max(_kept(engine, n) for n in lengths))
+    room, storage = max(request.max_new_tokens for request in requests), engine.cache.storage
+    new = max(room, GROUP) if storage else room  # whatever is stored in groups takes one at least
+    fit = _that_fit(engine, usual + new)
+    rows = min(rows, fit)
+    slots = max(rows * (usual + new), min(most + new, fit * (usual + new)))  # who takes far more may wait for others
+    pool = Pool(engine.model, rows, kv_heads * slots, longest + room, storage)
     return Batch(engine.model, engine.read_alone, ends(engine.model, engine.tokenizer), pool, seed)
 
 
@@ -100,6 +101,12 @@ def _that_fit(engine: Engine, tokens: int) -> int:
             "memory can be used for them; use a smaller budget, fewer new tokens, or storage='int8'."
         )
     return int(SHARE * free // each)
+
+
+def _times(engine: Engine) -> int:
+    """How often a layer may get its share: a pyramid's first at most twice, one that is weighed what all have."""
+    layers = engine.method.layers
+    return 1 if isinstance(layers, EqualLayers) else len(engine.cache.owned) if layers.weigh else 2
 
 
 def _kept(engine: Engine, tokens: int) -> int:

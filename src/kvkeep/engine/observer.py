@@ -25,14 +25,16 @@ class Observer:
         self.decoding = decoding and self.wanted > 1 and not method.memory
         self.voters: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries [heads, w, dim]
         self.steps: dict[int, deque[Tensor]] = {}  # layer -> the queries of single steps since, all rows
+        self.noted: set[int] = set()  # layers whose last such queries are of the pass under way
 
     @property
     def nbytes(self) -> int:
         queries = [*self.voters.values(), *(query for steps in self.steps.values() for query in steps)]
         return sum(query.untyped_storage().nbytes() for query in queries)
 
-    def end_prompts(self, counts: Sequence[int]) -> None:
+    def begin(self, counts: Sequence[int]) -> None:
         """A row that gets a single token is decoding: its prompt is over, and nobody may need its queries any more."""
+        self.noted.clear()
         if not self.decoding:
             over = {row for row, count in enumerate(counts) if count == 1}
             self.voters = {who: queries for who, queries in self.voters.items() if who[1] not in over}
@@ -41,11 +43,13 @@ class Observer:
         """Remember a single step's queries, as cheaply as can be. query [rows, heads, 1, dim]"""
         if self.decoding:
             self.steps.setdefault(index, deque(maxlen=self.wanted + 1)).append(query.detach())
+            self.noted.add(index)
 
-    def forget_step(self, index: int) -> None:
-        """The step whose queries were noted last did not go through."""
-        if self.steps.get(index):
+    def forget_step(self) -> None:
+        """The pass under way did not go through."""
+        for index in self.noted:
             self.steps[index].pop()
+        self.noted.clear()
 
     def gather(self) -> None:
         """Put the single steps' queries behind the voters they follow."""
@@ -56,6 +60,7 @@ class Observer:
             for row, queries in enumerate(together):
                 self._voters(index, row, queries)
         self.steps = {}
+        self.noted.clear()
 
     def take(self, rows: Sequence[int]) -> None:
         self.gather()

@@ -52,7 +52,8 @@ class Recaller:
         outputs, after = [], []
         for row, shelf in enumerate(before):
             q, k, v = (arrival.real(t, row).detach() for t in (new.query, new.key, new.value))
-            output, shelf = self._row(Layer(self, index, row, new, arrival.is_step), shelf, q, k, v, quiet=plain)
+            layer = Layer(self, index, row, new, writing=arrival.counts[row] == 1 and shelf.seen > 0)
+            output, shelf = self._row(layer, shelf, q, k, v, quiet=plain)
             outputs.append(output)
             after.append(shelf)
         self.fresh[index] = after

@@ -10,6 +10,11 @@ from torch import Tensor
 from kvkeep.errors import BadParameter
 
 
+def check_sampling(temperature: float, top_p: float) -> None:
+    if not (temperature >= 0 and 0 < top_p <= 1):
+        raise BadParameter(f"temperature={temperature}, top_p={top_p}: use 0 or more, and a share in (0, 1].")
+
+
 @dataclass
 class Sampler:
     """The likeliest token, or one drawn at a temperature from the likeliest that make up top_p."""
@@ -20,10 +25,7 @@ class Sampler:
     source: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise BadParameter(
-                f"temperature={self.temperature}, top_p={self.top_p}: use 0 or more, and a share in (0, 1]."
-            )
+        check_sampling(self.temperature, self.top_p)
         self.source = torch.Generator().manual_seed(self.seed)
 
     def __call__(self, logits: Tensor) -> int:

@@ -36,7 +36,7 @@ from kvkeep.kernels.reference import attend
 from kvkeep.model.adapter import AdaptedCache, OwnedLayer, key_shape, trained_window
 from kvkeep.model.attention import Handover, with_sums
 from kvkeep.model.rotary import rotations
-from kvkeep.model.stock import has_run
+from kvkeep.model.stock import Watched, has_read
 
 
 class Cache(AdaptedCache):
@@ -129,21 +129,33 @@ class Cache(AdaptedCache):
     def _compete(self, index: int, new: Handover, arrival: Arrival, layer: LayerCache, sums: Tensor | None) -> None:
         """Let the tokens of rows that are due compete; bring what is noted of the others up to date."""
         if not layer or any(arrival.due) or self.method.memory:
+            self.underway[index] = None  # what a contest drops does not come back
             rows = self.observer.look(index, new, arrival, self.arrivals.seen, layer, sums)
             self.watch.numbers(row.tokens.keys for row in rows)
-            self.underway[index] = None  # what a contest drops does not come back
             whole = self.contest.enter(index, rows)
             self.peak = max(self.peak, self.nbytes + whole)
         else:
             self.observer.note_step(index, new.query)
 
+    def begin(self) -> None:
+        self._undo()
+        self.underway = {}
+        for layer in self.stock_layers:
+            if isinstance(layer, Watched):
+                layer.ran = False
+
+    def check_ready(self, layer: OwnedLayer) -> None:
+        super().check_ready(layer)
+        if self.underway is None:  # somebody else made the mask
+            self.underway = {}
+
     def _arrive(self, new: Handover) -> None:
-        """A forward pass begins: undo one that was cut short, then see which of the new tokens are real."""
-        if self.underway is not None:
+        """The first layer of ours: see which of the new tokens are real."""
+        if self.underway:  # of a pass through another cache, which this one was part of
             self._undo()
         rows, _, q, _ = new.query.shape
         self.arrival = self.arrivals.next(rows, q, new.padding, new.key.device)
-        self.observer.end_prompts(self.arrival.counts)
+        self.observer.begin(self.arrival.counts)
         if self.arrival.is_step:
             self.stepper.begin(self.arrival, self.arrivals.seen)
         if self.recaller:
@@ -151,20 +163,22 @@ class Cache(AdaptedCache):
         self.underway = {}
 
     def _undo(self) -> None:
-        """Take back what a forward pass that did not end has done, or say that it cannot be."""
-        ahead = any(not isinstance(layer, OwnedLayer) and has_run(layer, self.seen) for layer in self.layers)
-        if ahead or (self.seen and None in self.underway.values()):
+        """Take back what a forward pass that did not end has done, if there was one, or say that it cannot be."""
+        began = self.underway or {}
+        whole = all(has_read(layer, self.seen, self.underway is None) for layer in self.stock_layers)
+        if not whole or (self.seen and None in began.values()):
             raise CacheMisuse(
                 "an earlier forward pass was cut short and left this cache unusable; reset() it or make a new one."
             )
-        if not self.seen:
+        if began and not self.seen:
             return self.reset()
-        for index, state in self.underway.items():
+        for index, state in began.items():
             if self.store[index]:
                 self.store[index].resume(state)
-            self.observer.forget_step(index)
+        self.observer.forget_step()
         self.stepper.forget()
         self.contest.forget()
+        self.underway = None
 
     def _over_cache(self, layer: LayerCache, new: Handover, arrival: Arrival) -> Tensor:
         layer.append(new.key.detach(), new.value.detach(), arrival.positions, arrival.columns)
@@ -189,6 +203,7 @@ class Cache(AdaptedCache):
             self.recaller.finish()
             self.peak = max(self.peak, self.nbytes)
         self.arrivals.settle(self.arrival, new.query.shape[2], new.padding)
+        self.observer.noted.clear()
         self.underway = self.arrival = None
         self.contest.forget()
 
@@ -223,9 +238,7 @@ class Cache(AdaptedCache):
 
     def fork(self) -> Cache:
         """An independent copy: one compressed context, many questions."""
-        if self.underway is not None:
-            self._undo()
-            self.underway = None
+        self._undo()
         twin = type(self)(self.model, self.method, self.budget, storage=self.storage)
         twin.copy_stock(self)
         twin.store.update({i: layer.copy() for i, layer in self.store.items()})
@@ -287,9 +300,9 @@ class Cache(AdaptedCache):
         self._take([row for row in range(len(self.arrivals.seen)) for _ in range(repeats)])
 
     def _stock(self, name: str, argument: Any) -> None:
-        for layer in self.layers:
-            if not isinstance(layer, OwnedLayer):
-                getattr(layer, name)(argument)
+        self._undo()
+        for layer in self.stock_layers:
+            getattr(layer, name)(argument)
 
     def crop(self, *_: Any, **__: Any) -> None:
         raise CacheMisuse(

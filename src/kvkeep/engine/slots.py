@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -120,7 +121,7 @@ class Together(AdaptedCache):
     def _prepare(self, rows: int) -> None:
         """What a pass of one token for each row reads, where it can be captured."""
         self.tokens, self.places = torch.zeros(2, rows, 1, dtype=torch.int64, device=self.model.device)
-        self.steps, self.step = 0, self._step
+        self.steps, self.step = 0, None
 
     @property
     def seen(self) -> int:
@@ -150,10 +151,11 @@ class Together(AdaptedCache):
         self.steps += 1
         if self.steps == WARM:
             lengths = {index: slots.lengths.clone() for index, slots in self.slots.items()}
-            self.step = Replay(self._step, self.model)
+            again = WeakMethod(self._step)  # weak: slots nobody holds are freed at once
+            self.step = Replay(lambda: again()(), self.model)
             for index, before in lengths.items():
                 self.slots[index].lengths.copy_(before)
-        return self.step()
+        return self.step() if self.step else self._step()
 
     def _step(self) -> Tensor:
         return self.model(self.tokens, position_ids=self.places, past_key_values=self).logits

@@ -35,6 +35,8 @@ class Went:
     chances: Tensor | None
     value: Tensor  # [rows, kv_heads, dim]
     scale: float
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
     rotation: Rotation | None
     swapped: bool  # the cache is full: one token has to go
 
@@ -42,7 +44,8 @@ class Went:
     def kind(self) -> tuple:
         """Layers of one kind can be decided for together."""
         like, size = self.layer.flat.positions, self.layer.token_nbytes
-        return self.swapped, like.device, self.layer.kv_heads, like.shape, size, self.scale, id(self.rotation)
+        how = self.scale, self.softcap, self.sinks is None, id(self.rotation)
+        return self.swapped, like.device, self.layer.kv_heads, like.shape, size, *how
 
 
 @dataclass
@@ -122,7 +125,7 @@ class Stepper:
         else:
             output = attend_even(*how)
         value, rotation = new.value[:, :, 0].detach(), self.rotations.get(index)
-        self.went.append(Went(layer, logits, chances, value, new.scale, rotation, swapped))
+        self.went.append(Went(layer, logits, chances, value, *how[3:], rotation, swapped))
         return output
 
     def finish(self) -> None:
@@ -169,7 +172,12 @@ class Stepper:
             for part in ("logits", "chances")
         )
         value = torch.cat([one.value for one in alike])
-        return Step(positions, notes, newest, logits, chances, value, self.lengths * len(alike), alike[0].scale)
+        sinks, one = None, alike[0]
+        if one.sinks is not None:
+            each = [one.sinks.view(1, one.layer.kv_heads, -1).expand(len(self.lengths), -1, -1) for one in alike]
+            sinks = torch.cat(each)
+        lengths = self.lengths * len(alike)
+        return Step(positions, notes, newest, logits, chances, value, lengths, one.scale, one.softcap, sinks)
 
     def _victims(self, now: Step) -> Tensor:
         """The token each key head can best do without; of equals, the earliest. [rows, kv_heads]"""

@@ -12,26 +12,38 @@ CLOSING = " \t\r\n\"'”’)]}»」』*_`"
 
 
 class Unfolding:
-    """The text of tokens one by one. Half a character waits for the rest."""
+    """The text of tokens one by one. Half a character waits for the rest.
+
+    Only the newest tokens are decoded, behind those that showed last: what begins a text may lose its leading blank.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
         self.text = ""
+        self.first = self.shown = 0  # ids[:shown] are told
+        self.known = ""  # the text of ids[first:shown], by themselves
 
     def add(self, token: int) -> str:
         """-> what this token adds"""
         self.ids.append(token)
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._grown(text)
+        text = self._decoded(self.first)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        if new := text[len(self.known) :]:
+            self.first, self.shown = self.shown, len(self.ids)
+            self.known = self._decoded(self.first)
+            self.text += new
+        return new
 
     def end(self) -> str:
         """-> what was still waiting"""
-        return self._grown(self.tokenizer.decode(self.ids, skip_special_tokens=True))
-
-    def _grown(self, text: str) -> str:
+        text = self._decoded(0)
         new, self.text = text[len(self.text) :], text
         return new
+
+    def _decoded(self, first: int) -> str:
+        return self.tokenizer.decode(self.ids[first:], skip_special_tokens=True)
 
 
 class Sentences:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.cache_utils import (
 
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.model.attention import Handover, OurLength, enable, is_enabled, mark
+from kvkeep.model.stock import Watched
 
 MIXED = (LinearAttentionAndFullAttentionLayer,)  # attention that would grow beside a linear state, unseen
 
@@ -47,18 +49,18 @@ class OwnedLayer(CacheLayerMixin):
         return mark(key_states, self), value_states
 
     def check(self, module: Any) -> None:
-        """Refuse an attention call that is not the one our keys were meant for."""
+        """Our keys are back: refuse an attention call that is not the one they were meant for."""
+        waiting, self.waiting = self.waiting, False
         if getattr(module, "config", self.cache.config) is not self.cache.config:
             raise CacheMisuse(
                 f"this cache was made for another {self.cache.name}; a cache serves the model it was made with."
             )
-        if not self.waiting:
+        if not waiting:
             raise UnsupportedModel(
                 f"{self.cache.name} calls attention more than once on the same keys; it is not supported."
             )
 
     def attend(self, new: Handover) -> tuple[Tensor, Tensor | None]:
-        self.waiting = False
         return self.cache.attend(self.index, new)
 
     @property
@@ -81,7 +83,8 @@ class OwnedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         if isinstance(query_length, Tensor):  # transformers < 5.4 passed the positions
             query_length = query_length.shape[0]
-        return OurLength(self.seen + query_length), 0
+        self.cache.begin()
+        return OurLength(self.seen + query_length, self.cache), 0
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -104,6 +107,7 @@ class AdaptedCache(TransformersCache):
         refuse_unobservable(model)
         enable(model)
         self.model, self.name = model, type(model).__name__
+        self.mask: Callable[[], Tensor | None] = lambda: None  # the one our mask function made for the pass under way
         self.config = model.config.get_text_config(decoder=True)
         super().__init__(layers=self.fresh_layers())
         self.owned = [i for i, layer in enumerate(self.layers) if isinstance(layer, OwnedLayer)]
@@ -117,13 +121,27 @@ class AdaptedCache(TransformersCache):
                 )
         if not any(isinstance(layer, DynamicLayer) for layer in stock):
             raise UnsupportedModel(f"{self.name} has no attention layers, so there are no keys to keep.")
-        return [OwnedLayer(self, i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
+        layers = [OwnedLayer(self, i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
+        for i in reversed(range(len(layers))):  # behind our last layer, nothing else tells that a pass was cut short
+            if isinstance(layers[i], OwnedLayer):
+                break
+            if type(layers[i]) is LinearAttentionLayer:
+                layers[i] = Watched.like(layers[i])
+        return layers
+
+    @property
+    def stock_layers(self) -> list:
+        """Those left to transformers."""
+        return [layer for layer in self.layers if not isinstance(layer, OwnedLayer)]
 
     def copy_stock(self, other: AdaptedCache) -> None:
         """Take over what another cache's layers that are left to transformers have read."""
         for theirs, mine in zip(other.layers, self.layers, strict=True):
             if not isinstance(theirs, OwnedLayer):
                 mine.__dict__.update(copy.deepcopy(theirs.__dict__))
+
+    def begin(self) -> None:
+        """A forward pass makes its mask; none of its layers has run yet."""
 
     def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
         """The output of one attention call of layer `index`, in the form attention functions return it."""

@@ -7,6 +7,7 @@ call to the cache; any other call goes to the stock function the model was using
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,11 @@ STOCK = ("sdpa", "eager")
 
 class OurLength(int):
     """The length of a layer we own. transformers passes it to the mask function, which so knows whose mask it makes."""
+
+    def __new__(cls, length: int, cache: Any) -> OurLength:
+        made = super().__new__(cls, length)
+        made.cache = cache
+        return made
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ def _attention(stock: str) -> Callable:
         capped = stock == "eager"  # sdpa knows neither soft-capping nor sink logits, here or in the stock model
         return layer.attend(
             Handover(
-                query, key, value, _padding(attention_mask), original, scale,
+                query, key, value, _padding(attention_mask, layer.cache), original, scale,
                 kwargs.get("softcap") if capped else None, kwargs.get("s_aux") if capped else None, not capped,
             )
         )  # fmt: skip
@@ -146,21 +152,23 @@ def _mask(stock: str) -> Callable:
         made = ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, **kwargs)
         if ours and made is not None:
             made._kvkeep_padding = padding
+            kwargs["kv_length"].cache.mask = weakref.ref(made)  # lives as long as the pass it was made for
         return made
 
     return kvkeep_mask
 
 
-def _padding(mask: Tensor | None) -> Tensor | None:
-    """The 2-D padding mask behind what our mask function returned."""
+def _padding(mask: Tensor | None, cache: Any) -> Tensor | None:
+    """The 2-D padding mask behind what our mask function returned, or behind a copy of it on another device."""
     if mask is None or mask.ndim == 2:
         return mask
-    if not hasattr(mask, "_kvkeep_padding"):
+    made = mask if hasattr(mask, "_kvkeep_padding") else cache.mask()
+    if made is None or (made is not mask and not torch.equal(made.to(mask.device), mask)):
         raise CacheMisuse(
             f"a custom attention mask of shape {tuple(mask.shape)} came with a kvkeep cache, which cannot tell what "
             "it hides from tokens already dropped; pass a 2-D padding mask or none."
         )
-    return mask._kvkeep_padding
+    return made._kvkeep_padding
 
 
 for _name in STOCK:

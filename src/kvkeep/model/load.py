@@ -85,8 +85,9 @@ def _device(device: Any) -> Any:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise BadParameter(f"device={device!r} cannot be used here: {reason} Use 'cpu', or leave it out.") from error
+        reason = str(error).splitlines()[0].rstrip(". ")
+        reason = "torch knows no such device" if reason.startswith("Expected one of") else reason
+        raise BadParameter(f"device={device!r} cannot be used here ({reason}); use 'cpu', or leave it out.") from error
     return place
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from kvkeep.errors import UnsupportedModel
 
 STEADY = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the text's length
+SEEN: weakref.WeakKeyDictionary[Any, dict[int, bool]] = weakref.WeakKeyDictionary()  # model -> see `rotating`
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,11 @@ def rotations(model: Any, layers: list[int]) -> dict[int, Rotation | None]:
         raise UnsupportedModel(
             f"{name} has no rotary embedding, so its keys cannot be moved; use a method that leaves them in place."
         )
-    without = getattr(config, "no_rope_layers", None)
+    turning = rotating(model, config)
     found: dict[int, Rotation | None] = {}
     of_kind: dict[str | None, Rotation] = {}
     for layer in layers:
-        if without and not without[layer]:
+        if not turning[layer]:
             found[layer] = None
             continue
         kind = config.layer_types[layer] if getattr(config, "layer_types", None) else None
@@ -60,6 +63,34 @@ def rotations(model: Any, layers: list[int]) -> dict[int, Rotation | None]:
             of_kind[kind] = _rotation(model, embedding, kind, name)
         found[layer] = of_kind[kind]
     return found
+
+
+def rotating(model: Any, config: Any) -> dict[int, bool]:
+    """Which layers rotate their keys: those that make another key of the same token in another place.
+
+    Configurations say so in many ways, or not at all, so the model is asked, once: tokens alone in their rows, where
+    attention has no choice and all but the rotation is the same.
+    """
+    if model not in SEEN:
+        tokens = torch.arange(1, 9, device=model.device) % config.vocab_size
+        places = torch.tensor([0, 40], device=model.device).repeat_interleave(len(tokens))
+        cache, training = DynamicCache(config=config), [module for module in model.modules() if module.training]
+        model.eval()
+        try:
+            with torch.no_grad():
+                model(tokens.repeat(2)[:, None], position_ids=places[:, None], past_key_values=cache, use_cache=True)
+        finally:
+            for module in training:
+                module.training = True
+        keys = {i: layer.keys for i, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
+        SEEN[model] = {i: _differ(*both.float().chunk(2)) for i, both in keys.items()}
+    return SEEN[model]
+
+
+def _differ(here: Tensor, there: Tensor) -> bool:
+    """By more than rounding, in any channel: large ones that hardly turn must not hide the others. [.., dim]"""
+    moved, size = (t.flatten(0, -2).norm(dim=0) for t in (there - here, here))
+    return bool((moved > 0.1 * size).any())
 
 
 def _rotation(model: Any, embedding: Any, kind: str | None, name: str) -> Rotation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer, StaticCache
 
 from kvkeep.errors import CacheMisuse
 
@@ -35,10 +35,29 @@ def restore(layer: Any, keys: Tensor, values: Tensor, length: int) -> None:
         layer.cumulative_length = length
 
 
-def has_run(layer: Any, seen: int) -> bool:
-    """Whether a layer has read more, or less, than the cache as a whole."""
-    return (
-        bool(getattr(layer, "is_initialized", False))
-        and hasattr(layer, "get_seq_length")
-        and layer.get_seq_length() != seen
-    )
+def _noticed(name: str) -> property:
+    def read(layer: Watched) -> Any:
+        layer.ran = True
+        return layer.__dict__[name]
+
+    return property(read, lambda layer, value: layer.__dict__.update({name: value}))
+
+
+class Watched(LinearAttentionLayer):
+    """A linear layer that notices when it is used, even by kernels that write in place: its states do not tell."""
+
+    ran = True  # since it was last set to False
+    conv_states, recurrent_states = _noticed("conv_states"), _noticed("recurrent_states")
+
+    @classmethod
+    def like(cls, layer: LinearAttentionLayer) -> Watched:
+        made = cls.__new__(cls)
+        made.__dict__.update(layer.__dict__)
+        return made
+
+
+def has_read(layer: Any, seen: int, ended: bool) -> bool:
+    """Whether a layer has read so many tokens, neither more nor less. ended: the last pass went through our layers"""
+    if hasattr(layer, "get_seq_length"):
+        return layer.get_seq_length() == seen
+    return ended and getattr(layer, "ran", True)  # a linear layer cannot tell how far a pass that did not end came

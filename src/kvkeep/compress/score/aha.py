@@ -68,11 +68,20 @@ class RecentVotes:
         if self.step_gain:
             factors = [gain(length, budget, now.value.shape[-1], now.scale) for length in now.lengths]
             factor = now.per_row(factors)
-            chances = (now.logits * (factor if isinstance(factor, float) else factor[..., None])).softmax(-1)
+            chances = sharper(now, factor if isinstance(factor, float) else factor[..., None])
         notes = now.notes.clone()
         notes[..., 0] += chances.mean(2)
         notes[..., 1].scatter_(2, now.newest[..., None], now.value.float().square().sum(-1, keepdim=True))
         return notes
+
+
+def sharper(now: Step, factor: Tensor | float) -> Tensor:
+    """What the softmax would have made of queries so much larger: soft-capped as ever, beside the same sinks."""
+    logits, cap = now.logits, now.softcap
+    logits = logits * factor if cap is None else ((logits / cap).atanh() * factor).tanh() * cap
+    if now.sinks is None:
+        return logits.softmax(-1)
+    return torch.cat([logits, now.sinks[..., None].float()], -1).softmax(-1)[..., :-1]
 
 
 def gain(length: int, budget: int, dim: int, scale: float) -> float:

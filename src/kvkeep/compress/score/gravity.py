@@ -14,7 +14,7 @@ from torch import Tensor
 from kvkeep.compress.observe import from_end, received
 from kvkeep.compress.window import Size, check_window
 from kvkeep.errors import BadParameter
-from kvkeep.types import Observation
+from kvkeep.types import NOWHERE, Observation
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,16 @@ class WithoutGravity:
         near = min(budget // 2 if self.near is None else self.near, budget)
         first = torch.arange(seen.tokens, device=seen.keys.device).expand(seen.kv_heads, -1) < self.head
         last = from_end(seen) < near
-        start, end = (0, max(0, seen.tokens - near)) if self.mode == "global" else (self.head, seen.tokens)
         votes = torch.zeros_like(first, dtype=torch.float32)
-        if start < end:
-            votes[:, start:end] = self._votes(seen, start, end)
+        start, tail = (0, near) if self.mode == "global" else (self.head, 0)
+        lengths = tuple(max(0, n - start - tail) for n in seen.lengths)
+        if longest := max(lengths):
+            votes[:, start : start + longest] = self._votes(seen, start, lengths)
         return votes.masked_fill(first | last, 0.0)
 
-    def _votes(self, seen: Observation, start: int, end: int) -> Tensor:
-        """Votes as if only these tokens were there: hiding a stretch before the softmax is leaving it out."""
-        part = slice(start, end)
-        lengths = tuple(max(0, min(n, end) - start) for n in seen.lengths)
+    def _votes(self, seen: Observation, start: int, lengths: tuple[int, ...]) -> Tensor:
+        """Votes as if only these tokens of each head were there: hiding some before the softmax is leaving them out."""
+        part = slice(start, start + max(lengths))
         shown = replace(seen, keys=seen.keys[:, part], positions=seen.positions[:, part], lengths=lengths)
-        return received(shown, self.window)
+        gone = from_end(shown) < 0
+        return received(replace(shown, positions=shown.positions.masked_fill(gone, NOWHERE)), self.window)

@@ -92,7 +92,7 @@ def _sums(
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     end = n
-    if EVEN:
+    if EVEN:  # no key stands before its number, so later ones are too new
         end = tl.minimum(n, before + (block + 1) * QUERIES)
     stretch = tl.cdiv(tl.cdiv(end, splits), KEYS) * KEYS
     for start in range(split * stretch, tl.minimum(split * stretch + stretch, end), KEYS):
@@ -130,8 +130,10 @@ def _columns(
     where = tl.load(positions + head * n + tokens, mask=real, other=2147483647)
     first = tl.maximum(tl.min(where, 0) - before, 0) // QUERIES * QUERIES  # earlier queries see none of these
     late = q
-    if EVEN:  # later queries see all of them
-        late = tl.minimum(q, tl.maximum(first, tl.cdiv((block + 1) * KEYS - 1 - before, QUERIES) * QUERIES))
+    if EVEN:  # a head that dropped nothing: later queries see all of them
+        whole = tl.load(positions + head * n + n - 1) == n - 1
+        after = tl.maximum(first, tl.cdiv((block + 1) * KEYS - 1 - before, QUERIES) * QUERIES)
+        late = tl.where(whole, tl.minimum(q, after), q)
     votes = tl.zeros([QUERIES, KEYS], tl.float32)  # added up at the end: threads need not meet before
     for member in range(0, group):
         mine = (head * group + member).to(tl.int64) * q

@@ -1,0 +1,158 @@
+"""Cases that a first look passes by: layers without positions, rows unlike their batch, memory that fails once."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from conftest import make_llama
+from families import SIZES, build, prompt, randomised
+
+import kvkeep
+from kvkeep.cache import pinned
+from kvkeep.cache.host import Host, Purse
+from kvkeep.compress.method import parse
+from kvkeep.compress.score.gravity import WithoutGravity
+from kvkeep.model.rotary import rotations
+from kvkeep.types import NOWHERE, Observation
+
+CPU = torch.device("cpu")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SLIDES = {
+    "num_hidden_layers": 3,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def sliding(kind, **settings):
+    """Layers that rotate their keys in the window, and one without positions."""
+    config = getattr(transformers, f"{kind}Config")(**SIZES | SLIDES | settings)
+    return randomised(getattr(transformers, f"{kind}ForCausalLM")(config))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["Cohere2", "Exaone4", "ExaoneMoe", "Cohere2Moe"])
+def test_layers_are_asked_whether_they_rotate(kind):
+    if not hasattr(transformers, f"{kind}ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    model = sliding(kind, **EXPERTS if "Mo" in kind else {})
+    assert [found is not None for found in rotations(model, [0, 1, 2]).values()] == [True, True, False]
+    method, read = parse("streamingllm"), []
+    for how in (method, replace(method, place=None)):
+        cache = kvkeep.Cache(model, how, 24)
+        model(prompt(99), past_key_values=cache)
+        read.append(model(prompt(1, seed=1), past_key_values=cache).logits)
+    assert torch.equal(*read), "without positions there is nowhere to be moved"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_that_hardly_turn_do_not_hide_the_others(dtype):
+    model = build("qwen2").to(dtype).train()
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data[7::8] = 500.0  # of a slow channel, as Qwen2.5's are
+    assert None not in rotations(model, [0, 1]).values()
+    assert all(module.training for module in model.modules()), "left as it was found"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", ["quest", "clusterkv", "infllm", "actqkv", "tokenselect"])
+def test_a_row_with_one_token_writes_whatever_the_others_bring(spec):
+    model, ids = make_llama(), torch.randint(0, 128, (2, 96), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 96, dtype=torch.long)
+    mask[0, 90:95] = 0  # the first row brings one token, the second six
+    settings = {} if spec in ("quest", "clusterkv") else {"window": 16}
+    together, alone = (kvkeep.Cache(model, spec, 40, **settings) for _ in range(2))
+    model(ids[:, :90], past_key_values=together)
+    places = (mask.cumsum(1) - 1)[:, 90:]
+    got = model(ids[:, 90:], attention_mask=mask, position_ids=places, past_key_values=together).logits[0, -1]
+    model(ids[:1, :90], past_key_values=alone)
+    want = model(ids[:1, 95:], past_key_values=alone).logits[0, -1]
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert together.report().tokens[0][0] == alone.report().tokens[0][0]
+
+
+def test_a_block_that_could_not_be_made_ahead_is_done_without(monkeypatch):
+    sizes, make = [], pinned._pinned
+
+    def full_for_once(size, device):
+        sizes.append(size)
+        if len(sizes) == 2:
+            raise MemoryError("no room for the block ahead")
+        return make(size, device)
+
+    monkeypatch.setattr(pinned, "_pinned", full_for_once)
+    arena = pinned.Arena(CPU)
+    arena.take((pinned.SMALLEST,), torch.uint8)
+    assert arena.take((1000,), torch.uint8).shape == (1000,)
+    assert sizes[2] == 1024, "what was asked for, no more"
+    assert arena.take((5, 1000), torch.float32).shape == (5, 1000), "and then as before"
+
+
+def test_what_was_not_stored_is_not_paid_for(monkeypatch):
+    purse, keys = Purse(10_000), torch.zeros(1, 10, 8)
+
+    def full(*_):
+        raise MemoryError("no host memory just now")
+
+    monkeypatch.setattr(Host, "_home", full)
+    with pytest.raises(MemoryError):
+        Host(purse, CPU).put(keys, keys)
+    assert purse.spent == 0
+
+
+def test_a_file_goes_with_its_slab(tmp_path):
+    model = make_llama()
+    cache = kvkeep.Cache(model, "infllm", 64, host_limit=1000, disk=tmp_path, window=32)
+    written = []
+    for _ in range(3):
+        model(torch.arange(300)[None] % 128, past_key_values=cache)
+        written.append(len(list(tmp_path.rglob("*.safetensors"))))
+        cache.reset()
+        gc.collect()
+        assert not list(tmp_path.rglob("*.safetensors"))
+    assert written[0] > 0 and len(set(written)) == 1
+
+
+@pytest.mark.parametrize("mode", ["global", "local"])
+@pytest.mark.parametrize("lengths, near", [((64, 40), None), ((64, 20), None), ((64, 64), 7), ((64, 40), 0)])
+def test_gravity_is_hidden_at_the_end_of_each_head(lengths, near, mode):
+    torch.manual_seed(0)
+    keys, queries, cursor, head, budget = torch.randn(2, 64, 8), torch.randn(2, 16, 8) * 3, 80, 6, 48
+    positions = torch.full((2, 64), NOWHERE)
+    for i, n in enumerate(lengths):
+        positions[i, :n] = torch.arange(cursor - n, cursor)
+    seen = Observation(queries, keys, keys, positions, lengths, cursor, 16, 8**-0.5)
+    got = WithoutGravity(16, head, near, mode)(seen, budget)
+    near = budget // 2 if near is None else near
+    for i, n in enumerate(lengths):
+        index = torch.arange(64)
+        first, last = index < head, index >= n - near
+        late = positions[i] > torch.arange(cursor - 16, cursor)[:, None]
+        logits = (queries[i] @ keys[i].T) * 8**-0.5
+        chances = logits.masked_fill(late | (last if mode == "global" else first), float("-inf")).softmax(-1)
+        want = chances.nan_to_num(0).masked_fill(first | last, 0.0).sum(0)
+        torch.testing.assert_close(got[i], want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "llama"])
+def test_ahakv_notes_the_same_however_a_step_is_done(family):
+    model = build(family, "eager")
+    fast, general = (kvkeep.Cache(model, "ahakv", 24, recent=4) for _ in range(2))
+    general.stepper.able, general.stepper.can_grow = False, lambda *_: False
+    for cache in (fast, general):
+        model(prompt(60, rows=2), past_key_values=cache)
+        for token in prompt(8, rows=2, seed=2).split(1, 1):
+            model(token, past_key_values=cache)
+    for layer in fast.owned:
+        assert fast.kept(layer) == general.kept(layer)
+        for a, b in zip(fast.store[layer].row(1), general.store[layer].row(1), strict=True):
+            order = a.positions.argsort()
+            torch.testing.assert_close(a.notes[order], b.notes, atol=1e-5, rtol=1e-4)
