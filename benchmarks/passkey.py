@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 16384, 32768, 65536])
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--samples", type=int, default=1)
+    parser.add_argument("--write", type=int, default=24, help="tokens of an answer, at most")
     parser.add_argument("--depth", type=float, default=0.5)
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
@@ -76,14 +77,17 @@ def run(model: Any, tokenizer: Any, method: str, length: int, sample: int, optio
         })  # fmt: skip
 
     words = text(tokenizer, length, key, options.depth)
-    answer = engine.generate(words, question=QUESTION, max_new_tokens=24, progress=note)
+    answer = engine.generate(words, question=QUESTION, max_new_tokens=options.write, progress=note)
+    seconds, reading = time.perf_counter() - began, pieces[-1]["seconds"]
     return {
         "method": method,
         "tokens": pieces[-1]["tokens"],
         "found": str(key) in answer,
         "answer": answer,
-        "seconds": round(time.perf_counter() - began, 1),
-        "reading_s": round(pieces[-1]["seconds"], 1),
+        "written": len(engine.answer.ids),
+        "seconds": round(seconds, 1),
+        "reading_s": round(reading, 1),
+        "writing_s": round(seconds - reading, 1),
         "device_mb": round(max(p["device"] for p in pieces) / 1e6, 1),
         "index_mb": round(pieces[-1]["index"] / 1e6, 1),
         "host_mb": round(pieces[-1]["host"] / 1e6, 1),

@@ -144,7 +144,8 @@ def ranked(scores: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    lines = (folder / "rows.jsonl").read_text(encoding="utf-8").split("\n")  # an answer may hold other line ends
+    return [json.loads(line) for line in lines if line]
 
 
 def _options() -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -414,11 +415,57 @@ def test_eval_takes_a_config_file(tiny, official, tmp_path):
         ("tasks: wic\nprotocol: blind\n", "protocol 'blind' is not known"),
         ("tasks: wic\nmethods: snapkw\n", "snapkw"),
         ("methods: full\n", "--tasks is missing"),
+        ("tasks: wic\nlimit: abc\n", "--limit 'abc' is not a whole number from 1 on"),
+        ("tasks: wic\nlimit: 0\n", "--limit 0 is not a whole number from 1 on"),
+        ("tasks: wic\nmax_length: 10x\n", "--max-length '10x' is not a whole number"),
+        ("tasks: wic\nshare: 3\n", "share: 3 should be true or false"),
+        ("tasks: wic\nmodel: [a]\n", "model: ['a'] should be a text"),
     ],
 )
 def test_a_config_file_that_makes_no_sense(tmp_path, content, says):
     (tmp_path / "grid.yaml").write_text(content)
     assert says in refused("eval", "--config", tmp_path / "grid.yaml", "--out", tmp_path / "out")
+
+
+@pytest.mark.usefixtures("no_model")
+def test_an_out_that_is_a_file_is_refused_first(tmp_path):
+    (tmp_path / "file").write_text("")
+    for command in (("eval", "--tasks", "niah_single_1"), ("bench", "--shape", "tiny")):
+        assert "cannot be made a folder" in refused(*command, "--out", tmp_path / "file")
+
+
+def test_a_table_too_wide_is_turned(capsys, monkeypatch):
+    from kvkeep.cli.show import print_scores
+
+    facts = {"kept_per_head": 4.0, "bytes": 10, "full_bytes": 100, "truncated": 0, "metric": "longbench_qa_f1"}
+    rows = [
+        {
+            "task": f"niah_multikey_{i}_4096",
+            "protocol": "aware",
+            "method": "snapkv:window=16",
+            "budget": 64,
+            "score": 1.0,
+        }
+        for i in range(6)
+    ]
+    monkeypatch.setenv("COLUMNS", "80")
+    print_scores([row | facts for row in rows])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "niah" in line]
+    assert [line.split()[0] for line in lines] == [row["task"] for row in rows]
+    assert all("snapkv:window=16" in line and "100.0 [21, 100] n=1" in line for line in lines)
+
+
+def test_averages_of_longbench_are_named(capsys, monkeypatch):
+    from kvkeep.cli.show import print_scores
+
+    facts = {"protocol": "aware", "method": "full", "budget": None, "metric": "longbench", "truncated": 0}
+    facts |= {"kept_per_head": 4.0, "bytes": 10, "full_bytes": 100}
+    scores = {"qasper": 0.2, "hotpotqa": 0.4, "musique": 0.6}
+    monkeypatch.setenv("COLUMNS", "100")
+    print_scores([{"task": task, "score": score, **facts} for task, score in scores.items()])
+    said = capsys.readouterr().out
+    assert re.search(r"LongBench, mean of 3 tasks +full +– +40\.0", said)
+    assert re.search(r"LongBench, mean of 2 categories +full +– +35\.0", said)
 
 
 def test_eval_with_nothing_to_do(tiny, tmp_path, monkeypatch):

@@ -199,11 +199,23 @@ def test_what_cannot_be_is_named(chat, tmp_path):
     with pytest.raises(BadParameter, match="budget=0"):
         Grid(("snapkv",), (0,))
     evaluate(chat, [sample()], Grid(("full",), (), ("aware",)), tmp_path / "a")
-    with pytest.raises(BadInput, match="holds 3 rows, this run has 2"):
+    with pytest.raises(BadInput, match="holds 1 rows that are not of this run"):
         evaluate(chat, [sample(1)], Grid(("full",), ()), tmp_path / "a")
     (tmp_path / "a" / "rows.jsonl").write_text("{]\n")
     with pytest.raises(BadInput, match="is damaged"):
         Rows(tmp_path / "a" / "rows.jsonl")
+
+
+def test_a_folder_of_another_run_is_left_as_it_is(chat, tmp_path):
+    grid = Grid(("full", "full", "snapkv"), (40, 40), ("aware",))
+    assert grid.cells == [("full", None), ("snapkv", 40)]  # what is asked for twice is done once
+    evaluate(chat, [sample()], grid, tmp_path)
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    with pytest.raises(BadInput, match="not of this run"):
+        evaluate(chat, [sample(1)], grid, tmp_path)
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    with pytest.raises(BadInput, match="cannot be made a folder"):
+        evaluate(chat, [sample()], grid, tmp_path / "rows.jsonl" / "deeper")
 
 
 def test_rows_of_another_run_are_refused(chat, tmp_path):
@@ -238,12 +250,12 @@ def choice(number=0, shots=""):
 def test_choices_are_weighed_from_what_is_kept(chat, tmp_path, shots):
     model, words = chat
     rows = evaluate(chat, [choice(shots=shots)], Grid(("full", "snapkv"), (8, 4000)), tmp_path)
-    for protocol in ("agnostic", "aware"):
+    for protocol in ("agnostic", "aware") if shots else ("aware",):
         full, tight, loose = (row for row in rows if row["protocol"] == protocol)
         assert loose["loglikelihoods"] == pytest.approx(full["loglikelihoods"], abs=1e-4)
-        if shots or protocol == "aware":
-            assert tight["loglikelihoods"] != pytest.approx(full["loglikelihoods"], abs=1e-4)
-            assert tight["kept_per_head"] == 8
+        assert tight["loglikelihoods"] != pytest.approx(full["loglikelihoods"], abs=1e-4)
+        assert tight["kept_per_head"] == 8
+    assert len(rows) == (6 if shots else 3)  # without a context the question is always known
     want = []
     for text in (" yes", " no", " perhaps"):
         read = words(shots + "Is 0 odd?").input_ids
@@ -372,7 +384,7 @@ def test_long_prompts_are_cut_as_longbench_does(chat):
 
 def test_a_prompt_can_be_kept_shorter_than_the_window(chat, tmp_path):
     (row,) = evaluate(chat, [sample()], Grid(("full",), (), ("aware",)), tmp_path, max_length=100)
-    assert row["prompt_tokens"] + 6 == 100 and row["truncated"] > 0
+    assert row["prompt_tokens"] == 100 and row["truncated"] > 0
 
 
 def test_long_answers_stay_within_the_budget(chat, tmp_path):

@@ -6,6 +6,7 @@ KvkeepError
 │   └── BudgetTooSmall  the budget cannot hold what the method always keeps
 ├── BadTensor           wrong shape, dtype or device, or not a number
 ├── BadInput            a document or question that cannot be read or does not fit
+│   └── NoData          tasks of which not one sample can be had
 ├── UnsupportedModel    attention that cannot be observed correctly
 ├── CacheMisuse         a cache used in a way its contents do not allow
 ├── BadCacheFile        a saved cache that is damaged or belongs to another model
@@ -36,6 +37,10 @@ class BadTensor(KvkeepError, ValueError):
 
 
 class BadInput(KvkeepError, ValueError):
+    pass
+
+
+class NoData(BadInput):
     pass
 
 

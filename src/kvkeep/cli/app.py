@@ -110,14 +110,16 @@ def evaluate(
     protocol: Annotated[str | None, typer.Option(help="agnostic, aware or both.")] = None,
     model: Annotated[str | None, typer.Option(help="`default`, a hub id, or a local folder.")] = None,
     length: Annotated[str | None, typer.Option(help="Tokens of tasks that are made, by commas.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Samples per task and length; else all, of RULER 100 (officially 500).")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="For tasks that are made.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of official files: longbench/qasper.jsonl …")] = None,
     haystack: Annotated[str | None, typer.Option(help="Essays for needle tasks: a folder of .txt files.")] = None,
     squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,
     hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Cut prompts to this; the model's window if less.")
+        int | None, typer.Option(min=1, help="Tokens of a prompt at most; what the window has room for if less.")
     ] = None,
     share: Annotated[
         bool | None, typer.Option("--share/--alone", help="Read and write for all methods at once, or for each alone.")
@@ -187,7 +189,9 @@ def reproduce(
     haystack: Annotated[str | None, typer.Option(help="Essays for needle tasks: a folder of .txt files.")] = None,
     squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,
     hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Samples per task and length; else all, of RULER 100 (officially 500).")
+    ] = None,
     ray: Annotated[
         str | None, typer.Option(metavar="[ADDRESS]", help="On Ray: a cluster at this address, or this machine.")
     ] = None,

@@ -47,6 +47,7 @@ def run(options: Options, say: Any) -> tuple[list[Any], list[str]]:
     """-> costs, and what else there is to say; where a folder was given, costs.json and pictures are in it"""
     from kvkeep.evaluate.cost import Plan, costs
     from kvkeep.evaluate.floors import Floors
+    from kvkeep.evaluate.rows import make_folder
 
     names = shaped("methods", options.baselines)
     plan = Plan(
@@ -60,6 +61,8 @@ def run(options: Options, say: Any) -> tuple[list[Any], list[str]]:
         storages=tuple(None if name == "model" else name for name in options.storage.split(",")),
         baselines=tuple(name for name in names if name != "kvpress"),
     )
+    if options.out:
+        make_folder(options.out)  # before anything is measured
     others = _others(options.also) if options.also else []
     model = _model(options, say)
     say("measuring the machine")
@@ -84,7 +87,6 @@ def _others(path: str) -> list[Any]:
 
 
 def _write(found: list[Any], folder: Path) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "costs.json").write_text(json.dumps([cost.as_dict() for cost in found], indent=1) + "\n")
     try:
         from kvkeep.cli.plots import draw

@@ -11,6 +11,8 @@ from typing import Any
 from kvkeep.errors import BadInput
 
 LOCAL = "local"  # a Ray of its own on this machine
+LISTS = ("tasks", "methods", "budgets", "length")
+LEAST = {"limit": 1, "seed": 0, "max_length": 1}
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,10 @@ class Wanted:
 def wanted(config: Path | None, given: dict[str, Any]) -> Wanted:
     """Options beat the file, the file beats the defaults."""
     values = {
-        **(_file(config) if config else {}),
-        **{name: value for name, value in given.items() if value is not None},
+        name: value
+        for source in (_file(config) if config else {}, given)
+        for name, value in source.items()
+        if value is not None
     }
     for name in ("tasks", "out"):
         if not values.get(name):
@@ -56,6 +60,8 @@ def _file(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
         raise BadInput(f"--config {str(path)!r} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"--config {str(path)!r} is not UTF-8 (byte {error.start}); convert it first.") from None
     except yaml.YAMLError as error:
         raise BadInput(f"--config {str(path)!r} is not YAML: {error}") from None
     known = [field.name for field in fields(Wanted)]
@@ -68,8 +74,8 @@ def _file(path: Path) -> dict[str, Any]:
 
 def shaped(name: str, value: Any) -> Any:
     """Lists from commas or YAML lists; numbers where numbers are meant."""
-    if name not in ("tasks", "methods", "budgets", "length"):
-        return value
+    if name not in LISTS:
+        return _single(name, value)
     parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     parts = parts if isinstance(parts, list | tuple) else [parts]
     if name in ("tasks", "methods"):
@@ -80,15 +86,29 @@ def shaped(name: str, value: Any) -> Any:
         raise BadInput(f"--{name} {value!r} are not numbers; write for example 128,512.") from None
 
 
+def _single(name: str, value: Any) -> Any:
+    if name in LEAST:
+        if type(value) is not int or value < LEAST[name]:
+            raise BadInput(f"--{name.replace('_', '-')} {value!r} is not a whole number from {LEAST[name]} on.")
+        return value
+    if name == "ray" and isinstance(value, bool):
+        return LOCAL if value else None
+    if isinstance(value, list | dict) or (name == "share") != isinstance(value, bool):
+        raise BadInput(f"{name}: {value!r} should be {'true or false' if name == 'share' else 'a text'}.")
+    return value if name == "share" else str(value)
+
+
 def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """-> all rows, and the tasks left out with their reasons"""
     from kvkeep.evaluate import suite
     from kvkeep.evaluate.render import PROTOCOLS
+    from kvkeep.evaluate.rows import make_folder
     from kvkeep.evaluate.run import Grid
     from kvkeep.evaluate.run import run as answer
     from kvkeep.evaluate.table import write_csv
     from kvkeep.model.load import hush, load_tokenizer
 
+    make_folder(options.out)
     protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
     grid = Grid(options.methods, options.budgets, protocols)
     hush()
@@ -97,9 +117,6 @@ def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dic
     places = {name: _path(getattr(options, name), name) for name in ("data", "haystack", "squad", "hotpotqa")}
     sources = suite.Sources(**places, lengths=options.length, limit=options.limit, seed=options.seed)
     samples, skipped = suite.load(options.tasks, tokenizer, sources, say)
-    if not samples:
-        reasons = "; ".join(f"{name} {why}" for name, why in skipped.items())
-        raise BadInput(f"none of these tasks can be had: {reasons}.")
     make = partial(answerer, options, tuple(grid.cells))
     answers = _workers(options, make, say) if options.ray else make(say)
     about = {"model": options.model, "max_length": options.max_length, "dtype_asked": options.dtype}

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from kvkeep.cli import grid, show
-from kvkeep.errors import BadInput
+from kvkeep.errors import NoData
 from kvkeep.evaluate.recipes.compare import Line, compare, write_csv
 from kvkeep.evaluate.recipes.jobs import Job, jobs
 from kvkeep.evaluate.recipes.recipe import Recipe, names, recipe, shrink
@@ -87,12 +87,12 @@ def _wanted(wanted: Recipe, job: Job, out: Path, options: Options) -> grid.Wante
 def _run(plan: Iterable[tuple[Job, grid.Wanted]]) -> dict[str, list[dict[str, Any]]]:
     """Rows of each model, by its name in the paper. A grid without data is left out, unless all are."""
     rows: dict[str, list[dict[str, Any]]] = {}
-    failed: list[BadInput] = []
+    failed: list[NoData] = []
     for job, each in plan:
         try:
             with show.counting("starting") as (say, note):
                 found, skipped = grid.run(each, say, note)
-        except BadInput as error:
+        except NoData as error:
             failed.append(error)
             continue
         rows.setdefault(job.group, []).extend(found)

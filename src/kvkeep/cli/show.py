@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import typer
+
+QUIET = 60  # seconds between lines of a log
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def busy(text: str, *, quiet: bool) -> Iterator[Say]:
 
 @contextmanager
 def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
-    """A bar with the time left, on stderr and only for a person: what to say, and how many are done of how many."""
+    """A bar with the time left, on stderr: what to say, and how many are done; a log gets a line a minute."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -72,23 +75,43 @@ def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     shown = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    last = [time.monotonic()]
     with shown as bar:
         task = bar.add_task(text, total=None)
-        yield Say(bar, task), lambda done, total: bar.update(task, description="rows", completed=done, total=total)
+
+        def note(done: int, total: int) -> None:
+            bar.update(task, description="rows", completed=done, total=total)
+            if not console.is_terminal and (done == total or time.monotonic() - last[0] >= QUIET):
+                last[0] = time.monotonic()
+                typer.echo(f"{done} of {total} rows", err=True)
+
+        yield Say(bar, task), note
 
 
 def print_scores(rows: list[dict[str, Any]]) -> None:
-    """Methods down, tasks across; a mean in percent with its 95 % interval and number."""
+    """Methods down, tasks across, a mean in percent with its 95 % interval and number; too wide: each on a line."""
+    from kvkeep.evaluate.metrics.longbench import averages
     from kvkeep.evaluate.table import cells
 
     found = {(c.protocol, c.method, c.budget, c.task): c for c in cells(rows)}
     tasks = list(dict.fromkeys(c.task for c in found.values()))
-    lines = []
-    for protocol, method, budget in dict.fromkeys(place[:3] for place in found):
+    places = list(dict.fromkeys(place[:3] for place in found))
+    means = [averages({c.task: c.score for at, c in found.items() if at[:3] == place}) for place in places]
+    names, lines = list(dict.fromkeys(name for mean in means for name in mean)), []
+    for (protocol, method, budget), mean in zip(places, means, strict=True):
         scores = [found.get((protocol, method, budget, task)) for task in tasks]
         shown = [f"{c.score:.1f} [{c.low:.0f}, {c.high:.0f}] n={c.n}" if c else "–" for c in scores]
+        shown += [f"{mean[name]:.1f}" if name in mean else "–" for name in names]
         lines.append([protocol, method, "–" if budget is None else str(budget), *shown])
-    print_table(["protocol", "method", "budget", *tasks], lines)
+    tasks += names
+    header = ["protocol", "method", "budget", *tasks]
+    if fits(header, lines):
+        return print_table(header, lines)
+    for protocol in dict.fromkeys(line[0] for line in lines):
+        typer.echo(protocol)
+        mine = [line for line in lines if line[0] == protocol]
+        each = ([task, *line[1:3], line[3 + i]] for i, task in enumerate(tasks) for line in mine if line[3 + i] != "–")
+        print_table(["task", *header[1:3], "score"], list(each))
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:
@@ -141,6 +164,14 @@ def outcomes_as_dict(model: str, outcomes: list[Outcome]) -> dict[str, Any]:
 
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def fits(header: list[str], rows: list[list[str]]) -> bool:
+    """Whether no cell has to be broken."""
+    from rich.console import Console
+
+    widths = (max(map(len, column)) for column in zip(header, *rows, strict=True))
+    return sum(width + 2 for width in widths) + 2 <= Console().width
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:

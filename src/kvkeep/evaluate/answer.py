@@ -43,7 +43,7 @@ class Answerer:
     tokenizer: Any
     cells: Sequence[Cell]
     share: bool = True  # one reading for all cells, one batch for their answers
-    max_length: int | None = None  # tokens of a prompt and its answer; None: the model's window
+    max_length: int | None = None  # tokens of a prompt; None: what the window has room for
 
     def __call__(self, item: Item) -> list[Answered]:
         by = self._chosen if item.samples[0].choices else self._written
@@ -67,7 +67,7 @@ class Answerer:
         """Every sample's answers, from one reading wherever the text is the same to the last token."""
         readings: dict[tuple, list[Held]] = {}
         for sample in item.samples:
-            prompt = render(self.tokenizer, sample, item.protocol, self.window)
+            prompt = render(self.tokenizer, sample, item.protocol, trained_window(self.model), self.max_length)
             text = tuple(prompt.context.tolist())
             if text not in readings:
                 readings = {text: self._hold(prompt, sample)}
@@ -94,6 +94,7 @@ class Answerer:
             first = time.perf_counter() - began
             written = Writing(self.tokenizer, sample, ends(self.model, self.tokenizer)).write(row, logits)
             seconds = time.perf_counter() - began
+            steps = max(map(len, written))
             reports = [engine.cache.report() for engine in writers] or [held[number].report for number in numbers]
             for number, ids, report in zip(numbers, written, reports, strict=True):
                 one = replace(held[number], report=report)
@@ -103,7 +104,7 @@ class Answerer:
                     "first_token_s": one.seconds + first,
                     "answer_s": seconds,
                     "writers": len(numbers),
-                    "tokens_per_s": len(ids) / seconds,
+                    "tokens_per_s": steps / (seconds - first),  # of one of those written together
                 }  # fmt: skip
             del row  # before the next batch is made
             began = time.perf_counter()
@@ -128,6 +129,7 @@ class Answerer:
             for one, mine in zip(held, weights, strict=True):
                 score = METRICS[sample.metric](mine, **sample.extra)
                 facts = {"score": score, "answer": preferred(sample, mine), "loglikelihoods": mine}
+                facts |= {"score_per_character": METRICS["lm_eval_acc_norm"](mine, **sample.extra)}
                 timed = {"seconds": seconds, "readers": one.readers}
                 yield self._row(item, sample, prompt, one, facts), {**_place(item, sample, one), **timed}
 

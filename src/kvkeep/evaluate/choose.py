@@ -17,16 +17,18 @@ from kvkeep.evaluate.tasks.choice import pairs
 
 def prompts(tokenizer: Any, sample: Sample, protocol: str, window: int) -> list[tuple[Prompt, Tensor]]:
     """For every choice, what is read and the ids that are scored: those a tokenizer makes of both together, less its
-    own of the first."""
+    own of the first. What is too long loses its beginning; the last token is scored and not read (lm-eval)."""
     found = []
     for read, scored in pairs(sample):
         context, whole = (torch.tensor(tokenizer(text).input_ids) for text in (read, read + scored))
-        if len(whole) > window:
-            raise BadInput(f"{sample.task} '{sample.id}' has {len(whole)} tokens, the model's window {window}.")
+        ids, cut = whole[len(context) :], max(0, len(whole) - window - 1)
+        if cut and cut >= len(context):
+            raise BadInput(f"{sample.task} '{sample.id}': a choice has {len(ids)} tokens, the model's window {window}.")
         bos = int(bool(len(context)) and int(context[0]) == tokenizer.bos_token_id)
         first = len(tokenizer(sample.context.rstrip()).input_ids) if sample.context else bos
-        split = first if protocol == "agnostic" and first > bos else len(context)
-        found.append((Prompt(context[:split], context[split:], "plain", bos, 0), whole[len(context) :]))
+        split = first if protocol == "agnostic" and first > max(bos, cut) else len(context)
+        parts = context[cut:split], context[split:]
+        found.append((Prompt(*parts, "plain", 0 if cut else bos, cut, "beginning of the prompt"), ids))
     return found
 
 

@@ -2,12 +2,16 @@
 
 Query-agnostic: the context is read and compressed before anybody knows the question; question, end of turn, header and
 the answer's beginning follow. Query-aware: the whole prompt is read at once.
+
+Ids are made of the two apart. White space between them goes to the question: tokenizers join it to the word that
+follows, and a question that begins otherwise than in the whole prompt is one the model answers worse.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from kvkeep.errors import BadInput
 from kvkeep.evaluate.sample import Sample
 
 PROTOCOLS = ("agnostic", "aware")
+HALVES, AGAIN = "middle of the prompt, halves decoded", "; then middle of the ids, to fit the window"
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Prompt:
     question: Tensor  # [m] ids that follow
     template: str  # "chat" or "plain"
     bos: int  # how many there are at the beginning
-    cut: int  # tokens taken out of the middle to fit the window
+    cut: int  # tokens taken out to fit the window
     rule: str = "middle of the context"  # how
 
     @property
@@ -33,47 +38,89 @@ class Prompt:
         return len(self.context) + len(self.question)
 
 
-def render(tokenizer: Any, sample: Sample, protocol: str, window: int) -> Prompt:
-    """Leaves room for the answer in the window; what is too long loses its middle, and the row says how much."""
-    text, halved = _halves(tokenizer, sample, window) if sample.margin is not None else (sample.context, 0)
+def render(tokenizer: Any, sample: Sample, protocol: str, window: int, max_length: int | None = None) -> Prompt:
+    """What is too long loses its middle, and the row says how much.
+
+    window: tokens the model can see, answer included. max_length: tokens of a prompt, if they are to be fewer; a sample
+    that is cut as LongBench does is so once, before the template, and again only if the window has no room for it.
+    """
+    sample, halved = _halves(tokenizer, sample, window, max_length) if sample.margin is not None else (sample, 0)
     template = "chat" if sample.chat and tokenizer.chat_template else "plain"
-    before, after = _around(tokenizer, text) if template == "chat" else (_bos(tokenizer), "")
-    parts = [before + text, sample.question + after + sample.prefix]
-    parts = parts if protocol == "agnostic" else ["".join(parts), ""]
-    context, question = (torch.tensor(tokenizer(part, add_special_tokens=False).input_ids).long() for part in parts)
-    room = window - sample.max_new_tokens - len(question)
+    before, after = _around(tokenizer, sample.context) if template == "chat" else (_bos(tokenizer), "")
+    context, question = before + sample.context, sample.question + after + sample.prefix
+    bare = context.rstrip() if protocol == "agnostic" and question else context + question
+    first, second = (_ids(tokenizer, text) for text in (bare, (context + question).removeprefix(bare)))
+    ids, seam = first + second, len(first)
+    limit = window - sample.max_new_tokens
+    if sample.margin is None:
+        limit = min(limit, max_length or limit)
+    room = limit - (len(ids) - seam)
     if room < 2:
+        taken, new = len(ids) - seam, sample.max_new_tokens
         raise BadInput(
-            f"{sample.task} '{sample.id}': question and answer take {window - room} tokens, the window has {window}."
+            f"{sample.task} '{sample.id}': question and answer take {taken + new} tokens, there are {limit + new}."
         )
-    cut = max(0, len(context) - room)
-    if cut:
-        context = torch.cat([context[: room // 2], context[len(context) - (room - room // 2) :]])
-    bos = tokenizer.bos_token_id
-    count = sum(1 for _ in _leading(context.tolist(), bos))
-    rule = "middle of the prompt, halves decoded" if sample.margin is not None else Prompt.rule
-    return Prompt(context, question, template, count, cut + halved, rule)
+    cut = max(0, seam - room)
+    read = ids[: room // 2] + ids[seam - (room - room // 2) : seam] if cut else ids[:seam]
+    bos = sum(1 for _ in _leading(read, tokenizer.bos_token_id))
+    rule = HALVES + AGAIN * bool(cut) if sample.margin is not None else Prompt.rule
+    return Prompt(torch.tensor(read).long(), torch.tensor(ids[seam:]).long(), template, bos, cut + halved, rule)
 
 
-def _halves(tokenizer: Any, sample: Sample, window: int) -> tuple[str, int]:
-    """LongBench's rule: the first and the last tokens of the whole prompt, decoded apart. -> context, tokens lost"""
-    ask = sample.question + sample.prefix
-    ids = tokenizer(sample.context + ask).input_ids
-    half = max(0, window - sample.margin) // 2
-    if len(ids) <= window - sample.margin:
-        return sample.context, 0
-    kept = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[len(ids) - half :]))
-    if not kept.endswith(ask):
-        raise BadInput(f"{sample.task} '{sample.id}': the question alone fills half of the window of {window} tokens.")
-    return kept.removesuffix(ask), len(ids) - 2 * half
+def _halves(tokenizer: Any, sample: Sample, window: int, max_length: int | None) -> tuple[Sample, int]:
+    """LongBench's rule: the first and the last tokens of the whole prompt, decoded apart. -> what is left, tokens lost
+
+    Context, question and prefix part where their ids do, so each is as the tokenizer writes it, or what is left of it.
+    """
+    limit = _limit(sample, window, max_length)
+    parts = sample.context, sample.question, sample.prefix
+    ids = tokenizer("".join(parts)).input_ids
+    if len(ids) <= limit:
+        return sample, 0
+    half = limit // 2
+    seams = [_shared(ids, tokenizer("".join(parts[:n])).input_ids) for n in (1, 2)]
+    kept = [_parted(tokenizer, ids, seams, *ends) for ends in ((0, half), (len(ids) - half, len(ids)))]
+    context, question, prefix = map("".join, zip(*kept, strict=True))
+    return replace(sample, context=context, question=question, prefix=prefix), len(ids) - 2 * half
+
+
+def _limit(sample: Sample, window: int, max_length: int | None) -> int:
+    """Tokens of a prompt, template apart."""
+    free = sample.limits.get(window, window - sample.margin)
+    limit = min(max_length, window - sample.max_new_tokens) if max_length else free
+    if limit < 2:
+        raise BadInput(
+            f"{sample.task} '{sample.id}': a window of {window} tokens leaves none for a prompt: "
+            f"{sample.margin} of it stay free, and the answer may have {sample.max_new_tokens}."
+        )
+    return limit
+
+
+def _parted(tokenizer: Any, ids: list[int], seams: list[int], start: int, end: int) -> list[str]:
+    """The text of some of the ids, cut at the seams that are in it; no letter is lost or cut in two."""
+    text = tokenizer.decode(ids[start:end], skip_special_tokens=True)
+    befores = [tokenizer.decode(ids[start : max(start, min(seam, end))], skip_special_tokens=True) for seam in seams]
+    first, second = sorted(_shared(text, before) for before in befores)
+    return [text[:first], text[first:second], text[second:]]
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How much of their beginning two have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def _around(tokenizer: Any, context: str) -> tuple[str, str]:
-    """What the chat template puts before a user's message and after it."""
+    """What the chat template puts before a user's message and after it; models that can think aloud do not."""
     longest = max(map(len, re.findall("#+", context)), default=0)
     mark = "#" * (longest + 7)
     chat = [{"role": "user", "content": mark}]
-    before, after = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False).split(mark)
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, enable_thinking=False)
+    before, after = text.split(mark)
     return before, after
 
 

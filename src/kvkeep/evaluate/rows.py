@@ -17,7 +17,7 @@ class Rows:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         self.rows = self._whole()
         self.done = {key(row) for row in self.rows}
         if len(self.done) != len(self.rows):
@@ -52,6 +52,15 @@ class Rows:
             ) from error
         self.rows.append(row)
         self.done.add(key(row))
+
+
+def make_folder(path: str | Path) -> Path:
+    """There when this returns, or named in an error."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out {str(path)!r} cannot be made a folder ({error.strerror}); give another.") from None
+    return Path(path)
 
 
 def key(row: dict[str, Any]) -> tuple:

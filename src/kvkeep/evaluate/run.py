@@ -47,7 +47,7 @@ class Grid:
         for method in self.methods:
             known = parse(method)
             cells += product([method], self.budgets if known.scorer or known.recall else [None])
-        return cells
+        return list(dict.fromkeys(cells))
 
 
 def run(
@@ -63,26 +63,34 @@ def run(
     rows, times = Rows(Path(out) / "rows.jsonl"), Rows(Path(out) / "times.jsonl")
     stamps = {(sample.task, sample.id): {**(about or {}), "sample": digest(sample)} for sample in samples}
     check_stamps(rows, stamps, out)
-    total = len(samples) * len(grid.protocols) * len(grid.cells)
-    todo = [item for item in items(samples, grid.protocols) if not keys(item, grid) <= rows.done]
+    every = items(samples, grid.protocols)
+    wanted = {key for item in every for key in keys(item, grid)}
+    if strange := len(rows.done - wanted):
+        raise BadInput(f"{str(out)!r} holds {strange} rows that are not of this run; use a folder of its own.")
+    todo = [item for item in every if not keys(item, grid) <= rows.done]
     for found in (answer(item) for item in todo) if isinstance(answer, Answerer) else answer(todo):
         for row, timed in found:
             times.add(timed)
             rows.add(row | stamps[row["task"], row["id"]])
         if progress:
-            progress(len(rows.rows), total)
-    if len(rows.rows) != total:
-        raise BadInput(f"{str(out)!r} holds {len(rows.rows)} rows, this run has {total}: use a folder of its own.")
+            progress(len(rows.rows), len(wanted))
+    if rows.done != wanted:
+        raise BadInput(f"{str(out)!r} holds {len(rows.done)} rows, this run has {len(wanted)}.")
     return rows.rows
 
 
 def items(samples: Sequence[Sample], protocols: Sequence[str]) -> list[Item]:
-    """In the order of the samples; those that ask about the same text before they are known come together."""
+    """In the order of the samples; those that ask about the same text before they are known come together.
+
+    Where a question is all there is, it is known: such samples have one protocol.
+    """
     found: dict[tuple, list[Sample]] = {}
     for sample, protocol in product(samples, protocols):
-        alone = protocol == "aware" or sample.choices or not sample.context
-        text = (sample.id,) if alone else (sample.context, sample.chat)
-        found.setdefault((protocol, sample.task, *text), []).append(sample)
+        if not sample.context and protocol != protocols[-1]:
+            continue
+        known = "aware" if not sample.context else protocol
+        text = (sample.id,) if known == "aware" or sample.choices else (sample.context, sample.chat)
+        found.setdefault((known, sample.task, *text), []).append(sample)
     return [Item(place[0], tuple(mine)) for place, mine in found.items()]
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import KvkeepError, UnknownName
+from kvkeep.errors import KvkeepError, NoData, UnknownName
 from kvkeep.evaluate.hub import SOURCES, fetch
 from kvkeep.evaluate.reasoning import ASK
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
-from kvkeep.evaluate.tasks.needle import needle
+from kvkeep.evaluate.tasks.needle import DEPTHS, needle
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
 from kvkeep.evaluate.tasks.ruler import available, ruler
 from kvkeep.registry import did_you_mean
@@ -25,6 +25,7 @@ READ = {
 }
 PROBLEMS = [name for name in READ if name not in SHORT]
 MADE = ("needle", "needle_number")
+RULER_SAMPLES = 100  # of each task and length, where none are asked for; officially 500
 FOLDERS = {"longbench": longbench.longbench, "infinitebench": infinitebench.infinitebench}
 
 
@@ -37,7 +38,7 @@ class Sources:
     squad: Path | None = None
     hotpotqa: Path | None = None
     lengths: tuple[int, ...] = (4096,)  # of tasks that are made
-    limit: int | None = None  # samples of each task
+    limit: int | None = None  # samples of each task, and of each length of one that is made
     seed: int = 42
 
 
@@ -49,7 +50,10 @@ def names() -> list[str]:
 def load(
     wanted: Iterable[str], tokenizer: Any, sources: Sources, say: Callable[[str], None] | None = None
 ) -> tuple[list[Sample], dict[str, str]]:
-    """Samples of these tasks, and which could not be had, and why. A file that is there but damaged is an error."""
+    """Samples of these tasks, and which could not be had, and why; NoData where that is all of them.
+
+    A file that is there but damaged is an error.
+    """
     samples: list[Sample] = []
     skipped: dict[str, str] = {}
     for name in dict.fromkeys(part for each in wanted for part in _parts(each, sources)):
@@ -59,6 +63,8 @@ def load(
             skipped[name] = str(reason)
         else:
             samples += _task(name, path, tokenizer, sources)
+    if not samples:
+        raise NoData(f"none of these tasks can be had: {'; '.join(f'{name} {why}' for name, why in skipped.items())}.")
     return samples, skipped
 
 
@@ -106,9 +112,15 @@ def _task(name: str, path: Path | None, tokenizer: Any, sources: Sources) -> lis
         return [sample for length in sources.lengths for sample in _ruler(name, length, tokenizer, sources)]
     if name in MADE:
         kind = "number" if name == "needle_number" else "sandwich"
-        return needle(tokenizer, sources.lengths, folder=sources.haystack, kind=kind)[: sources.limit]
+        return needle(tokenizer, sources.lengths, _spread(DEPTHS, sources.limit), sources.haystack, kind)
     read = _reader(name)(path)[: sources.limit]
     return [_worked(sample) for sample in read] if name in PROBLEMS else read
+
+
+def _spread(values: Sequence[int], count: int | None) -> list[int]:
+    """So many of them, each from the middle of an equal part."""
+    count = min(count or len(values), len(values))
+    return [values[(2 * number + 1) * len(values) // (2 * count)] for number in range(count)]
 
 
 def _worked(sample: Sample) -> Sample:
@@ -127,7 +139,8 @@ def _reader(name: str) -> Callable:
 
 def _ruler(name: str, length: int, tokenizer: Any, sources: Sources) -> list[Sample]:
     files = (sources.haystack, sources.squad, sources.hotpotqa)
-    made = ruler(name, length, tokenizer, sources.limit or 100, sources.seed, *files, reserve=_template(tokenizer))
+    count = sources.limit or RULER_SAMPLES
+    made = ruler(name, length, tokenizer, count, sources.seed, *files, reserve=_template(tokenizer))
     return [replace(sample, task=f"{name}_{length}") for sample in made]
 
 
@@ -136,7 +149,7 @@ def _template(tokenizer: Any) -> int:
     if not tokenizer.chat_template:
         return 0
     chat = [{"role": "user", "content": ""}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, enable_thinking=False)
     return len(tokenizer(text, add_special_tokens=False).input_ids)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from statistics import fmean as mean
 
@@ -14,6 +14,14 @@ from kvkeep.evaluate.metrics.words import as_list, chinese_words, english_words,
 from kvkeep.registry import Registry
 
 FIRST_LINE_ONLY = {"trec", "triviaqa", "samsum", "lsht"}
+CATEGORIES = {  # of the 16 English tasks
+    "single-document": ("narrativeqa", "qasper", "multifieldqa_en"),
+    "multi-document": ("hotpotqa", "2wikimqa", "musique"),
+    "summary": ("gov_report", "qmsum", "multi_news"),
+    "few-shot": ("trec", "triviaqa", "samsum"),
+    "synthetic": ("passage_count", "passage_retrieval_en"),
+    "code": ("lcc", "repobench-p"),
+}
 
 
 def best_of_references(metric: Callable[..., float]) -> Callable[..., float]:
@@ -137,3 +145,20 @@ def scorer_by_length(predictions, references, dataset: str, lengths: Sequence[in
         name = "0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"
         ranges[name].append(score_answer(prediction, reference, dataset, **fields))
     return {name: round(100 * mean(scores), 2) for name, scores in ranges.items() if scores}
+
+
+def averages(scores: Mapping[str, float]) -> dict[str, float]:
+    """Both averages in use, of the English tasks among these, under names that say of how many; of one task, none.
+
+    KV papers take the mean of 16 tasks, LongBench's README that of six categories' means. Tasks of LongBench-E, whose
+    names end in _e, are averaged apart.
+    """
+    found: dict[str, float] = {}
+    for name, end in (("LongBench", ""), ("LongBench-E", "_e")):
+        groups = [[scores[task + end] for task in tasks if task + end in scores] for tasks in CATEGORIES.values()]
+        groups = [group for group in groups if group]
+        tasks = [score for group in groups for score in group]
+        if len(tasks) > 1:
+            found[f"{name}, mean of {len(tasks)} tasks"] = mean(tasks)
+            found[f"{name}, mean of {len(groups)} categories"] = mean(map(mean, groups))
+    return found

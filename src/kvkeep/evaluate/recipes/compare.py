@@ -14,7 +14,7 @@ from kvkeep.evaluate.recipes.jobs import used
 from kvkeep.evaluate.recipes.recipe import Budget, Cell, Point, Recipe
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
 
-SAME = {"needle": "needle_sandwich", "aime24": "aime", "aime25": "aime"}  # how rows call them
+SAME = {"needle": "needle_sandwich"}  # how rows call them
 
 
 @dataclass(frozen=True)

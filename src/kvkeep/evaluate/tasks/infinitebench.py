@@ -2,6 +2,7 @@
 
 infinitebench.json holds the official templates for local models (its "yarn_mistral"), cut into context, question and
 the beginning of the answer, and the limits (OpenBMB/InfiniteBench, MIT). They are asked without a chat template.
+math_find says what is wanted, and code_run names the function, before the text: a compressed context has read it.
 """
 
 from __future__ import annotations

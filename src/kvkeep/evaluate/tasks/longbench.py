@@ -21,7 +21,8 @@ CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh
 ENGLISH = [task for task in TEMPLATES if task not in CHINESE]  # the 16 that papers on caches report
 LONGBENCH_E = [task for task in ENGLISH if task not in {"narrativeqa", "musique", "qmsum"}]
 WITHOUT_CHAT = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
-MARGIN = 500  # of the window, that the authors leave free
+LIMITS = {4096: 3500, 8192: 7500, 16384: 15500, 32768: 31500}  # the authors', who count 1000 tokens to a K
+MARGIN = 500  # of any other window, left free
 NEEDS_CLASSES = {"trec", "lsht"}
 
 
@@ -60,6 +61,7 @@ def _sample(
         chat=name not in WITHOUT_CHAT,
         stops=("\n",) if name == "samsum" else (),
         margin=MARGIN,
+        limits=LIMITS,
         extra=_extra(record, where, name, by_length),
     )
 

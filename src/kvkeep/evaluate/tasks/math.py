@@ -19,8 +19,8 @@ def math500(path: str | Path) -> list[Sample]:
 
 
 def aime(path: str | Path) -> list[Sample]:
-    """Lines with `problem` or `question`, and an integer `answer`."""
-    return _samples(path, "aime", "aime", _integer)
+    """Lines with `problem` or `question`, and an integer `answer`. The task is the file's name, so years stay apart."""
+    return _samples(path, Path(path).stem, "aime", _integer)
 
 
 def _samples(path: str | Path, task: str, metric: str, answer: Callable[[dict[str, Any], str], str]) -> list[Sample]:

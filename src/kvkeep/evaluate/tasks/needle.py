@@ -20,8 +20,8 @@ from kvkeep.registry import Registry
 
 DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)  # percent
 BUFFER = 200
-BEFORE, AFTER = "This is a very long story book: <book> ", " </book>.\n "
-ASK = "Based on the content of the book, Question: {question}\nAnswer:"
+BEFORE, AFTER = "This is a very long story book: <book> ", " </book>.\n"
+ASK = " Based on the content of the book, Question: {question}\nAnswer:"
 
 
 @dataclass(frozen=True)

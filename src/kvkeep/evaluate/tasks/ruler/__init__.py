@@ -98,7 +98,7 @@ def available(
 
 
 def _reads(task: Task) -> str:
-    return f"reads a file that was not given: {task.needs}= ({FILES[task.needs]})"
+    return f"reads a file that was not given: {task.needs}=, or --{task.needs} ({FILES[task.needs]})"
 
 
 def _sample(spec: Task, frame: Frame, number: int, prompt: Any, length: int) -> Sample:
