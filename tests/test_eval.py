@@ -19,7 +19,7 @@ from conftest import EVICTING, FETCHING, make_llama
 import kvkeep
 from kvkeep.engine.fan import read
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse, KvkeepError
-from kvkeep.evaluate.answer import Answerer, _cut
+from kvkeep.evaluate.answer import Answerer, Writing, _cut
 from kvkeep.evaluate.render import render
 from kvkeep.evaluate.rows import KEY, Rows
 from kvkeep.evaluate.run import Grid, items, run
@@ -236,6 +236,21 @@ def test_long_answers_are_reported_when_they_are_written(chat, tmp_path):
     assert full["cut"] and not full["answered"] and full["new_tokens"] == 120
     assert full["kept_per_head"] == full["prompt_tokens"] + 119  # the last is not read any more
     assert tight["kept_per_head"] == 40 and tight["full_bytes"] == full["full_bytes"] > tight["bytes"]
+
+
+def test_an_answer_that_has_to_speak_does(chat):
+    class Silent:
+        """Would end at once, then begin a line, then say 7."""
+
+        def feed(self, ids, keep=1):
+            return torch.zeros(len(ids), 1, 512)
+
+    model, words = chat
+    end, line = 5, words("\n", add_special_tokens=False).input_ids[-1]
+    logits = torch.zeros(1, 512)
+    logits[0, [end, line, 70]] = torch.tensor([3.0, 2.0, 1.0])
+    spoken = [Writing(words, sample(stops=("\n",), speaks=speaks, max_new_tokens=1), {end}) for speaks in (True, False)]
+    assert [each.write(Silent(), logits) for each in spoken] == [[[70]], [[]]]
 
 
 def choice(number=0, shots=""):

@@ -105,15 +105,17 @@ def evaluate(
         str | None, typer.Option(help="ruler, niah, needle, short, longbench/qasper, …, by commas.")
     ] = None,
     out: Annotated[str | None, typer.Option(help="Folder for rows.jsonl, times.jsonl and results.csv.")] = None,
-    methods: Annotated[str | None, typer.Option(help="Methods by commas: full,snapkv,protokv+adakv.")] = None,
-    budgets: Annotated[str | None, typer.Option(help="Budgets by commas: 128,512 or 0.1.")] = None,
-    protocol: Annotated[str | None, typer.Option(help="agnostic, aware or both.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Methods by commas: snapkv,protokv+adakv; else full,kvkeep.")
+    ] = None,
+    budgets: Annotated[str | None, typer.Option(help="Budgets by commas: 128 or 0.1; else 512.")] = None,
+    protocol: Annotated[str | None, typer.Option(help="agnostic or aware; else both.")] = None,
     model: Annotated[str | None, typer.Option(help="`default`, a hub id, or a local folder.")] = None,
-    length: Annotated[str | None, typer.Option(help="Tokens of tasks that are made, by commas.")] = None,
+    length: Annotated[str | None, typer.Option(help="Tokens of tasks that are made, by commas; else 4096.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Samples per task and length; else all, of RULER 100 (officially 500).")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="For tasks that are made.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="For tasks that are made; else 42.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of official files: longbench/qasper.jsonl …")] = None,
     haystack: Annotated[str | None, typer.Option(help="Essays for needle tasks: a folder of .txt files.")] = None,
     squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,

@@ -177,6 +177,7 @@ class Writing:
         """Rows that are done leave when half of them are. logits [rows, vocabulary] -> ids of each"""
         ids: list[list[int]] = [[] for _ in logits]
         batch = open_ = list(range(len(ids)))
+        logits = self._opening(logits) if self.sample.speaks else logits
         while open_:
             tokens = dict(zip(batch, logits.argmax(-1).tolist(), strict=True))
             open_ = [number for number in open_ if self._add(ids[number], tokens[number])]
@@ -186,6 +187,11 @@ class Writing:
             if open_:
                 logits = row.feed(torch.tensor([[tokens[number]] for number in batch]))[:, -1]
         return ids
+
+    def _opening(self, logits: Tensor) -> Tensor:
+        """Without what would end the answer before it begins."""
+        words = (self.tokenizer(stop, add_special_tokens=False).input_ids[-1] for stop in self.sample.stops)
+        return logits.index_fill(-1, torch.tensor([*self.last, *words], device=logits.device), float("-inf"))
 
     def _add(self, ids: list[int], token: int) -> bool:
         """-> whether there is more to say"""

@@ -23,6 +23,7 @@ class Sample:
     chat: bool = True  # through the model's chat template, where it has one
     long: bool = False  # the answer is long enough to have to stay within the budget itself
     stops: tuple[str, ...] = ()  # texts that end an answer, beside the model's own end
+    speaks: bool = False  # an answer does not begin with an end or a stop
     margin: int | None = None  # cut as LongBench does: the prompt, template apart, leaves so much of the window free
     limits: Mapping[int, int] = field(default_factory=dict)  # or, in windows of these sizes, has so many tokens
     extra: Mapping[str, Any] = field(default_factory=dict)  # for the metric: classes, length

@@ -60,6 +60,7 @@ def _sample(
         max_new_tokens=template["max_new_tokens"],
         chat=name not in WITHOUT_CHAT,
         stops=("\n",) if name == "samsum" else (),
+        speaks=name == "samsum",
         margin=MARGIN,
         limits=LIMITS,
         extra=_extra(record, where, name, by_length),
