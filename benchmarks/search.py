@@ -12,7 +12,6 @@ stage 3, and only it, sees the other half of the tasks.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -27,6 +26,7 @@ from kvkeep.cli.grid import Wanted, answerer
 from kvkeep.compress.method import parse
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate import suite
+from kvkeep.evaluate.rows import Rows
 from kvkeep.evaluate.run import Grid, run
 from kvkeep.evaluate.table import cells
 from kvkeep.model.load import load_tokenizer
@@ -144,8 +144,7 @@ def ranked(scores: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "rows.jsonl").read_text(encoding="utf-8").split("\n")  # an answer may hold other line ends
-    return [json.loads(line) for line in lines if line]
+    return Rows(folder / "rows.jsonl").rows
 
 
 def _options() -> Any:

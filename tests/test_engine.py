@@ -16,10 +16,7 @@ TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 29 == 0 else "") for i in ran
 
 @pytest.fixture(scope="module")
 def chat():
-    model = tiny_chat.model()
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.weight.data *= 20
-    return model, tiny_chat.tokenizer()
+    return tiny_chat.sharp()
 
 
 def engine(chat, method="snapkv", budget=100, **options):

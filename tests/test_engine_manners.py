@@ -24,10 +24,7 @@ SHORT = [{"role": "user", "content": "Hello, how are you today?"}]
 
 @pytest.fixture(scope="module")
 def chat():
-    model = tiny_chat.model()
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.weight.data *= 20
-    return model, tiny_chat.tokenizer()
+    return tiny_chat.sharp()
 
 
 def turns(text, answer, more):

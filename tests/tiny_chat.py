@@ -24,3 +24,11 @@ def model(window=1024):
         num_key_value_heads=2, max_position_embeddings=window, bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+def sharp():
+    """Both, with heads that attend to something: what is chosen differs."""
+    made = model()
+    for layer in made.model.layers:
+        layer.self_attn.q_proj.weight.data *= 20
+    return made, tokenizer()

@@ -87,7 +87,7 @@ class Answerer:
         found: dict[int, tuple[Held, list[int], dict[str, Any]]] = {}
         began = time.perf_counter()
         for numbers, row in self._rows(held, sample, prompt, sample.max_new_tokens):
-            writers = list(row.engines) if sample.long else []
+            writers = list(row.engines) if sample.long else []  # long answers are written by an engine each
             logits = torch.stack([held[number].logits for number in numbers])
             if len(prompt.question):
                 logits = row.feed(prompt.question.expand(len(numbers), -1))[:, -1]

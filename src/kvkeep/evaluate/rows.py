@@ -59,7 +59,7 @@ def make_folder(path: str | Path) -> Path:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"--out {str(path)!r} cannot be made a folder ({error.strerror}); give another.") from None
+        raise BadInput(f"{str(path)!r} cannot be made a folder ({error.strerror}); give another.") from None
     return Path(path)
 
 
