@@ -1,4 +1,4 @@
-"""Every method on the default model: the tables of docs/RESULTS.md.
+"""Every method on one model, the default one if none is named: the tables of docs/RESULTS.md.
 
 python benchmarks/default_model.py niah --out results/niah --haystack DIR           # RULER's needle tasks
 python benchmarks/default_model.py needle --out results/needle --haystack DIR       # a grid of lengths and depths
@@ -6,11 +6,13 @@ python benchmarks/default_model.py longbench --out results/longbench --data DIR
 python benchmarks/default_model.py niah_fetching --out results/niah_fetching …      # methods that drop nothing
 python benchmarks/default_model.py needle_fetching --out results/needle_fetching …
 python benchmarks/default_model.py table --out results                              # from all rows that are there
+python benchmarks/default_model.py paired --out results     # `kvkeep` and all others, on what its search did not see
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pool import answers
+from search import LONGBENCH, NIAH
 
 import kvkeep
 from kvkeep.cli.grid import Wanted, answerer
@@ -45,12 +48,13 @@ PARTS = {
 
 def main() -> None:
     options = _options()
-    if options.part == "table":
-        return table(Path(options.out))
+    if options.part in REPORTS:
+        return REPORTS[options.part](Path(options.out))
     tasks, methods, budgets, lengths = PARTS[options.part]
+    budgets, lengths = tuple(options.budgets or budgets), tuple(options.lengths or lengths)
     wanted = Wanted(
         tuple(tasks), options.out, (*methods, *options.also), budgets, model=options.model, device=options.device,
-        dtype="float32", length=lengths or (4096,),
+        dtype=options.dtype, length=lengths or (4096,),
     )  # fmt: skip
     grid = Grid(tuple(name for name in wanted.methods if _allowed(name, budgets)), budgets)
     places = {name: Path(value) if (value := getattr(options, name)) else None for name in ("data", "haystack")}
@@ -83,9 +87,44 @@ def table(out: Path) -> None:
         groups: dict[tuple, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
         for row in Rows(path).rows:
             kind = (part, _kind(row), row["protocol"])
-            groups[kind][row["method"], row["budget"]].append(100 * row["score"] / BEST.get(row["metric"], 1))
+            groups[kind][row["method"], row["budget"]].append(_percent(row))
         for kind, scores in sorted(groups.items()):
             _print(" · ".join(kind), scores)
+
+
+def paired(out: Path) -> None:
+    """Means on the half of the tasks that its search did not see, and how far `kvkeep` is ahead, sample by sample."""
+    for parts, tasks in (("niah", "needle"), NIAH[1]), (("longbench",), LONGBENCH[1]):
+        paths = [path for part in parts if (path := out / part / "rows.jsonl").is_file()]
+        rows = [row for path in paths for row in Rows(path).rows if row["task"].startswith(tasks)]
+        for protocol in sorted({row["protocol"] for row in rows}):
+            scores: dict[str, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
+            for row in rows:
+                if row["protocol"] == protocol:
+                    scores[row["method"]][row["task"], row["id"]].append(_percent(row))
+            _compare(
+                f"{' and '.join(parts)}, other half · {protocol}", {name: _means(of) for name, of in scores.items()}
+            )
+
+
+def _means(samples: dict[tuple, list[float]]) -> dict[tuple, float]:
+    """Of each sample over its budgets."""
+    return {sample: sum(scores) / len(scores) for sample, scores in samples.items()}
+
+
+def _compare(title: str, methods: dict[str, dict[tuple, float]], mine: str = "kvkeep") -> None:
+    own = methods[mine]
+    print(f"\n### {title} (n = {len(own)})\n\n| method | mean | {mine} ahead by |\n|---|---|---|")
+    for name, scores in sorted(methods.items(), key=lambda pair: -sum(pair[1].values())):
+        ahead = [own[sample] - score for sample, score in scores.items()]
+        mean = sum(ahead) / len(ahead)
+        wide = 1.96 * math.sqrt(sum((x - mean) ** 2 for x in ahead) / (len(ahead) - 1) / len(ahead))
+        shown = "" if name in (mine, "full") else f"{mean:.1f} ± {wide:.1f}"
+        print(f"| {name} | {sum(scores.values()) / len(scores):.1f} | {shown} |")
+
+
+def _percent(row: dict[str, Any]) -> float:
+    return 100 * row["score"] / BEST.get(row["metric"], 1)
 
 
 def _kind(row: dict[str, Any]) -> str:
@@ -117,14 +156,20 @@ def _cell(values: list[float]) -> str:
     return f"{sum(values) / len(values):.1f} [{low:.0f}, {high:.0f}]"
 
 
+REPORTS = {"table": table, "paired": paired}
+
+
 def _options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=[*PARTS, "table"])
+    parser.add_argument("part", choices=[*PARTS, *REPORTS])
     parser.add_argument("--out", required=True)
     parser.add_argument("--data")
     parser.add_argument("--haystack")
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--budgets", type=int, nargs="+", help="in place of the part's own")
+    parser.add_argument("--lengths", type=int, nargs="+", help="of prompts that are made, in place of the part's own")
     parser.add_argument("--limit", type=int, help="samples of each task")
     parser.add_argument("--also", nargs="*", default=[])
     parser.add_argument("--workers", type=int, default=1)
