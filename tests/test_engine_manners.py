@@ -1,5 +1,6 @@
 """What an engine owes whoever uses it: streams that do not mix, memory given back, the same rules for one and many."""
 
+import dataclasses
 import gc
 import itertools
 import weakref
@@ -7,11 +8,12 @@ import weakref
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING, make_llama
+from conftest import EVICTING, FETCHING, make_llama
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import kvkeep
+from kvkeep.compress.method import parse
 from kvkeep.engine import many
 from kvkeep.engine.slots import WARM, Together
 from kvkeep.engine.words import Unfolding
@@ -229,6 +231,18 @@ def test_a_fraction_of_a_short_text_keeps_what_it_can(chat, spec, budget):
     n = one.cache.seen
     assert one.cache.report().kept_per_head == max(1, int(budget * n))
     assert isinstance(one.generate(["Hello there.", TEXT], max_new_tokens=3)[0], str)
+
+
+@pytest.mark.parametrize("spec", [name for name in FETCHING if name != "emllm"])
+@pytest.mark.parametrize("budget", [0.5, 0.2])
+def test_a_fraction_leaves_what_is_near_as_much_room_as_there_is(chat, spec, budget):
+    method = parse(spec)
+    method = dataclasses.replace(method, recall=dataclasses.replace(method.recall, sinks=64, near=512))
+    one = kvkeep.Engine(*chat, method, budget, piece=64)
+    one.generate(TEXT, max_new_tokens=1)
+    assert 0 < one.cache.report().kept_per_head <= budget * one.cache.seen
+    with pytest.raises(BudgetTooSmall, match="budget=100 cannot hold the 64 sinks, 512 near tokens"):
+        kvkeep.Engine(*chat, method, 100)
 
 
 def test_a_budget_in_tokens_is_still_refused(chat):

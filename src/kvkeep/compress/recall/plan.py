@@ -7,7 +7,7 @@ a window of queries -> probe -> match with the descriptions -> select units -> f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvkeep.errors import BadParameter, BudgetTooSmall
@@ -20,6 +20,10 @@ class Sizes:
     sinks: int
     near: int
     unit: int  # the most a fetched unit usually takes
+
+    @property
+    def least(self) -> int:
+        return self.sinks + self.near + self.unit
 
 
 @dataclass(frozen=True)
@@ -50,17 +54,21 @@ class Recall:
         return self.far != "true"
 
     def sizes(self, budget: int) -> Sizes:
-        """What a budget is made of, beside the units fetched."""
+        """What a budget is made of, beside the units fetched; the usual, where a fraction cannot hold what is asked."""
+        asked = self._asked(budget)
+        return asked if asked.least <= budget else replace(self, sinks=None, near=None)._asked(budget)
+
+    def _asked(self, budget: int) -> Sizes:
         sinks = min(self.usual[0], budget // 16) if self.sinks is None else self.sinks
         near = max(1, min(self.usual[1], budget // 4)) if self.near is None else self.near
         return Sizes(sinks, near, self.cut.size(budget))
 
     def check(self, budget: int, name: str) -> None:
-        sizes = self.sizes(budget)
-        if (least := sizes.sinks + sizes.near + sizes.unit) > budget:
+        asked = self._asked(budget)
+        if asked.least > budget:
             raise BudgetTooSmall(
-                f"budget={budget} cannot hold the {sizes.sinks} sinks, {sizes.near} near tokens and one unit of "
-                f"{sizes.unit} that '{name}' attends to; use a budget of {least} or more, or smaller sizes."
+                f"budget={budget} cannot hold the {asked.sinks} sinks, {asked.near} near tokens and one unit of "
+                f"{asked.unit} that '{name}' attends to; use a budget of {asked.least} or more, or smaller sizes."
             )
 
 
