@@ -34,10 +34,10 @@ def _answer(item: Any) -> Any:
     assert answer_one is not None
     for wait in WAITS:
         try:
-            return answer_one(item)
+            return list(answer_one(item))
         except torch.OutOfMemoryError:
             pass  # what the item held is let go of first
         finally:
             torch.cuda.empty_cache()
         time.sleep(wait)
-    return answer_one(item)
+    return list(answer_one(item))

@@ -318,10 +318,11 @@ def test_means_come_with_their_number_and_interval(tmp_path):
 def test_sharing_changes_times_and_nothing_else(chat, tmp_path):
     grid = Grid(("full", "snapkv", "h2o", "snapkv+adakv", "infllm", "emllm", "sentencekv"), (70, 200))
     samples = [sample(0), sample(1), choice(shots=CONTEXT)]
-    together, alone = (evaluate(chat, samples, grid, tmp_path / str(share), share=share) for share in (True, False))
+    exact = tiny_chat.model().double(), chat[1]  # a batch rounds otherwise, and what is nearly as good may be chosen
+    together, alone = (evaluate(exact, samples, grid, tmp_path / str(share), share=share) for share in (True, False))
     for one, other in zip(together, alone, strict=True):
         weights = one.pop("loglikelihoods", []), other.pop("loglikelihoods", [])
-        assert one == other and weights[0] == pytest.approx(weights[1], abs=1e-4)
+        assert one == other and weights[0] == pytest.approx(weights[1], abs=1e-9)
     times = [json.loads(line) for line in (tmp_path / "False" / "times.jsonl").read_text().splitlines()]
     assert {(each["readers"], each.get("writers", 1)) for each in times} == {(1, 1)}
 

@@ -7,9 +7,10 @@ import sys
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING
+from conftest import EVICTING, FETCHING
 
 import kvkeep
+from kvkeep.compress.method import parse
 from kvkeep.errors import BadInput, BadParameter, MissingExtra, UnknownName
 
 pytest.importorskip("lm_eval", reason="needs kvkeep[harness]")
@@ -101,6 +102,17 @@ def test_scores_come_from_what_was_kept(chat, budget):
         context_ids = chat[1](read).input_ids
         want = step_by_step(chat, "snapkv", budget, context_ids, ids, window=4)
         assert some_kept == pytest.approx(want, abs=1e-4) and abs(some_kept - all_kept) > 1e-3
+
+
+@pytest.mark.parametrize("spec", [name for name in FETCHING if not parse(name).recall.needs])
+def test_a_continuation_is_fetched_for_as_if_it_were_written(spec):
+    """Read at once, it would be seen by methods that read texts whole beside everything that was put away."""
+    chat = tiny_chat.sharp()
+    ids = chat[1](" no, never").input_ids
+    (found,), _ = scores(ours(chat, spec, 32), PAIRS[1:2])
+    assert found == pytest.approx(step_by_step(chat, spec, 32, chat[1](TEXT).input_ids, ids), abs=1e-4)
+    (full,), _ = scores(ours(chat), PAIRS[1:2])
+    assert abs(found - full) > 2e-4
 
 
 def test_one_reading_serves_every_continuation(chat, monkeypatch):

@@ -108,8 +108,8 @@ def test_small_windows_drop_something():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("intelllm/table1", "score what Full does"),
-        *((f"actqkv/table{number}", "cuts prompts to the model's window, 8K") for number in (1, 2, 3, 9)),
+        ("intelllm/table1", "read whole by all but Full, which has the model's window, 8K"),
+        *((f"actqkv/table{number}", "full context has the model's window, 8K") for number in (1, 2, 3, 9)),
         *((f"ahakv/table{number}", "choose once, after the prompt") for number in (1, 2, 3)),
     ],
 )

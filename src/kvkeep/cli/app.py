@@ -113,7 +113,10 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="`default`, a hub id, or a local folder.")] = None,
     length: Annotated[str | None, typer.Option(help="Tokens of tasks that are made, by commas; else 4096.")] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Samples per task and length; else all, of RULER 100 (officially 500).")
+        int | None,
+        typer.Option(
+            min=1, help="Samples per task and length; else all, 100 of RULER (officially 500), 10 of needles."
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="For tasks that are made; else 42.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of official files: longbench/qasper.jsonl …")] = None,
@@ -122,6 +125,10 @@ def evaluate(
     hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a prompt at most; what the window has room for if less.")
+    ] = None,
+    beyond_window: Annotated[
+        bool | None,
+        typer.Option("--beyond-window", help="Methods that can read longer prompts than the model's window do."),
     ] = None,
     share: Annotated[
         bool | None, typer.Option("--share/--alone", help="Read and write for all methods at once, or for each alone.")
@@ -192,7 +199,10 @@ def reproduce(
     squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,
     hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Samples per task and length; else all, of RULER 100 (officially 500).")
+        int | None,
+        typer.Option(
+            min=1, help="Samples per task and length; else all, 100 of RULER (officially 500), 10 of needles."
+        ),
     ] = None,
     ray: Annotated[
         str | None, typer.Option(metavar="[ADDRESS]", help="On Ray: a cluster at this address, or this machine.")

@@ -13,6 +13,7 @@ from kvkeep.errors import BadInput
 LOCAL = "local"  # a Ray of its own on this machine
 LISTS = ("tasks", "methods", "budgets", "length")
 LEAST = {"limit": 1, "seed": 0, "max_length": 1}
+FLAGS = ("share", "beyond_window")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Wanted:
     limit: int | None = None
     seed: int = 42
     max_length: int | None = None
+    beyond_window: bool = False
     share: bool = True
     ray: str | None = None
     data: str | None = None
@@ -93,20 +95,20 @@ def _single(name: str, value: Any) -> Any:
         return value
     if name == "ray" and isinstance(value, bool):
         return LOCAL if value else None
-    if isinstance(value, list | dict) or (name == "share") != isinstance(value, bool):
-        raise BadInput(f"{name}: {value!r} should be {'true or false' if name == 'share' else 'a text'}.")
-    return value if name == "share" else str(value)
+    if isinstance(value, list | dict) or (name in FLAGS) != isinstance(value, bool):
+        raise BadInput(f"{name}: {value!r} should be {'true or false' if name in FLAGS else 'a text'}.")
+    return value if name in FLAGS else str(value)
 
 
 def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """-> all rows, and the tasks left out with their reasons"""
     from kvkeep.evaluate import suite
-    from kvkeep.evaluate.render import PROTOCOLS
+    from kvkeep.evaluate.render import PROTOCOLS, answerable
     from kvkeep.evaluate.rows import make_folder
     from kvkeep.evaluate.run import Grid
     from kvkeep.evaluate.run import run as answer
     from kvkeep.evaluate.table import write_csv
-    from kvkeep.model.load import hush, load_tokenizer
+    from kvkeep.model.load import hush, load_tokenizer, load_window
 
     make_folder(options.out)
     protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
@@ -117,10 +119,12 @@ def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dic
     places = {name: _path(getattr(options, name), name) for name in ("data", "haystack", "squad", "hotpotqa")}
     sources = suite.Sources(**places, lengths=options.length, limit=options.limit, seed=options.seed)
     samples, skipped = suite.load(options.tasks, tokenizer, sources, say)
+    samples, endless = answerable(samples, load_window(options.model))
+    skipped |= endless
     make = partial(answerer, options, tuple(grid.cells))
     answers = _workers(options, make, say) if options.ray else make(say)
-    about = {"model": options.model, "max_length": options.max_length, "dtype_asked": options.dtype}
-    rows = answer(answers, samples, grid, options.out, note, about)
+    about = {name: getattr(options, name) for name in ("model", "max_length", "beyond_window")}
+    rows = answer(answers, samples, grid, options.out, note, {**about, "dtype_asked": options.dtype})
     write_csv(rows, Path(options.out) / "results.csv")
     return rows, skipped
 
@@ -132,14 +136,20 @@ def answerer(options: Wanted, cells: Sequence[Any], say: Any = None) -> Any:
 
     hush()
     model, tokenizer = load(options.model, device=options.device, dtype=options.dtype, progress=say)
-    return Answerer(model, tokenizer, cells, options.share, options.max_length)
+    return Answerer(model, tokenizer, cells, options.share, options.max_length, options.beyond_window)
 
 
 def _workers(options: Wanted, make: Any, say: Any) -> Any:
     from kvkeep.evaluate.cluster import on_ray
 
     address = None if options.ray == LOCAL else options.ray
-    return lambda items: on_ray(address, make, items, say=say)
+    return lambda items: on_ray(address, partial(_whole, make), items, say=say)
+
+
+def _whole(make: Any) -> Any:
+    """An answerer whose answers travel: all of an item at once."""
+    answer = make()
+    return lambda item: list(answer(item))
 
 
 def _path(given: str | None, name: str) -> Path | None:

@@ -79,7 +79,8 @@ def _changed(wanted: Recipe, options: Options) -> Recipe:
 
 def _wanted(wanted: Recipe, job: Job, out: Path, options: Options) -> grid.Wanted:
     places = {key: getattr(options, key) for key in ("data", "haystack", "squad", "hotpotqa", "ray", "device", "dtype")}
-    sizes = {"budgets": job.budgets, "length": job.lengths, "limit": wanted.limit, "max_length": wanted.max_length}
+    sizes = {"budgets": job.budgets, "length": job.lengths}
+    sizes |= {key: getattr(wanted, key) for key in ("limit", "max_length", "beyond_window")}
     given = {key: value for key, value in {**places, **sizes}.items() if value}
     return grid.Wanted(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)
 

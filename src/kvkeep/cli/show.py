@@ -90,17 +90,16 @@ def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
 
 def print_scores(rows: list[dict[str, Any]]) -> None:
     """Methods down, tasks across, a mean in percent with its 95 % interval and number; too wide: each on a line."""
-    from kvkeep.evaluate.metrics.longbench import averages
-    from kvkeep.evaluate.table import cells
+    from kvkeep.evaluate import table
 
-    found = {(c.protocol, c.method, c.budget, c.task): c for c in cells(rows)}
+    found = {(c.protocol, c.method, c.budget, c.task): c for c in table.cells(rows)}
     tasks = list(dict.fromkeys(c.task for c in found.values()))
     places = list(dict.fromkeys(place[:3] for place in found))
-    means = [averages({c.task: c.score for at, c in found.items() if at[:3] == place}) for place in places]
+    means = [table.means({c.task: c.score for at, c in found.items() if at[:3] == place}) for place in places]
     names, lines = list(dict.fromkeys(name for mean in means for name in mean)), []
     for (protocol, method, budget), mean in zip(places, means, strict=True):
         scores = [found.get((protocol, method, budget, task)) for task in tasks]
-        shown = [f"{c.score:.1f} [{c.low:.0f}, {c.high:.0f}] n={c.n}" if c else "–" for c in scores]
+        shown = [_score(cell) if cell else "–" for cell in scores]
         shown += [f"{mean[name]:.1f}" if name in mean else "–" for name in names]
         lines.append([protocol, method, "–" if budget is None else str(budget), *shown])
     tasks += names
@@ -112,6 +111,11 @@ def print_scores(rows: list[dict[str, Any]]) -> None:
         mine = [line for line in lines if line[0] == protocol]
         each = ([task, *line[1:3], line[3 + i]] for i, task in enumerate(tasks) for line in mine if line[3 + i] != "–")
         print_table(["task", *header[1:3], "score"], list(each))
+
+
+def _score(cell: Any) -> str:
+    score = f"{cell.score:.1f} [{cell.low:.0f}, {cell.high:.0f}] n={cell.n}"
+    return score if cell.score_per_character is None else f"{score}, per character {cell.score_per_character:.1f}"
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:

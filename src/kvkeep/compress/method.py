@@ -45,6 +45,11 @@ class Method:
         """The budget in tokens per key head once `seen` tokens are known."""
         return budget if isinstance(budget, int) else max(1, int(budget * seen + 1e-9))
 
+    @property
+    def endless(self) -> bool:
+        """It never lets a query see further than a window the model was trained on."""
+        return self.recall.moves if self.recall else self.place is not None
+
     def __post_init__(self) -> None:
         if self.reuse < 1:
             raise BadParameter(f"reuse={self.reuse} must be 1 (every layer chooses) or more.")

@@ -219,18 +219,12 @@ class Engine:
     def check_length(self, prompt: int, max_new_tokens: int) -> None:
         """Refuse what goes beyond the model's window, unless the method reads on in constant memory."""
         window, over = trained_window(self.model), prompt + max_new_tokens - trained_window(self.model)
-        if over > 0 and not self.endless:
+        if over > 0 and not self.method.endless:
             raise BadInput(
                 f"the prompt has {prompt} tokens and the answer may take {max_new_tokens}, but the model's window is "
                 f"{window} and '{self.method.name}' leaves keys where they stood: shorten the prompt by {over} tokens, "
                 f"or use a method that reads any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
             )
-
-    @property
-    def endless(self) -> bool:
-        """The method never lets a query see further than a window the model was trained on."""
-        recall = self.method.recall
-        return recall.moves if recall else self.method.place is not None
 
     def read(self, ids: Tensor, progress: Callable[[Progress], None] | None = None) -> Tensor:
         """Feed what is not fed yet, piece by piece. ids [n] -> logits after the last token [vocabulary]"""

@@ -81,6 +81,8 @@ class Recaller:
         budget = self.method.tokens(self.budget, shelf.seen)
         if shelf.seen > budget:
             shelf = layer.put_away(shelf, piece, budget)
+        if shelf.device_tokens > budget:
+            shelf = shelf.but(fetched=None)  # for a window with less near it
         if shelf.nearby < piece.near[0].shape[1]:  # a part of what is no longer needed
             shelf = shelf.but(near=tuple(part.clone() for part in shelf.near))
         if quiet or not outputs:

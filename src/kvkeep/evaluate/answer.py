@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvkeep.compress.method import parse
 from kvkeep.evaluate.choose import loglikelihoods, preferred, prompts
-from kvkeep.evaluate.hold import Cell, Held, Row, hold, rows
+from kvkeep.evaluate.clock import now
+from kvkeep.evaluate.hold import Cell, Held, Row, hold, reporting, rows
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.answer import extract_answer
 from kvkeep.evaluate.render import Prompt, render
@@ -23,8 +25,10 @@ from kvkeep.model.prompt import ends
 
 Answered = tuple[dict[str, Any], dict[str, Any]]  # a row, and what was timed
 ONE_ANSWER = ("math", "aime")  # metrics of problems with one right answer, written behind the reasoning
-MADE = ("version", "seed", "length", "depth", "words")  # what a sample says of how it was made
+MADE = ("version", "seed", "length", "depth", "words", "splitter", "asked", "capped")  # what a sample says of itself
 PACKAGES = ("kvkeep", "torch", "transformers", "jieba")  # that a row may depend on
+BACK_ENDS = {"code_sim": "difflib"}  # of metrics that elsewhere have others
+ENDLESS = 2**31  # tokens
 
 
 @dataclass(frozen=True)
@@ -44,19 +48,30 @@ class Answerer:
     cells: Sequence[Cell]
     share: bool = True  # one reading for all cells, one batch for their answers
     max_length: int | None = None  # tokens of a prompt; None: what the window has room for
+    beyond_window: bool = False  # methods that can read longer prompts than the window has room for do
 
-    def __call__(self, item: Item) -> list[Answered]:
+    def __call__(self, item: Item) -> Iterator[Answered]:
+        """Sample by sample."""
         by = self._chosen if item.samples[0].choices else self._written
-        return list(by(item))
+        return by(item)
 
     @property
     def window(self) -> int:
-        return min(trained_window(self.model), self.max_length or 2**31)
+        return min(trained_window(self.model), self.max_length or ENDLESS)
 
-    def _hold(self, prompt: Prompt, sample: Sample) -> list[Held]:
+    @property
+    def reaches(self) -> dict[int, list[Cell]]:
+        """How many tokens cells can read, answer included."""
+        found: dict[int, list[Cell]] = {}
+        for cell in self.cells:
+            beyond = self.beyond_window and parse(cell[0]).endless
+            found.setdefault(ENDLESS if beyond else trained_window(self.model), []).append(cell)
+        return found
+
+    def _hold(self, prompt: Prompt, sample: Sample, cells: Sequence[Cell]) -> list[Held]:
         """Methods that can use a question know it while they read, if it is in what they read."""
         known = "" if len(prompt.question) else _asked(sample)
-        return hold(self.model, self.tokenizer, prompt.context, self.cells, sample.long, self.share, known)
+        return hold(self.model, self.tokenizer, prompt.context, cells, sample.long, self.share, known)
 
     def _rows(self, held: Sequence[Held], sample: Sample, prompt: Prompt, new: int) -> Iterator[tuple[list[int], Row]]:
         """Else before they are asked. new: tokens that follow the question"""
@@ -65,13 +80,12 @@ class Answerer:
 
     def _written(self, item: Item) -> Iterator[Answered]:
         """Every sample's answers, from one reading wherever the text is the same to the last token."""
-        readings: dict[tuple, list[Held]] = {}
-        for sample in item.samples:
-            prompt = render(self.tokenizer, sample, item.protocol, trained_window(self.model), self.max_length)
-            text = tuple(prompt.context.tolist())
-            if text not in readings:
-                readings = {text: self._hold(prompt, sample)}
-            for held, ids, timed in self._write(readings[text], prompt, sample):
+        readings: dict[int, tuple[Tensor, list[Held]]] = {}
+        for sample, (reach, cells) in product(item.samples, self.reaches.items()):
+            prompt = render(self.tokenizer, sample, item.protocol, reach, self.max_length)
+            if reach not in readings or not readings[reach][0].equal(prompt.context):
+                readings[reach] = prompt.context, self._hold(prompt, sample, cells)
+            for held, ids, timed in self._write(readings[reach][1], prompt, sample):
                 said = _cut(self.tokenizer.decode(ids, skip_special_tokens=True), sample.stops)
                 score = METRICS[sample.metric](said, _references(sample), **sample.extra)
                 facts = {"score": score, "answer": said, "new_tokens": len(ids)}
@@ -85,47 +99,49 @@ class Answerer:
     ) -> list[tuple[Held, list[int], dict[str, Any]]]:
         """-> for each cell, in order: what it wrote, and how long that took"""
         found: dict[int, tuple[Held, list[int], dict[str, Any]]] = {}
-        began = time.perf_counter()
+        began = now(self.model.device)
         for numbers, row in self._rows(held, sample, prompt, sample.max_new_tokens):
-            writers = list(row.engines) if sample.long else []  # long answers are written by an engine each
-            logits = torch.stack([held[number].logits for number in numbers])
+            mine = [held[number] for number in numbers]
+            report = reporting(row, mine)
+            logits = torch.stack([one.logits for one in mine])
             if len(prompt.question):
                 logits = row.feed(prompt.question.expand(len(numbers), -1))[:, -1]
-            first = time.perf_counter() - began
-            written = Writing(self.tokenizer, sample, ends(self.model, self.tokenizer)).write(row, logits)
-            seconds = time.perf_counter() - began
-            steps = max(map(len, written))
-            reports = [engine.cache.report() for engine in writers] or [held[number].report for number in numbers]
-            for number, ids, report in zip(numbers, written, reports, strict=True):
-                one = replace(held[number], report=report)
+            first = now(self.model.device) - began
+            writing = Writing(self.tokenizer, sample, ends(self.model, self.tokenizer))
+            written = writing.write(row, logits)
+            seconds = now(self.model.device) - began
+            for number, ids, one in zip(numbers, written, report(), strict=True):
                 found[number] = one, ids, {
                     "reading_s": one.seconds,
                     "readers": one.readers,
                     "first_token_s": one.seconds + first,
                     "answer_s": seconds,
                     "writers": len(numbers),
-                    "tokens_per_s": steps / (seconds - first),  # of one of those written together
+                    "tokens_per_s": writing.passes / (seconds - first) if writing.passes else None,  # of each together
                 }  # fmt: skip
-            del row  # before the next batch is made
-            began = time.perf_counter()
+            del row, report  # before the next batch is made
+            began = now(self.model.device)
         return [found[number] for number in range(len(held))]
 
     def _chosen(self, item: Item) -> Iterator[Answered]:
         """Every choice weighed from what is kept."""
         for sample in item.samples:
-            began = time.perf_counter()
+            began = now(self.model.device)
             readings: dict[tuple, list[Held]] = {}
             weights: list[list[float]] = [[] for _ in self.cells]
             for prompt, ids in prompts(self.tokenizer, sample, item.protocol, self.window):
                 text = tuple(prompt.context.tolist())
                 if text not in readings:
-                    readings[text] = self._hold(prompt, sample)
-                held = readings[text]
+                    readings[text] = self._hold(prompt, sample, self.cells)
+                held = list(readings[text])
                 for numbers, row in self._rows(held, sample, prompt, len(ids)):
+                    report = reporting(row, [held[number] for number in numbers])
                     after = torch.stack([held[number].logits for number in numbers])
-                    for number, weight in zip(numbers, loglikelihoods(row, after, prompt.question, ids), strict=True):
+                    found = loglikelihoods(row, after, prompt.question, ids)
+                    for number, weight, one in zip(numbers, found, report(), strict=True):
                         weights[number].append(weight)
-            seconds = time.perf_counter() - began
+                        held[number] = one
+            seconds = now(self.model.device) - began
             for one, mine in zip(held, weights, strict=True):
                 score = METRICS[sample.metric](mine, **sample.extra)
                 facts = {"score": score, "answer": preferred(sample, mine), "loglikelihoods": mine}
@@ -159,19 +175,21 @@ class Answerer:
             "decoding": "greedy",
             "schedule": method.schedule.every,
             "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
             "attention": str(self.model.config._attn_implementation).removeprefix("kvkeep_"),
             "made": {name: sample.extra[name] for name in MADE if name in sample.extra},
-            "packages": _versions(),
+            "packages": versions(),
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Writing:
     """Greedy, until the model ends, a stop is written, or there is no room."""
 
     tokenizer: Any
     sample: Sample
     last: set[int]
+    passes: int = 0  # that were made of the model
 
     def write(self, row: Row, logits: Tensor) -> list[list[int]]:
         """Rows that are done leave when half of them are. logits [rows, vocabulary] -> ids of each"""
@@ -186,6 +204,7 @@ class Writing:
                 batch = open_
             if open_:
                 logits = row.feed(torch.tensor([[tokens[number]] for number in batch]))[:, -1]
+                self.passes += 1
         return ids
 
     def _opening(self, logits: Tensor) -> Tensor:
@@ -235,8 +254,9 @@ def _unit(held: Held) -> str:
 
 
 @cache
-def _versions() -> dict[str, str]:
-    found = {}
+def versions() -> dict[str, str]:
+    """What rows depend on beside their model and sample."""
+    found = dict(BACK_ENDS)
     for name in PACKAGES:
         try:
             found[name] = version(name).split("+")[0]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.engine.abreast import Abreast
 from kvkeep.errors import BadInput
 from kvkeep.evaluate.hold import Row
 from kvkeep.evaluate.render import Prompt
@@ -33,12 +34,14 @@ def prompts(tokenizer: Any, sample: Sample, protocol: str, window: int) -> list[
 
 
 def loglikelihoods(row: Row, after: Tensor, question: Tensor, ids: Tensor) -> list[float]:
-    """Of these tokens behind a question, for every row; after: logits behind what was read [rows, vocabulary]"""
-    follow = torch.cat([question, ids[:-1]])
-    logits = after[:, None].float()
-    if len(follow):
-        logits = torch.cat([logits, row.feed(follow.expand(len(after), -1), keep=0).float()], 1)
-    chances = logits[:, -len(ids) :].log_softmax(-1)
+    """Of these tokens behind a question, for every row; after: logits behind what was read [rows, vocabulary]
+
+    Rows that fetch are given them one by one, as they would write them: what they read at once they may see whole.
+    """
+    follow = (question, *ids[:-1].split(1)) if isinstance(row, Abreast) else (torch.cat([question, ids[:-1]]),)
+    logits = [after[:, None].float()]
+    logits += [row.feed(some.expand(len(after), -1), keep=0).float() for some in follow if len(some)]
+    chances = torch.cat(logits, 1)[:, -len(ids) :].log_softmax(-1)
     return chances.gather(2, ids.to(chances.device).expand(len(after), -1)[..., None]).sum((1, 2)).tolist()
 
 

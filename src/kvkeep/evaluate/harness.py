@@ -104,9 +104,12 @@ class KvkeepLM(HFLM):
         return places
 
     def _score(self, cache: Cache, logits: Tensor, ids: list[int]) -> Score:
-        """logits [1, vocabulary] are those after the context, of the first token"""
-        if len(ids) > 1:
-            logits = torch.cat([logits, self._feed(cache, ids[:-1])])
+        """logits [1, vocabulary] are those after the context, of the first token
+
+        A method that fetches is given a continuation as it would write it: what it reads at once it may see whole.
+        """
+        pieces = [[token] for token in ids[:-1]] if self.method.recall else [ids[:-1]]
+        logits = torch.cat([logits, *(self._feed(cache, piece) for piece in pieces if piece)])
         wanted = torch.tensor(ids, device=logits.device)
         chances = logits.float().log_softmax(-1).gather(1, wanted[:, None])
         return float(chances.sum()), bool((logits.argmax(-1) == wanted).all())

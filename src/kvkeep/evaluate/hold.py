@@ -7,9 +7,8 @@ that have to stay within the budget, are written by an engine each, side by side
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,6 +20,8 @@ from kvkeep.engine.generate import Engine
 from kvkeep.engine.report import Report
 from kvkeep.engine.session import Cache
 from kvkeep.engine.slots import Together, is_ragged, packs
+from kvkeep.evaluate.clock import now
+from kvkeep.model.adapter import trained_window
 
 AT_ONCE = {"cpu": 2**31, "cuda": 2**32}  # bytes of keys and values answered from together
 
@@ -54,13 +55,14 @@ def hold(
     model: Any, tokenizer: Any, ids: Tensor, cells: Sequence[Cell], long: bool, share: bool, question: str = ""
 ) -> list[Held]:
     """Read a text with every cell. ids [n]; question: what it is read for, where that is known"""
-    apart = [cell for cell in cells if long or _in_windows(cell)]
+    by_pieces = len(ids) > trained_window(model)  # of methods that let no query see further than that
+    apart = [cell for cell in cells if long or by_pieces or _in_windows(cell)]
     together = [cell for cell in cells if cell not in apart]
     found: dict[Cell, Held] = {}
     for group in [together] if share and together else [[cell] for cell in together]:
         found |= {held.cell: held for held in _shared(model, tokenizer, ids, group)}
     for cell in apart:
-        found[cell] = _alone(model, tokenizer, ids, cell, question)
+        found[cell] = _alone(model, tokenizer, ids, cell, long, question)
     return [found[cell] for cell in cells]
 
 
@@ -70,7 +72,7 @@ def _in_windows(cell: Cell) -> bool:
 
 
 def _shared(model: Any, tokenizer: Any, ids: Tensor, cells: Sequence[Cell]) -> list[Held]:
-    began = time.perf_counter()
+    began = now(model.device)
     engines = [_engine(model, tokenizer, cell) if parse(cell[0]).recall else None for cell in cells]
     caches = [
         engine.cache if engine else Cache(model, method, budget, schedule="prompt")
@@ -81,26 +83,29 @@ def _shared(model: Any, tokenizer: Any, ids: Tensor, cells: Sequence[Cell]) -> l
     logits = read(model, ids[None].to(model.device), caches)
     for engine in filter(None, engines):
         engine.took(ids, logits[None])
-    seconds = time.perf_counter() - began
+    seconds = now(model.device) - began
     return [
         Held(cell, cache, cache.report(), logits, seconds, len(cells), engine)
         for cell, cache, engine in zip(cells, caches, engines, strict=True)
     ]
 
 
-def _alone(model: Any, tokenizer: Any, ids: Tensor, cell: Cell, question: str) -> Held:
-    began = time.perf_counter()
-    engine = _engine(model, tokenizer, cell)
+def _alone(model: Any, tokenizer: Any, ids: Tensor, cell: Cell, long: bool, question: str) -> Held:
+    began = now(model.device)
+    engine = _engine(model, tokenizer, cell, long)
     if question:
         engine.read_for(question, len(ids))
     logits = engine.read(ids)
-    return Held(cell, engine.cache, engine.cache.report(), logits, time.perf_counter() - began, 1, engine)
+    seconds, own = now(model.device) - began, long or engine.method.recall
+    return Held(cell, engine.cache, engine.cache.report(), logits, seconds, 1, engine if own else None)
 
 
-def _engine(model: Any, tokenizer: Any, cell: Cell) -> Engine:
+def _engine(model: Any, tokenizer: Any, cell: Cell, long: bool = True) -> Engine:
+    """long: what it writes has to stay within the budget, too."""
     method = parse(cell[0])
     fixed = method.recall or method.scorer is None or method.schedule.every is not None
-    return Engine(model, tokenizer, method, cell[1], schedule=None if fixed else "buffer")
+    schedule = None if method.recall or (long and fixed) else "buffer" if long else "prompt"
+    return Engine(model, tokenizer, method, cell[1], schedule=schedule)
 
 
 def rows(
@@ -121,6 +126,15 @@ def rows(
         for engine in engines if question else ():
             engine.read_for(question, engine.cache.seen)
         yield numbers, Abreast(model, engines)
+
+
+def reporting(row: Row, held: Sequence[Held]) -> Callable[[], list[Held]]:
+    """-> to be called when the row has answered: what each cell holds then; only engines hold more than they did"""
+    engines = list(getattr(row, "engines", ()))  # a row takes leave of those that are done
+    return lambda: [
+        replace(one, report=engine.cache.report()) if engine else one
+        for one, engine in zip(held, engines or [None] * len(held), strict=True)
+    ]
 
 
 def _most(held: Sequence[Held]) -> int:

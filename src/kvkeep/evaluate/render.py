@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.errors import BadInput
+from kvkeep.errors import BadInput, NoData
 from kvkeep.evaluate.sample import Sample
 
 PROTOCOLS = ("agnostic", "aware")
@@ -65,6 +65,21 @@ def render(tokenizer: Any, sample: Sample, protocol: str, window: int, max_lengt
     bos = sum(1 for _ in _leading(read, tokenizer.bos_token_id))
     rule = HALVES + AGAIN * bool(cut) if sample.margin is not None else Prompt.rule
     return Prompt(torch.tensor(read).long(), torch.tensor(ids[seam:]).long(), template, bos, cut + halved, rule)
+
+
+def answerable(samples: Sequence[Sample], window: int) -> tuple[list[Sample], dict[str, str]]:
+    """Samples whose answers leave room for a prompt, and the tasks that have others, with the reason."""
+    why = {
+        sample.task: f"may take {sample.max_new_tokens:,} tokens to answer, and the model's window has {window:,}"
+        for sample in samples
+        if sample.max_new_tokens + 2 > window
+    }
+    found = [sample for sample in samples if sample.task not in why]
+    if not found:
+        raise NoData(
+            f"none of these tasks can be answered: {'; '.join(f'{task} {text}' for task, text in why.items())}."
+        )
+    return found, why
 
 
 def _halves(tokenizer: Any, sample: Sample, window: int, max_length: int | None) -> tuple[Sample, int]:

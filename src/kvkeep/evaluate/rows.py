@@ -46,12 +46,16 @@ class Rows:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise BadInput(
-                f"{str(self.path)!r} cannot be written ({error.strerror}); its {len(self.rows)} rows are safe: make "
-                "room, and start again to go on."
-            ) from error
+            raise no_room(self.path, error, f"its {len(self.rows)} rows") from error
         self.rows.append(row)
         self.done.add(key(row))
+
+
+def no_room(path: str | Path, error: OSError, safe: str) -> BadInput:
+    """What to say of a file that cannot be written; safe: what is lost in no case."""
+    return BadInput(
+        f"{str(path)!r} cannot be written ({error.strerror}); {safe} are safe: make room, and start again to go on."
+    )
 
 
 def make_folder(path: str | Path) -> Path:

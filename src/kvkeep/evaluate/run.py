@@ -15,13 +15,13 @@ from typing import Any
 
 from kvkeep.compress.method import check_budget, parse
 from kvkeep.errors import BadInput, BadParameter
-from kvkeep.evaluate.answer import Answered, Answerer, Item
+from kvkeep.evaluate.answer import Answered, Answerer, Item, versions
 from kvkeep.evaluate.hold import Cell
 from kvkeep.evaluate.render import PROTOCOLS
 from kvkeep.evaluate.rows import Rows
 from kvkeep.evaluate.sample import Sample
 
-Answers = Callable[[Sequence[Item]], Iterable[list[Answered]]]  # in order, for rows that always are
+Answers = Callable[[Sequence[Item]], Iterable[Iterable[Answered]]]  # in order, for rows that always are
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def digest(sample: Sample) -> str:
 def check_stamps(rows: Rows, stamps: Mapping[tuple[str, str], Mapping[str, Any]], out: str | Path) -> None:
     """What is there already must be what this run would write."""
     for row in rows.rows:
-        for name, value in stamps.get((row["task"], row["id"]), {}).items():
+        wanted = {"packages": versions(), **stamps.get((row["task"], row["id"]), {})}
+        for name, value in wanted.items():
             if row.get(name) != value:
                 raise BadInput(
                     f"{str(out)!r} holds {row['task']} '{row['id']}' of another run ({name} {row.get(name)!r}, here "

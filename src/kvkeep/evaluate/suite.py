@@ -24,7 +24,8 @@ READ = {
     **dict.fromkeys(("aime", "aime24", "aime25"), math.aime),
 }
 PROBLEMS = [name for name in READ if name not in SHORT]
-MADE = ("needle", "needle_number")
+NEEDLES = {"needle": "sandwich", "needle_number": "number"}
+MADE = (*NEEDLES, *infinitebench.MADE)  # passkey is made, infinitebench/passkey read from a file
 RULER_SAMPLES = 100  # of each task and length, where none are asked for; officially 500
 FOLDERS = {"longbench": longbench.longbench, "infinitebench": infinitebench.infinitebench}
 
@@ -110,9 +111,11 @@ def _files(folder: str, sources: Sources) -> list[str]:
 def _task(name: str, path: Path | None, tokenizer: Any, sources: Sources) -> list[Sample]:
     if name in RULER:
         return [sample for length in sources.lengths for sample in _ruler(name, length, tokenizer, sources)]
-    if name in MADE:
-        kind = "number" if name == "needle_number" else "sandwich"
-        return needle(tokenizer, sources.lengths, _spread(DEPTHS, sources.limit), sources.haystack, kind)
+    if name in infinitebench.MADE:
+        return [sample for length in sources.lengths for sample in _sized(name, length, tokenizer, sources)]
+    if name in NEEDLES:
+        depths = _spread(DEPTHS, sources.limit)
+        return needle(tokenizer, sources.lengths, depths, sources.haystack, NEEDLES[name], seed=sources.seed)
     read = _reader(name)(path)[: sources.limit]
     return [_worked(sample) for sample in read] if name in PROBLEMS else read
 
@@ -141,6 +144,11 @@ def _ruler(name: str, length: int, tokenizer: Any, sources: Sources) -> list[Sam
     files = (sources.haystack, sources.squad, sources.hotpotqa)
     count = sources.limit or RULER_SAMPLES
     made = ruler(name, length, tokenizer, count, sources.seed, *files, reserve=_template(tokenizer))
+    return [replace(sample, task=f"{name}_{length}") for sample in made]
+
+
+def _sized(name: str, length: int, tokenizer: Any, sources: Sources) -> list[Sample]:
+    made = infinitebench.sized(name, length, tokenizer, sources.limit or len(DEPTHS), sources.seed)
     return [replace(sample, task=f"{name}_{length}") for sample in made]
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from math import sqrt
 from pathlib import Path
 from typing import Any
+
+from kvkeep.evaluate.metrics.longbench import RANGES, averages, length_range
+from kvkeep.evaluate.rows import no_room
+from kvkeep.evaluate.tasks.ruler import TASKS as RULER
 
 WIDE = 1.96  # standard errors of a 95 % interval
 BEST = {"ruler_string_match_all": 100, "ruler_string_match_part": 100, "niah_kvcachefactory_rouge1": 10}  # others: 1
@@ -15,7 +19,7 @@ BEST = {"ruler_string_match_all": 100, "ruler_string_match_part": 100, "niah_kvc
 
 @dataclass(frozen=True)
 class Cell:
-    """All samples of one task under one protocol, method and budget."""
+    """All samples of one task, in LongBench-E of one range of its lengths, under one protocol, method and budget."""
 
     task: str
     protocol: str
@@ -29,22 +33,45 @@ class Cell:
     bytes: float
     full_bytes: float
     truncated: int  # samples that lost their middle
+    score_per_character: float | None = None  # percent; of choices, judged by length (lm-eval's acc_norm)
 
 
 def cells(rows: Iterable[dict[str, Any]]) -> list[Cell]:
-    """In the order they first come."""
-    groups: dict[tuple, list[dict[str, Any]]] = {}
+    """In the order they first come; ranges of lengths from short to long."""
+    groups: dict[tuple, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
-        groups.setdefault((row["task"], row["protocol"], row["method"], row["budget"]), []).append(row)
-    return [_cell(place, group) for place, group in groups.items()]
+        place = row["task"], row["protocol"], row["method"], row["budget"]
+        groups.setdefault(place, {}).setdefault(_range(row), []).append(row)
+    return [
+        _cell((f"{task} {part}".rstrip(), protocol, method, budget), parts[part])
+        for (task, protocol, method, budget), parts in groups.items()
+        for part in ("", *RANGES)
+        if part in parts
+    ]
 
 
-def _cell(place: tuple, group: Sequence[dict[str, Any]]) -> Cell:
+def _range(row: Mapping[str, Any]) -> str:
+    """The range of lengths a row of LongBench-E is reported in, nothing for other rows."""
+    words = row.get("made", {}).get("length")
+    return length_range(words) if row["task"].endswith("_e") and words is not None else ""
+
+
+def _cell(place: tuple[str, str, str, int | float | None], group: Sequence[dict[str, Any]]) -> Cell:
     scores = [float(row["score"]) / BEST.get(row["metric"], 1) for row in group]
     low, high = interval(scores)
-    kept, held, full = (_mean([row[name] for row in group]) for name in ("kept_per_head", "bytes", "full_bytes"))
-    cut = sum(row["truncated"] > 0 for row in group)
-    return Cell(*place, len(group), 100 * _mean(scores), 100 * low, 100 * high, kept, held, full, cut)
+    by_character = [row["score_per_character"] for row in group if "score_per_character" in row]
+    return Cell(
+        *place,
+        n=len(group),
+        score=100 * _mean(scores),
+        low=100 * low,
+        high=100 * high,
+        kept_per_head=_mean([row["kept_per_head"] for row in group]),
+        bytes=_mean([row["bytes"] for row in group]),
+        full_bytes=_mean([row["full_bytes"] for row in group]),
+        truncated=sum(row["truncated"] > 0 for row in group),
+        score_per_character=100 * _mean(by_character) if by_character else None,
+    )
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:
@@ -55,11 +82,31 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def means(scores: Mapping[str, float]) -> dict[str, float]:
+    """Averages of LongBench, and of RULER at each length, under names that say of how many tasks; of one task, none."""
+    lengths: dict[str, list[float]] = {}
+    for name, score in scores.items():
+        task, _, length = name.rpartition("_")
+        if task in RULER:
+            lengths.setdefault(length, []).append(score)
+    several = {length: found for length, found in lengths.items() if len(found) > 1}
+    ruler = {f"RULER {length} ({len(found)} tasks)": _mean(found) for length, found in several.items()}
+    return averages(scores) | ruler
+
+
 def write_csv(rows: Iterable[dict[str, Any]], path: str | Path) -> None:
-    with Path(path).open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(Cell.__dataclass_fields__)
-        writer.writerows(vars(cell).values() for cell in cells(rows))
+    write_lines(Cell, cells(rows), path)
+
+
+def write_lines(kind: type, lines: Iterable[Any], path: str | Path) -> None:
+    """A CSV of dataclasses of one kind, made from rows that are on disk."""
+    try:
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(field.name for field in fields(kind))
+            writer.writerows(vars(line).values() for line in lines)
+    except OSError as error:
+        raise no_room(path, error, "the rows it sums up") from error
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -217,4 +217,8 @@ def key_shape(model: PreTrainedModel) -> tuple[int, int]:
 
 def trained_window(model: PreTrainedModel) -> int:
     """How many tokens the model was made for."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31
+    return window_of(model.config)
+
+
+def window_of(config: Any) -> int:
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31

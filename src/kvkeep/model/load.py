@@ -60,10 +60,24 @@ def load_tokenizer(name: str | None = None, progress: Say | None = None) -> Any:
     """A model's tokenizer alone."""
     from transformers import AutoTokenizer
 
+    return _part(AutoTokenizer, name, progress)
+
+
+def load_window(name: str | None = None) -> int:
+    """Tokens a model was made for, from its configuration alone."""
+    from transformers import AutoConfig
+
+    from kvkeep.model.adapter import window_of
+
+    return window_of(_part(AutoConfig, name))
+
+
+def _part(kind: Any, name: str | None, progress: Say | None = None) -> Any:
+    """What transformers can load of a model without its weights."""
     ours = name is None or name in ("default", DEFAULT)
-    source = str(fetch_default(progress or (lambda text: None))) if ours else _source(name)
+    source = str(fetch_default(progress)) if ours else _source(name)
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return kind.from_pretrained(source)
     except (OSError, ValueError, ImportError) as error:
         raise ModelUnavailable(_why(name or DEFAULT, source, error)) from error
 

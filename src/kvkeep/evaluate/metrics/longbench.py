@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from math import inf
 from statistics import fmean as mean
 
 from kvkeep.errors import BadInput
@@ -22,6 +23,7 @@ CATEGORIES = {  # of the 16 English tasks
     "synthetic": ("passage_count", "passage_retrieval_en"),
     "code": ("lcc", "repobench-p"),
 }
+RANGES = {"0-4k": 4000, "4-8k": 8000, "8k+": inf}  # LongBench-E's: a document has fewer words than this
 
 
 def best_of_references(metric: Callable[..., float]) -> Callable[..., float]:
@@ -140,21 +142,25 @@ def scorer(predictions: Sequence[str], references: Sequence[Sequence[str]], data
 
 def scorer_by_length(predictions, references, dataset: str, lengths: Sequence[int], **fields) -> dict[str, float]:
     """LongBench-E: a task, by words in the document; a range without documents is left out."""
-    ranges: dict[str, list[float]] = {"0-4k": [], "4-8k": [], "8k+": []}
+    ranges: dict[str, list[float]] = {name: [] for name in RANGES}
     for prediction, reference, length in zip(predictions, references, lengths, strict=True):
-        name = "0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"
-        ranges[name].append(score_answer(prediction, reference, dataset, **fields))
+        ranges[length_range(length)].append(score_answer(prediction, reference, dataset, **fields))
     return {name: round(100 * mean(scores), 2) for name, scores in ranges.items() if scores}
+
+
+def length_range(words: int) -> str:
+    return next(name for name, end in RANGES.items() if words < end)
 
 
 def averages(scores: Mapping[str, float]) -> dict[str, float]:
     """Both averages in use, of the English tasks among these, under names that say of how many; of one task, none.
 
     KV papers take the mean of 16 tasks, LongBench's README that of six categories' means. Tasks of LongBench-E, whose
-    names end in _e, are averaged apart.
+    names end in _e, are averaged apart, and so is each range of lengths, which follows the name.
     """
     found: dict[str, float] = {}
-    for name, end in (("LongBench", ""), ("LongBench-E", "_e")):
+    ranges = [(f"LongBench-E {name}", f"_e {name}") for name in RANGES]
+    for name, end in (("LongBench", ""), ("LongBench-E", "_e"), *ranges):
         groups = [[scores[task + end] for task in tasks if task + end in scores] for tasks in CATEGORIES.values()]
         groups = [group for group in groups if group]
         tasks = [score for group in groups for score in group]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -12,6 +11,7 @@ from typing import Any
 from kvkeep.evaluate import table
 from kvkeep.evaluate.recipes.jobs import used
 from kvkeep.evaluate.recipes.recipe import Budget, Cell, Point, Recipe
+from kvkeep.evaluate.tasks.infinitebench import MADE
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
 
 SAME = {"needle": "needle_sandwich"}  # how rows call them
@@ -49,7 +49,7 @@ def compare(recipe: Recipe, rows: Mapping[str, Iterable[dict[str, Any]]]) -> lis
 def row_name(point: Point) -> str:
     """What a task is called in rows."""
     task, length = point
-    return f"{task}_{length}" if task in RULER else SAME.get(task, task.rpartition("/")[2])
+    return f"{task}_{length}" if task in RULER or task in MADE else SAME.get(task, task.rpartition("/")[2])
 
 
 def mean(cells: Sequence[table.Cell]) -> tuple[float, float, float]:
@@ -61,10 +61,7 @@ def mean(cells: Sequence[table.Cell]) -> tuple[float, float, float]:
 
 
 def write_csv(lines: Iterable[Line], path: str | Path) -> None:
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(Line.__dataclass_fields__)
-        writer.writerows(vars(line).values() for line in lines)
+    table.write_lines(Line, lines, path)
 
 
 def _line(recipe: Recipe, cell: Cell, found: Mapping[tuple, table.Cell]) -> Line:

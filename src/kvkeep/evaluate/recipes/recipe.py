@@ -61,6 +61,7 @@ class Recipe:
     budgets: Mapping[Any, Any] = field(default_factory=dict)  # printed -> used, where they differ
     limit: int | None = None  # samples of each task
     max_length: int | None = None  # tokens beyond which a prompt loses its middle
+    beyond_window: bool = False  # methods that can read longer prompts than the model's window do
     others: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # task -> label -> another method for it
 
     def column(self, name: str) -> Column:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadInput, BadParameter
+from kvkeep.evaluate.render import render
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.build import fill, identity, samples, texts
 from kvkeep.evaluate.tasks.lines import text
@@ -24,6 +27,7 @@ from kvkeep.registry import did_you_mean
 
 TEMPLATES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+PROBED = 10  # lines or pairs by which the tokens of one are judged
 LETTERS = "ABCD"
 OF_OPTIONS = {"longbook_choice_eng", "code_debug"}
 
@@ -138,36 +142,6 @@ def _with_letter(references: tuple[str, ...], options: tuple[str, ...], where: s
     return references[0], LETTERS[options.index(references[0])]
 
 
-def passkey(lines: int = 5220, places: int = 59, repeats: int = 5, seed: int = 0) -> list[Sample]:
-    """A number of five digits in `lines` lines of noise (5,220 are about 128K tokens), at evenly spaced places."""
-    hidden = "The pass key is {key}. Remember it. {key} is the pass key.\n"
-    return _in_noise("passkey", hidden, "What is the pass key?", _five_digits, (lines, places, repeats), seed)
-
-
-def number_string(lines: int = 5220, places: int = 59, repeats: int = 10, seed: int = 0) -> list[Sample]:
-    """The same with ten digits, half of them repetitions of the digit beside them."""
-    hidden = "The sequence of digits is {key}. Remember it. {key} is the sequence of digits.\n"
-    question = "What is the sequence of digits?"
-    return _in_noise("number_string", hidden, question, _ten_digits, (lines, places, repeats), seed)
-
-
-def _in_noise(
-    task: str, hidden: str, question: str, draw: Callable[[random.Random], str], size: tuple[int, int, int], seed: int
-) -> list[Sample]:
-    lines, places, repeats = size
-    if min(size) < 1:
-        raise BadParameter(f"lines={lines}, places={places} and repeats={repeats} are each at least 1.")
-    source = random.Random(seed)
-    made: list[Sample] = []
-    for place in range(places):
-        before = place * lines // max(places - 1, 1)
-        for _ in range(repeats):
-            key = draw(source)
-            context = NOISE * before + hidden.replace("{key}", key) + NOISE * (lines - before)
-            made.append(_filled(task, str(len(made)), {"context": context, "input": question}, (key,)))
-    return made
-
-
 def _five_digits(source: random.Random) -> str:
     return "".join(str(source.randint(0, 9)) for _ in range(5))
 
@@ -178,6 +152,57 @@ def _ten_digits(source: random.Random) -> str:
         place = source.randrange(len(digits))
         digits.insert(place, digits[place])
     return "".join(digits)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What is put into noise."""
+
+    line: str
+    question: str
+    draw: Callable[[random.Random], str]
+
+
+IN_NOISE = {
+    "passkey": Hidden(
+        "The pass key is {key}. Remember it. {key} is the pass key.\n", "What is the pass key?", _five_digits
+    ),
+    "number_string": Hidden(
+        "The sequence of digits is {key}. Remember it. {key} is the sequence of digits.\n",
+        "What is the sequence of digits?",
+        _ten_digits,
+    ),
+}
+MADE = (*IN_NOISE, "kv_retrieval")
+
+
+def passkey(lines: int = 5220, places: int = 59, repeats: int = 5, seed: int = 0) -> list[Sample]:
+    """A number of five digits in `lines` lines of noise (5,220 are about 128K tokens), at evenly spaced places."""
+    return _numbers("passkey", (lines, places, repeats), seed)
+
+
+def number_string(lines: int = 5220, places: int = 59, repeats: int = 10, seed: int = 0) -> list[Sample]:
+    """The same with ten digits, half of them repetitions of the digit beside them."""
+    return _numbers("number_string", (lines, places, repeats), seed)
+
+
+def _numbers(task: str, size: tuple[int, int, int], seed: int) -> list[Sample]:
+    lines, places, repeats = size
+    if min(size) < 1:
+        raise BadParameter(f"lines={lines}, places={places} and repeats={repeats} are each at least 1.")
+    source = random.Random(seed)
+    made: list[Sample] = []
+    for place in range(places):
+        before = place * lines // max(places - 1, 1)
+        for _ in range(repeats):
+            made.append(_in_noise(task, str(len(made)), IN_NOISE[task].draw(source), before, lines))
+    return made
+
+
+def _in_noise(task: str, name: str, key: str, before: int, lines: int) -> Sample:
+    hidden = IN_NOISE[task]
+    context = NOISE * before + hidden.line.replace("{key}", key) + NOISE * (lines - before)
+    return _filled(task, name, {"context": context, "input": hidden.question}, (key,))
 
 
 def kv_retrieval(pairs: int = 1855, count: int = 500, seed: int = 0) -> list[Sample]:
@@ -191,12 +216,70 @@ def kv_retrieval(pairs: int = 1855, count: int = 500, seed: int = 0) -> list[Sam
     made: list[Sample] = []
     for number in range(count):
         drawn = [(_uuid(source), _uuid(source)) for _ in range(pairs)]
-        key, value = drawn[number * pairs // count]
-        context = "JSON data:\n{" + ", ".join(f'"{k}": "{v}"' for k, v in drawn) + "}"
-        asked = f'Key: "{key}"\nThe value associated with the specified key is: '
-        made.append(_filled("kv_retrieval", str(number), {"context": context, "input": asked}, (value,)))
+        made.append(_in_pairs(str(number), drawn, number * pairs // count))
     return made
+
+
+def _in_pairs(name: str, pairs: Sequence[tuple[str, str]], wanted: int) -> Sample:
+    key, value = pairs[wanted]
+    context = "JSON data:\n{" + ", ".join(f'"{k}": "{v}"' for k, v in pairs) + "}"
+    asked = f'Key: "{key}"\nThe value associated with the specified key is: '
+    return _filled("kv_retrieval", name, {"context": context, "input": asked}, (value,))
 
 
 def _uuid(source: random.Random) -> str:
     return str(uuid.UUID(int=source.getrandbits(128), version=4))
+
+
+def sized(task: str, length: int, tokenizer: Any, count: int, seed: int = 42) -> list[Sample]:
+    """Samples of one of the three with so many lines or pairs that prompt and answer fill `length` tokens.
+
+    What is asked for lies in the middle of each of `count` equal parts, so neither at the beginning nor at the end.
+    """
+    if count < 1:
+        raise BadParameter(f"count={count} makes no sample; give 1 or more.")
+    made: list[Sample] = []
+    for number in range(count):
+        share = (2 * number + 1) / (2 * count)
+        draw = _drawing(task, f"{length}-{number}", share, random.Random(f"{seed} {task} {length} {number}"))
+        sample = _longest(draw, tokenizer, length)
+        facts = {"length": length, "depth": round(100 * share, 1), "seed": seed}
+        made.append(replace(sample, extra={**sample.extra, **facts}))
+    return made
+
+
+def _drawing(task: str, name: str, share: float, source: random.Random) -> Callable[[int], Sample]:
+    """-> one sample by its number of lines or pairs, the same random ones whatever the number"""
+    if task in IN_NOISE:
+        key = IN_NOISE[task].draw(source)
+        return lambda lines: _in_noise(task, name, key, int(share * lines), lines)
+    pairs: list[tuple[str, str]] = []
+
+    def draw(size: int) -> Sample:
+        pairs.extend((_uuid(source), _uuid(source)) for _ in range(size - len(pairs)))
+        return _in_pairs(name, pairs[:size], int(share * size))
+
+    return draw
+
+
+def _longest(draw: Callable[[int], Sample], tokenizer: Any, length: int) -> Sample:
+    """Stepped to by what a unit takes on average, so that few long texts have to be counted."""
+    short = draw(1)
+    taken = _tokens(tokenizer, short)
+    apart = render(tokenizer, short, "agnostic", sys.maxsize).tokens + short.max_new_tokens
+    room = length - max(0, apart - taken)  # a question read by itself may have more tokens
+    if taken > room:
+        raise BadParameter(f"length={length} cannot hold {short.task}: it takes {max(taken, apart)} tokens or more.")
+    each = (_tokens(tokenizer, draw(1 + PROBED)) - taken) / PROBED
+    size, fits, over = 1, 1, room
+    while over - fits > 1:
+        size = min(max(size + int((room - taken) // each), fits + 1), over - 1)
+        taken = _tokens(tokenizer, draw(size))
+        fits, over = (size, over) if taken <= room else (fits, size)
+    return draw(fits)
+
+
+def _tokens(tokenizer: Any, sample: Sample) -> int:
+    """Of the prompt and the longest answer."""
+    prompt = sample.context + sample.question + sample.prefix
+    return len(tokenizer(prompt, verbose=False).input_ids) + sample.max_new_tokens

@@ -19,6 +19,7 @@ from kvkeep.evaluate.tasks.infinitebench import NOISE
 from kvkeep.registry import Registry
 
 DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)  # percent
+SEED = 42  # the command's; numbers are drawn by the distance to it, and so the same as before there was a choice
 BUFFER = 200
 BEFORE, AFTER = "This is a very long story book: <book> ", " </book>.\n"
 ASK = " Based on the content of the book, Question: {question}\nAnswer:"
@@ -60,11 +61,12 @@ def needle(
     folder: str | Path | None = None,
     kind: str = "sandwich",
     kvcachefactory: bool = False,
-    seed: int = 0,
+    seed: int = SEED,
 ) -> list[Sample]:
     """One sample for every length and depth (percent), in the essays (*.txt) of a folder or, without one, in noise.
 
-    kvcachefactory: its prompt to the letter, without a chat template and with <|im_start|> for every model.
+    kvcachefactory: its prompt to the letter, without a chat template and with <|im_start|> for every model. seed: of
+    numbers; a sandwich is always the same.
     """
     lengths, depths = tuple(lengths), tuple(depths)
     _check(lengths, depths)
@@ -87,7 +89,8 @@ def _check(lengths: tuple[int, ...], depths: tuple[float, ...]) -> None:
 def _sample(
     straw: _Straw, what: Needle, kind: str, length: int, depth: float, kvcachefactory: bool, seed: int
 ) -> Sample:
-    number = str(random.Random(f"{seed} {length} {depth:g}").randint(1_000_000, 9_999_999))
+    number = str(random.Random(f"{seed - SEED} {length} {depth:g}").randint(1_000_000, 9_999_999))
+    drawn = {"seed": seed} if "{number}" in what.hidden else {}
     expected = what.expected.replace("{number}", number)
     question = what.question_as_text if kvcachefactory and what.question_as_text else what.question
     text = straw.with_needle(what.hidden.replace("{number}", number), length, depth)
@@ -101,7 +104,7 @@ def _sample(
         max_new_tokens=30 if kvcachefactory else 64,
         chat=not kvcachefactory,
         stops=("\n",) if kvcachefactory else (),
-        extra={"length": length, "depth": depth, "expected_answer": expected},
+        extra={"length": length, "depth": depth, "expected_answer": expected, **drawn},
     )
 
 

@@ -1,0 +1,181 @@
+"""What rows say: memory when an answer is written, what they were made with, and how far a prompt was read."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import tiny_chat
+import torch
+from conftest import EVICTING, FETCHING
+
+import kvkeep
+from kvkeep.cli import grid as command
+from kvkeep.cli.reproduce import Options, _wanted
+from kvkeep.compress.method import parse
+from kvkeep.engine.abreast import Abreast
+from kvkeep.errors import BadInput, NoData
+from kvkeep.evaluate import run as running
+from kvkeep.evaluate.answer import Answerer
+from kvkeep.evaluate.choose import loglikelihoods
+from kvkeep.evaluate.recipes.jobs import jobs
+from kvkeep.evaluate.recipes.recipe import recipe
+from kvkeep.evaluate.render import answerable, render
+from kvkeep.evaluate.run import Grid, run
+from kvkeep.evaluate.sample import Sample
+
+CONTEXT = "".join(chr(97 + i * i % 23) + (". " if i % 31 == 0 else "") for i in range(700))
+BUDGET = 64
+
+
+def sample(number=0, **changes):
+    made = Sample("toy", str(number), f" What is {number}?", ("x",), "longbench_qa_f1", CONTEXT, " It is")
+    return replace(made, **{"max_new_tokens": 6, **changes})
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return tiny_chat.model(), tiny_chat.tokenizer()
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """A model whose window is a quarter of the text."""
+    return tiny_chat.model(256), tiny_chat.tokenizer()
+
+
+@pytest.mark.parametrize("protocol", ["agnostic", "aware"])
+@pytest.mark.parametrize("share", [True, False])
+def test_what_is_fetched_is_held(chat, tmp_path, protocol, share):
+    """A method that reads a text whole and fetches when it is asked holds its budget then, not before."""
+    grid = Grid(tuple(FETCHING), (BUDGET,), (protocol,))
+    for row in run(Answerer(*chat, grid.cells, share), [sample()], grid, tmp_path):
+        assert 0.5 * BUDGET < row["kept_per_head"] <= BUDGET, row["method"]
+        tokens = row["prompt_tokens"] + row["new_tokens"] - 1  # the last is not read any more
+        assert row["bytes"] == pytest.approx(row["kept_per_head"] / tokens * row["full_bytes"]), row["method"]
+        assert row["peak_bytes"] >= row["bytes"] and row["device"] == "cpu"
+
+
+def test_choices_are_weighed_from_what_is_fetched(chat, tmp_path):
+    grid = Grid(("quest", "snapkv"), (BUDGET,), ("agnostic",))
+    asked = Sample(
+        "pick", "0", "Which?", (" no",), "lm_eval_multiple_choice", context=CONTEXT, choices=(" yes", " no, it is not"),
+        chat=False, extra={"gold": 1, "choices": ("yes", "no")},
+    )  # fmt: skip
+    fetching, dropping = run(Answerer(*chat, grid.cells), [asked], grid, tmp_path)
+    assert dropping["kept_per_head"] == BUDGET >= fetching["kept_per_head"] > BUDGET / 2
+
+
+@pytest.mark.parametrize("spec", FETCHING)
+def test_choices_are_weighed_as_they_would_be_written(spec):
+    model, words = tiny_chat.sharp()
+    engine = kvkeep.Engine(model, words, spec, BUDGET)
+    after = engine.read(torch.tensor(words(CONTEXT).input_ids))
+    question, ids = (torch.tensor(words(text).input_ids) for text in ("Which?", " no, it is not"))
+    weighed = loglikelihoods(Abreast(model, [engine.fork()]), after[None], question, ids)
+    logits, want = engine.feed(question)[-1], 0.0
+    for token in ids:
+        want += float(logits.log_softmax(-1)[token])
+        logits = engine.feed(token[None])[-1]
+    assert weighed == [pytest.approx(want, abs=1e-4)]
+
+
+@pytest.mark.parametrize("spec", FETCHING)
+@pytest.mark.parametrize("more", [0, 3, 17])
+def test_a_prompt_ends_within_the_budget(chat, spec, more):
+    one = kvkeep.Engine(*chat, spec, 96, piece=128)
+    one.read(torch.tensor(chat[1](CONTEXT[: 500 + more]).input_ids))
+    assert one.cache.report().kept_per_head <= 96
+
+
+@pytest.mark.parametrize("new, passes", [(1, None), (2, 1), (9, 8)])
+def test_the_first_token_is_not_written(chat, tmp_path, new, passes):
+    """The reading predicts it; speed is that of the passes that follow."""
+    grid = Grid(("full",), (), ("aware",))
+    run(Answerer(*chat, grid.cells), [sample(max_new_tokens=new)], grid, tmp_path)
+    (times,) = map(json.loads, (tmp_path / "times.jsonl").read_text().splitlines())
+    writing = times["answer_s"] + times["reading_s"] - times["first_token_s"]
+    assert times["tokens_per_s"] == (passes and pytest.approx(passes / writing, rel=1e-6))
+
+
+def test_answers_are_on_disk_before_the_next_question(chat, tmp_path):
+    grid = Grid(("full", "snapkv"), (BUDGET,), ("agnostic",))
+    asked = [sample(0), sample(1, question=" Why?" * 300), sample(2)]
+    with pytest.raises(BadInput, match="toy '1': question and answer take"):
+        run(Answerer(*chat, grid.cells), asked, grid, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["method"]) for row in rows] == [("0", "full"), ("0", "snapkv")]
+
+
+def test_rows_of_other_packages_are_refused(chat, tmp_path, monkeypatch):
+    grid = Grid(("full",), (), ("aware",))
+    (row,) = run(Answerer(*chat, grid.cells), [sample()], grid, tmp_path)
+    assert row["packages"]["code_sim"] == "difflib"
+    monkeypatch.setattr(running, "versions", lambda: row["packages"] | {"torch": "9.9"})
+    with pytest.raises(BadInput, match="of another run .packages .*'9.9'"):
+        run(Answerer(*chat, grid.cells), [sample()], grid, tmp_path)
+
+
+def test_rows_say_how_their_sample_was_made(chat, tmp_path):
+    grid, made = Grid(("full",), (), ("aware",)), {"splitter": "plain", "asked": 4096, "capped": True}
+    (row,) = run(Answerer(*chat, grid.cells), [sample(extra=made)], grid, tmp_path)
+    assert row["made"] == made
+
+
+# beyond the window
+
+
+@pytest.mark.parametrize("protocol", ["agnostic", "aware"])
+def test_only_who_can_reads_beyond_the_window(narrow, tmp_path, protocol):
+    names = tuple(name for name in [*EVICTING, *FETCHING] if name != "full")
+    grid = Grid(("full", *names), (BUDGET,), (protocol,))
+    for beyond in (False, True):
+        rows = run(Answerer(*narrow, grid.cells, beyond_window=beyond), [sample()], grid, tmp_path / str(beyond))
+        for row in rows:
+            far = beyond and parse(row["method"]).endless
+            assert (row["truncated"] == 0) == far, row["method"]
+            assert (row["prompt_tokens"] > 256) == far, row["method"]
+            assert row["method"] == "full" or row["kept_per_head"] <= BUDGET, row["method"]
+    assert {row["method"] for row in rows if not row["truncated"]} >= {"actqkv", "infllm", "streamingllm", "intelllm"}
+
+
+@pytest.mark.parametrize("spec", ["streamingllm", "intelllm", "lm_infinite", "infllm"])
+def test_what_is_read_beyond_the_window_is_answered_as_an_engine_does(narrow, tmp_path, spec):
+    model, words = narrow
+    grid = Grid((spec,), (BUDGET,), ("aware",))
+    (row,) = run(Answerer(*narrow, grid.cells, beyond_window=True), [sample()], grid, tmp_path)
+    engine = kvkeep.Engine(model, words, spec, BUDGET, schedule=None if parse(spec).recall else "prompt")
+    logits, ids = engine.read(render(words, sample(), "aware", 2**31).context), []
+    while len(ids) < 6 and int(logits.argmax()) != words.eos_token_id:
+        ids.append(int(logits.argmax()))
+        logits = engine.feed(torch.tensor(ids[-1:]))[-1]
+    assert row["answer"] == words.decode(ids, skip_special_tokens=True)
+
+
+def test_max_length_holds_beyond_the_window_too(narrow, tmp_path):
+    grid = Grid(("infllm",), (BUDGET,), ("aware",))
+    (row,) = run(Answerer(*narrow, grid.cells, True, 400, beyond_window=True), [sample()], grid, tmp_path)
+    assert row["prompt_tokens"] == 400 and row["truncated"] > 0
+
+
+def test_recipes_of_methods_that_read_on_let_them():
+    for name in ("actqkv/table1", "actqkv/table2", "actqkv/table3", "actqkv/table9", "intelllm/table1"):
+        wanted = recipe(name)
+        assert all(_wanted(wanted, job, "x", Options()).beyond_window for job in jobs(wanted)), name
+    assert not recipe("intentkv/table1").beyond_window
+
+
+def test_the_flag_is_one_of_the_command(tmp_path):
+    given = {"tasks": "needle", "out": str(tmp_path)}
+    assert command.wanted(None, given | {"beyond_window": True}).beyond_window
+    assert not command.wanted(None, given).beyond_window
+    with pytest.raises(BadInput, match="beyond_window: 'yes' should be true or false"):
+        command.wanted(None, given | {"beyond_window": "yes"})
+
+
+def test_answers_longer_than_the_window_are_left_out_by_name():
+    long = sample(task="math_calc", max_new_tokens=30000)
+    found, why = answerable([sample(), long], 8192)
+    assert found == [sample()]
+    assert why == {"math_calc": "may take 30,000 tokens to answer, and the model's window has 8,192"}
+    with pytest.raises(NoData, match="none of these tasks can be answered: math_calc may take 30,000"):
+        answerable([long], 8192)
