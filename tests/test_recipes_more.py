@@ -92,7 +92,7 @@ def test_problems_of_two_years_stay_apart(tmp_path):
 @pytest.mark.parametrize("name", ["eval", "reproduce"])
 def test_the_help_says_how_many_samples_of_ruler_there_are(name):
     shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
-    assert f"of RULER {RULER_SAMPLES} (officially 500)" in shown
+    assert f"{RULER_SAMPLES} of RULER (officially 500)" in shown
 
 
 # --- settings ---
