@@ -476,4 +476,6 @@ def test_eval_with_nothing_to_do(tiny, tmp_path, monkeypatch):
     said = refused("eval", "--tasks", "wic", "--out", tmp_path / "out")
     assert "none of these tasks can be had: wic is not here: 'wic' could not be fetched" in said and "--data" in said
     assert "no task 'niha'. Did you mean 'niah'?" in refused("eval", "--tasks", "niha", "--out", tmp_path / "out")
-    assert "--data 'nowhere' is not there" in refused("eval", "--tasks", "wic", "--out", "x", "--data", "nowhere")
+    other = tmp_path / "other"
+    assert "--data 'nowhere' is not there" in refused("eval", "--tasks", "wic", "--out", other, "--data", "nowhere")
+    assert not other.exists()

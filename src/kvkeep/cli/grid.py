@@ -110,13 +110,13 @@ def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dic
     from kvkeep.evaluate.table import write_csv
     from kvkeep.model.load import hush, load_tokenizer, load_window
 
+    places = {name: _path(getattr(options, name), name) for name in ("data", "haystack", "squad", "hotpotqa")}
     make_folder(options.out)
     protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
     grid = Grid(options.methods, options.budgets, protocols)
     hush()
     tokenizer = load_tokenizer(options.model, say)
     say("making samples")
-    places = {name: _path(getattr(options, name), name) for name in ("data", "haystack", "squad", "hotpotqa")}
     sources = suite.Sources(**places, lengths=options.length, limit=options.limit, seed=options.seed)
     samples, skipped = suite.load(options.tasks, tokenizer, sources, say)
     samples, endless = answerable(samples, load_window(options.model))
