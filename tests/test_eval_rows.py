@@ -11,6 +11,7 @@ from conftest import EVICTING, FETCHING
 import kvkeep
 from kvkeep.cli import grid as command
 from kvkeep.cli.reproduce import Options, _wanted
+from kvkeep.cli.show import remarks
 from kvkeep.compress.method import parse
 from kvkeep.engine.abreast import Abreast
 from kvkeep.errors import BadInput, NoData
@@ -149,6 +150,14 @@ def test_what_is_read_beyond_the_window_is_answered_as_an_engine_does(narrow, tm
         ids.append(int(logits.argmax()))
         logits = engine.feed(torch.tensor(ids[-1:]))[-1]
     assert row["answer"] == words.decode(ids, skip_special_tokens=True)
+
+
+def test_who_could_not_read_on_is_named(narrow, tmp_path):
+    grid = Grid(("full", "snapkv", "infllm"), (BUDGET,), ("aware",))
+    for beyond, whom in ((True, " for full, snapkv"), (False, "")):
+        rows = run(Answerer(*narrow, grid.cells, beyond_window=beyond), [sample()], grid, tmp_path / str(beyond))
+        most = max(row["truncated"] for row in rows)
+        assert remarks(rows)[0] == f"toy: 1 of 1 prompts were too long{whom} and lost up to {most} tokens"
 
 
 def test_max_length_holds_beyond_the_window_too(narrow, tmp_path):

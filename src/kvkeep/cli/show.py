@@ -120,17 +120,23 @@ def _score(cell: Any) -> str:
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:
     """What a reader of the scores should know of the prompts."""
-    tasks: dict[str, dict[str, dict[str, Any]]] = {}
+    tasks: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        tasks.setdefault(row["task"], {})[row["id"]] = row
-    found = []
-    for task, samples in tasks.items():
-        cut = [row["truncated"] for row in samples.values() if row["truncated"]]
-        if cut:
-            found.append(f"{task}: {len(cut)} of {len(samples)} prompts were too long and lost up to {max(cut)} tokens")
+        tasks.setdefault(row["task"], []).append(row)
+    found = [_too_long(task, mine) for task, mine in tasks.items() if any(row["truncated"] for row in mine)]
     if rows and all(row["template"] == "plain" for row in rows):
         found.append("no prompt went through a chat template: the tokenizer has none, or these tasks want none")
     return found
+
+
+def _too_long(task: str, rows: list[dict[str, Any]]) -> str:
+    """Which prompts lost their middle, and with which methods where others could read on."""
+    cut = [row for row in rows if row["truncated"]]
+    lost, asked = ({row["id"] for row in some} for some in (cut, rows))
+    who, everybody = (list(dict.fromkeys(row["method"] for row in some)) for some in (cut, rows))
+    whom = "" if who == everybody else f" for {', '.join(who)}"
+    most = max(row["truncated"] for row in cut)
+    return f"{task}: {len(lost)} of {len(asked)} prompts were too long{whom} and lost up to {most} tokens"
 
 
 def print_outcomes(outcomes: list[Outcome]) -> None:
