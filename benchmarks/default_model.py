@@ -12,25 +12,25 @@ python benchmarks/default_model.py paired --out results     # `kvkeep` and all o
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from pool import answers
 from search import LONGBENCH, NIAH
 
 import kvkeep
-from kvkeep.cli.grid import Wanted, answerer
+from kvkeep.cli.grid import Wanted, about, answerer
 from kvkeep.compress.method import parse
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate import suite
 from kvkeep.evaluate.rows import Rows
 from kvkeep.evaluate.run import Grid, run
-from kvkeep.evaluate.table import BEST, interval, write_csv
+from kvkeep.evaluate.table import WIDE, interval, share, write_csv
 from kvkeep.model.load import load_tokenizer
 
 DROPPING = [name for name, method in kvkeep.methods.items() if method.recall is None and method.scorer]
@@ -63,7 +63,7 @@ def main() -> None:
     print(f"{len(samples)} samples, {len(grid.cells)} cells; left out: {skipped}", flush=True)
     make = partial(answerer, wanted, tuple(grid.cells))
     show = partial(print, flush=True)  # rows done, rows in all
-    rows = run(answers(make, options.workers), samples, grid, options.out, show, {"model": options.model})
+    rows = run(answers(make, options.workers), samples, grid, options.out, show, about(wanted))
     write_csv(rows, Path(options.out) / "results.csv")
 
 
@@ -87,7 +87,7 @@ def table(out: Path) -> None:
         groups: dict[tuple, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
         for row in Rows(path).rows:
             kind = (part, _kind(row), row["protocol"])
-            groups[kind][row["method"], row["budget"]].append(_percent(row))
+            groups[kind][row["method"], row["budget"]].append(100 * share(row))
         for kind, scores in sorted(groups.items()):
             _print(" · ".join(kind), scores)
 
@@ -101,7 +101,7 @@ def paired(out: Path) -> None:
             scores: dict[str, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
             for row in rows:
                 if row["protocol"] == protocol:
-                    scores[row["method"]][row["task"], row["id"]].append(_percent(row))
+                    scores[row["method"]][row["task"], row["id"]].append(100 * share(row))
             _compare(
                 f"{' and '.join(parts)}, other half · {protocol}", {name: _means(of) for name, of in scores.items()}
             )
@@ -109,7 +109,7 @@ def paired(out: Path) -> None:
 
 def _means(samples: dict[tuple, list[float]]) -> dict[tuple, float]:
     """Of each sample over its budgets."""
-    return {sample: sum(scores) / len(scores) for sample, scores in samples.items()}
+    return {sample: fmean(scores) for sample, scores in samples.items()}
 
 
 def _compare(title: str, methods: dict[str, dict[tuple, float]], mine: str = "kvkeep") -> None:
@@ -117,14 +117,8 @@ def _compare(title: str, methods: dict[str, dict[tuple, float]], mine: str = "kv
     print(f"\n### {title} (n = {len(own)})\n\n| method | mean | {mine} ahead by |\n|---|---|---|")
     for name, scores in sorted(methods.items(), key=lambda pair: -sum(pair[1].values())):
         ahead = [own[sample] - score for sample, score in scores.items()]
-        mean = sum(ahead) / len(ahead)
-        wide = 1.96 * math.sqrt(sum((x - mean) ** 2 for x in ahead) / (len(ahead) - 1) / len(ahead))
-        shown = "" if name in (mine, "full") else f"{mean:.1f} ± {wide:.1f}"
-        print(f"| {name} | {sum(scores.values()) / len(scores):.1f} | {shown} |")
-
-
-def _percent(row: dict[str, Any]) -> float:
-    return 100 * row["score"] / BEST.get(row["metric"], 1)
+        shown = f"{fmean(ahead):.1f} ± {WIDE * stdev(ahead) / len(ahead) ** 0.5:.1f}"
+        print(f"| {name} | {fmean(scores.values()):.1f} | {'' if name in (mine, 'full') else shown} |")
 
 
 def _kind(row: dict[str, Any]) -> str:
@@ -146,14 +140,14 @@ def _print(title: str, scores: dict[tuple, list[float]]) -> None:
 
 def _mean(method: str, scores: dict[tuple, list[float]]) -> float:
     mine = [score for (name, _), values in scores.items() if name == method for score in values]
-    return sum(mine) / len(mine)
+    return fmean(mine)
 
 
 def _cell(values: list[float]) -> str:
     if not values:
         return "–"
     low, high = (100 * bound for bound in interval([value / 100 for value in values]))
-    return f"{sum(values) / len(values):.1f} [{low:.0f}, {high:.0f}]"
+    return f"{fmean(values):.1f} [{low:.0f}, {high:.0f}]"
 
 
 REPORTS = {"table": table, "paired": paired}

@@ -42,6 +42,12 @@ app = typer.Typer(
 )
 
 
+Limit = Annotated[
+    int | None,
+    typer.Option(min=1, help="Samples per task and length; else all, 100 of RULER (officially 500), 10 of needles."),
+]
+
+
 def main() -> None:
     app()
 
@@ -112,12 +118,7 @@ def evaluate(
     protocol: Annotated[str | None, typer.Option(help="agnostic or aware; else both.")] = None,
     model: Annotated[str | None, typer.Option(help="`default`, a hub id, or a local folder.")] = None,
     length: Annotated[str | None, typer.Option(help="Tokens of tasks that are made, by commas; else 4096.")] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Samples per task and length; else all, 100 of RULER (officially 500), 10 of needles."
-        ),
-    ] = None,
+    limit: Limit = None,
     seed: Annotated[int | None, typer.Option(min=0, help="For tasks that are made; else 42.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of official files: longbench/qasper.jsonl …")] = None,
     haystack: Annotated[str | None, typer.Option(help="Essays for needle tasks: a folder of .txt files.")] = None,
@@ -198,12 +199,7 @@ def reproduce(
     haystack: Annotated[str | None, typer.Option(help="Essays for needle tasks: a folder of .txt files.")] = None,
     squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,
     hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Samples per task and length; else all, 100 of RULER (officially 500), 10 of needles."
-        ),
-    ] = None,
+    limit: Limit = None,
     ray: Annotated[
         str | None, typer.Option(metavar="[ADDRESS]", help="On Ray: a cluster at this address, or this machine.")
     ] = None,

@@ -119,14 +119,19 @@ def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dic
     say("making samples")
     sources = suite.Sources(**places, lengths=options.length, limit=options.limit, seed=options.seed)
     samples, skipped = suite.load(options.tasks, tokenizer, sources, say)
-    samples, endless = answerable(samples, load_window(options.model))
-    skipped |= endless
+    samples, too_long = answerable(samples, load_window(options.model))
+    skipped |= too_long
     make = partial(answerer, options, tuple(grid.cells))
     answers = _workers(options, make, say) if options.ray else make(say)
-    about = {name: getattr(options, name) for name in ("model", "max_length", "beyond_window")}
-    rows = answer(answers, samples, grid, options.out, note, {**about, "dtype_asked": options.dtype})
+    rows = answer(answers, samples, grid, options.out, note, about(options))
     write_csv(rows, Path(options.out) / "results.csv")
     return rows, skipped
+
+
+def about(options: Wanted) -> dict[str, Any]:
+    """What decides rows beside their samples: a folder holds rows of one such choice."""
+    named = {name: getattr(options, name) for name in ("model", "max_length", "beyond_window")}
+    return {**named, "dtype_asked": options.dtype}
 
 
 def answerer(options: Wanted, cells: Sequence[Any], say: Any = None) -> Any:

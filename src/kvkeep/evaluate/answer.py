@@ -20,7 +20,7 @@ from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.answer import extract_answer
 from kvkeep.evaluate.render import Prompt, render
 from kvkeep.evaluate.sample import Sample
-from kvkeep.model.adapter import trained_window
+from kvkeep.model.adapter import ENDLESS, trained_window
 from kvkeep.model.prompt import ends
 
 Answered = tuple[dict[str, Any], dict[str, Any]]  # a row, and what was timed
@@ -28,7 +28,6 @@ ONE_ANSWER = ("math", "aime")  # metrics of problems with one right answer, writ
 MADE = ("version", "seed", "length", "depth", "words", "splitter", "asked", "capped")  # what a sample says of itself
 PACKAGES = ("kvkeep", "torch", "transformers", "jieba")  # that a row may depend on
 BACK_ENDS = {"code_sim": "difflib"}  # of metrics that elsewhere have others
-ENDLESS = 2**31  # tokens
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,8 @@ def _alone(model: Any, tokenizer: Any, ids: Tensor, cell: Cell, long: bool, ques
 def _engine(model: Any, tokenizer: Any, cell: Cell, long: bool = True) -> Engine:
     """long: what it writes has to stay within the budget, too."""
     method = parse(cell[0])
-    fixed = method.recall or method.scorer is None or method.schedule.every is not None
-    schedule = None if method.recall or (long and fixed) else "buffer" if long else "prompt"
-    return Engine(model, tokenizer, method, cell[1], schedule=schedule)
+    own = method.recall or (long and (method.scorer is None or method.schedule.every is not None))
+    return Engine(model, tokenizer, method, cell[1], schedule=None if own else "buffer" if long else "prompt")
 
 
 def rows(

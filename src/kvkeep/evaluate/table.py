@@ -57,7 +57,7 @@ def _range(row: Mapping[str, Any]) -> str:
 
 
 def _cell(place: tuple[str, str, str, int | float | None], group: Sequence[dict[str, Any]]) -> Cell:
-    scores = [float(row["score"]) / BEST.get(row["metric"], 1) for row in group]
+    scores = [share(row) for row in group]
     low, high = interval(scores)
     by_character = [row["score_per_character"] for row in group if "score_per_character" in row]
     return Cell(
@@ -72,6 +72,11 @@ def _cell(place: tuple[str, str, str, int | float | None], group: Sequence[dict[
         truncated=sum(row["truncated"] > 0 for row in group),
         score_per_character=100 * _mean(by_character) if by_character else None,
     )
+
+
+def share(row: Mapping[str, Any]) -> float:
+    """Of the best its metric gives."""
+    return float(row["score"]) / BEST.get(row["metric"], 1)
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.model.attention import Handover, OurLength, enable, is_enabled, mark
 from kvkeep.model.stock import Watched
 
+ENDLESS = 2**31  # tokens of a window that no model has
 MIXED = (LinearAttentionAndFullAttentionLayer,)  # attention that would grow beside a linear state, unseen
 
 
@@ -221,4 +222,4 @@ def trained_window(model: PreTrainedModel) -> int:
 
 
 def window_of(config: Any) -> int:
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**31
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or ENDLESS
