@@ -28,6 +28,7 @@ from kvkeep.cli.grid import Wanted, about, answerer
 from kvkeep.compress.method import parse
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate import suite
+from kvkeep.evaluate.render import PROTOCOLS
 from kvkeep.evaluate.rows import Rows
 from kvkeep.evaluate.run import Grid, run
 from kvkeep.evaluate.table import WIDE, interval, share, write_csv
@@ -53,10 +54,10 @@ def main() -> None:
     tasks, methods, budgets, lengths = PARTS[options.part]
     budgets, lengths = tuple(options.budgets or budgets), tuple(options.lengths or lengths)
     wanted = Wanted(
-        tuple(tasks), options.out, (*methods, *options.also), budgets, model=options.model, device=options.device,
+        tuple(tasks), options.out, (*(options.methods or methods), *options.also), budgets, model=options.model, device=options.device,
         dtype=options.dtype, length=lengths or (4096,),
     )  # fmt: skip
-    grid = Grid(tuple(name for name in wanted.methods if _allowed(name, budgets)), budgets)
+    grid = Grid(tuple(name for name in wanted.methods if _allowed(name, budgets)), budgets, tuple(options.protocols))
     places = {name: Path(value) if (value := getattr(options, name)) else None for name in ("data", "haystack")}
     sources = suite.Sources(**places, lengths=wanted.length, limit=options.limit)
     samples, skipped = suite.load(tasks, load_tokenizer(options.model), sources)
@@ -165,7 +166,9 @@ def _options() -> Any:
     parser.add_argument("--budgets", type=int, nargs="+", help="in place of the part's own")
     parser.add_argument("--lengths", type=int, nargs="+", help="of prompts that are made, in place of the part's own")
     parser.add_argument("--limit", type=int, help="samples of each task")
-    parser.add_argument("--also", nargs="*", default=[])
+    parser.add_argument("--methods", nargs="+", help="in place of the part's own")
+    parser.add_argument("--also", nargs="*", default=[], help="methods beside the part's own")
+    parser.add_argument("--protocols", nargs="+", default=list(PROTOCOLS))
     parser.add_argument("--workers", type=int, default=1)
     return parser.parse_args()
 
