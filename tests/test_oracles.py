@@ -14,13 +14,17 @@ from oracles.intelllm import default_gap, oracle_intelllm, placement_intelllm, s
 from oracles.intentkv import intention_start, jsd, oracle_intentkv, scores_intentkv, votes_intentkv
 from oracles.protokv import (
     bucket_of,
+    chunk_count,
+    cluster_worth,
     clusters_of,
+    lsh_size,
     neighbour_similarity,
     oracle_protokv,
     oracle_satkv,
     outlier_degree,
     random_features,
     ranges_of,
+    scores_protokv,
     votes_protokv,
 )
 from oracles.snapkv import oracle_chunkkv, oracle_snapkv, scores_snapkv
@@ -372,18 +376,60 @@ def test_satkv():
 def test_buckets_and_ranges():
     pi = math.pi
     assert [bucket_of(np.array(k), W2, B2) for k in ([0, 0], [pi, 0], [0, pi], [pi, pi])] == [3, 2, 1, 0]
-    assert [list(r) for r in ranges_of(10, 3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
-    assert [list(r) for r in ranges_of(3, 500)] == [[0], [1], [2]]
+    corners = [np.array(k) for k in ([0, 0], [pi, 0], [0, pi], [pi, pi])]
+    assert [bucket_of(k, W2, B2, buckets=3) for k in corners] == [0, 2, 1, 0]  # 3, 2, 1, 0 mod 3
+    assert [bucket_of(k, W2, B2, buckets=9) for k in corners] == [3, 2, 1, 0]
+    # 3i//10 = 0 0 0 0 1 1 1 2 2 2; 4i//6 = 0 0 1 2 2 3
+    assert ranges_of(10, 3) == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert ranges_of(6, 4) == [[0, 1], [2], [3, 4], [5]]
+    assert ranges_of(3, 500) == [[0], [1], [2]]
+
+
+def test_ranges_by_the_second_formula():
+    # Range r begins at the first i with i·v >= r·n, that is ceil(r·n/v).
+    for n in (1, 15, 16, 17, 100, 900, 9000):
+        v = chunk_count(n)
+        starts = [-(-r * n // v) for r in range(v + 1)]
+        assert ranges_of(n) == [list(range(a, b)) for a, b in pairwise(starts)]
+
+
+def test_protokv_counts():
+    assert [chunk_count(n) for n in (1, 15, 16, 31, 32, 7999, 8000, 99999)] == [1, 1, 1, 1, 2, 499, 500, 500]
+    assert [chunk_count(n, 500) for n in (1, 499, 501)] == [1, 499, 500]
+    assert lsh_size(100) == (4 + 6, 4)  # u = 4, v = 6
+    assert lsh_size(64) == (8, 3) and lsh_size(80) == (9, 4)  # a power of two and one more
+    assert lsh_size(100, bits=3, chunks=20) == (28, 5)
+    assert lsh_size(100, buckets=2, chunks=6) == (8, 3)
+
+
+def test_cluster_worth():
+    s, cluster = [1.0, 2.0, 6.0, -1.0, 3.0], [7, 2, 7, 2, 5]
+    assert cluster_worth(s, cluster).tolist() == [3.5, 0.5, 3.5, 0.5, 3]
+    assert cluster_worth(s, cluster, "sum").tolist() == [7, 1, 7, 1, 3]
 
 
 def test_protokv_clusters():
-    # anchor: token 2, prototype (0, -1); ranges {0, 1} -> (1, .05) and {3, 4, 5} -> (.37, .67)
-    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1, chunks=2) == [1, 1, 0, 1, 2, 2]
+    # anchor: token 2, prototype (0, -1), bits cos 0 > 0 and cos 1 > 0: bucket 3 of 4
+    # ranges (without 2) {0, 1} -> (1, .05) and {3, 4, 5} -> (.37, .67) are numbered 4 and 5
+    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1, chunks=2) == [4, 4, 3, 4, 5, 5]
+    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1, chunks=2, buckets=2) == [2, 2, 1, 2, 3, 3]  # 3 mod 2
+    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1) == [4, 4, 3, 4, 4, 4]  # one range, (.62, .42): never below 0
     # without anchors: {0, 1, 2} -> (.67, -.3), {3, 4, 5} -> (.37, .67)
     assert clusters_of(SIX, W2, B2, kappa=1, chunks=2, prototypes="chunks") == [0, 0, 0, 0, 1, 1]
-    far = SIX * math.pi
-    assert clusters_of(far, W2, B2, prototypes="lsh") == [2, 2, 1, 2, 1, 1]
-    assert len(set(clusters_of(far, W2, B2, prototypes="lsh", lsh_join="cosine"))) == 2
+
+
+def test_protokv_lsh_has_as_many_clusters_as_the_original():
+    # u + v = 4 + 2 = 6: three bits. Bits of a key (x, y): cos x > 0, cos y > 0, cos(x + y) > 0, weights 1, 2, 4.
+    W, b = np.array([[1, 0], [0, 1], [1, 1.0]]), np.zeros(3)
+    far = SIX * math.pi  # (π, 0) 010; (π, .3) 010; (0, -π) 001; (π, 0) 010; (.3, π) 001; (0, π) 001
+    lsh = dict(chunks=2, prototypes="lsh")
+    assert clusters_of(far, W, b, **lsh) == [2, 2, 1, 2, 1, 1]
+    assert clusters_of(SIX * 0.0, W, b, **lsh) == [7 % 6] * 6  # 111
+    assert clusters_of(SIX * 0.0, W, b, **lsh, buckets=6) == [7] * 6  # 6 + 2 clusters: 7 is one of them
+    # opposite keys share bucket 1, so its mean is (.1, 1)π/3 and token 2, opposite to it, joins bucket 2: (1, .03)π
+    assert clusters_of(far, W, b, **lsh, lsh_join="cosine") == [2, 2, 2, 2, 1, 1]
+    with pytest.raises(AssertionError):
+        clusters_of(far, W2, B2, **lsh)  # two bits are too few
 
 
 def test_protokv_by_hand():
@@ -397,6 +443,17 @@ def test_protokv_by_hand():
     assert oracle_protokv(Q, K, V, 4, **args) == [[0, 2, 3, 5]]
     assert oracle_protokv(Q, K, V, 5, **args) == [[0, 1, 2, 3, 5]]
     assert oracle_protokv(Q, K, V, 1, **args) == [[2]]
+    assert np.allclose(scores_protokv(Q, K, V, 2, **args)[0, :5], [0.9, 0.9, 3, 0.9, -2.95])
+    assert np.allclose(scores_protokv(Q, K, V, 2, worth="sum", **args)[0, :5], [2.7, 2.7, 3, 2.7, -5.9])
+
+
+def test_protokv_sum_prefers_the_large_cluster():
+    Q, K, V = np.zeros((1, 6, 2)), SIX[None], np.ones((1, 6, 2))
+    Q[0, 5] = [1, -2]  # s = 1, .8, 2, 1, -1.9, -2: cluster {2} 2, {0, 1, 3} mean .93, sum 2.8
+    args = dict(W=W2, b=B2, kappa=1, anchors=1, chunks=2, window=1)
+    assert oracle_protokv(Q, K, V, 2, **args) == [[2, 5]]
+    assert oracle_protokv(Q, K, V, 2, worth="sum", **args) == [[3, 5]]
+    assert oracle_protokv(Q, K, V, 4, worth="sum", **args) == [[0, 1, 3, 5]]
 
 
 def test_protokv_softmax_votes_are_attention():
