@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from oracles import common
 from oracles.ahakv import gain, oracle_ahakv, scores_ahakv, value_prior_of
-from oracles.allocation import adakv, kept_by_quota, pyramid
+from oracles.allocation import adakv, kept_by_quota, pyramid, selection_order
 from oracles.full import oracle_full, oracle_lm_infinite, oracle_streamingllm
 from oracles.h2o import oracle_h2o, scores_h2o
 from oracles.intelllm import default_gap, oracle_intelllm, placement_intelllm, scores_intelllm
@@ -499,6 +499,58 @@ def test_adakv():
     assert adakv([[7, 0, 0], [0, 7, 7]], [[], []], 1, alpha=0.0) == [0, 2]  # ties: later tokens first
     assert adakv([[0, 0, 7], [7, 0, 7]], [[], []], 1, alpha=0.0) == [1, 1]  # then the lower head
     assert adakv([[0, 7], [0, 7], [0, 7]], [[0], [0], []], 1, alpha=0.0) == [2, 1, 0]
+
+
+def test_selection_order():
+    units, worth, scores = [0, 0, 1, 1, 2, None], [5, 9, 5], [3, 8, 1, 1, 2, 99]
+    assert selection_order(scores, [], units, worth) == [3, 2, 4, 1, 0]  # 0 and 2 tie: the unit that ends later
+    assert selection_order(scores, [2, 4], units, worth) == [3, 1, 0]
+    assert selection_order([1, 3, 3, 0], [3]) == [2, 1, 0]
+
+
+def test_adakv_over_units_by_hand():
+    # head 0: units {0, 1} worth 4 and {2, 3} worth 1; head 1: {0, 1} worth 2, {2, 3} worth 3; token 4 is forced
+    units, worth = [[0, 0, 1, 1, None]] * 2, [[4, 1], [2, 3]]
+    scores, forced = [[1, 3, 0.5, 0.5, 0], [9, 8, 1, 2, 0]], [[4], [4]]
+    # own orders 1 0 3 2 and 3 2 0 1; the pool 4 4 | 3 3 | 2 2 | 1 1 in pairs of tokens
+    for budget, quota in [(2, [3, 1]), (3, [3, 3]), (4, [3, 5])]:
+        assert adakv(scores, forced, budget, 0.0, units, worth) == quota
+    # tokens' own scores alone would have favoured head 1, whose 9 and 8 lie in its second unit
+    assert adakv(scores, forced, 2, 0.0) == [1, 3]
+    # alpha = 1/2 of B - 1 = 2: one sure token each (1 and 3), then 4, then 3: one more each
+    assert adakv(scores, forced, 3, 0.5, units, worth) == [3, 3]
+    assert adakv(scores, forced, 2, 0.5, units, worth) == [3, 1]  # floor(1/2): none is sure
+    assert adakv(scores, forced, 2, 1.0, units, worth) == [2, 2]
+    # one sure token each (1 and 3), then 4 and 3.5 before head 1's 3
+    assert adakv(scores, forced, 3, 0.5, units, [[4, 3.5], [2, 3]]) == [4, 2]
+    assert kept_by_quota(scores, forced, [4, 2], units, worth) == [[0, 1, 3, 4], [3, 4]]
+
+
+def test_adakv_over_units_ties_between_heads():
+    units, worth, none = [[0, 0], [0, 0]], [[7], [7]], [[], []]
+    assert adakv([[5, 1], [4, 6]], none, 1, 0.0, units, worth) == [1, 1]  # 6 of head 1, then 5 of head 0
+    assert adakv([[5, 1], [5.5, 6]], none, 1, 0.0, units, worth) == [0, 2]
+    assert adakv([[5, 0], [0, 5]], [[1], []], 1, 0.0, units, worth) == [1, 1]  # one place: the later token, head 1's
+    three = dict(units=[[0, 0]] * 3, worth=[[7]] * 3)
+    assert adakv([[5, 5], [5, 5], [5, 5]], [[0], [], []], 1, 0.0, **three) == [2, 1, 0]  # two places: lower heads
+    assert adakv([[5, 9], [4, 4]], [[1], []], 1, 0.0, units, [[7], [7.5]]) == [1, 1]  # worth goes before scores
+
+
+@pytest.mark.parametrize("budget", [5, 12, 25])
+def test_adakv_over_units_is_a_prefix_of_every_heads_own_choice(budget):
+    rng = np.random.default_rng(budget)
+    scores, forced = rng.random((3, 30)), [list(range(28, 30))] * 3
+    units = [[None if j >= 28 else int(u) for j, u in enumerate(rng.integers(0, 6, 30))] for _ in range(3)]
+    worth = rng.random((3, 6)) * [[1], [2], [4]]
+    quota = adakv(scores, forced, budget, 0.3, units, worth)
+    kept = kept_by_quota(scores, forced, quota, units, worth)
+    assert sum(quota) == 3 * budget and quota[2] > quota[0] >= 2 + math.floor(0.3 * (budget - 2))
+    for h in range(3):
+        assert kept[h] == common.take_units(units[h], worth[h], scores[h], quota[h], forced[h])
+    alone = [[[0] * 28 + [None] * 2] * 3, [[1.0]] * 3]  # one unit of equal worth: the tokens' scores decide
+    assert adakv(scores, forced, budget, 0.3, *alone) == adakv(scores, forced, budget, 0.3)
+    own = [[list(range(30))] * 3, scores]  # every token its own unit
+    assert adakv(scores, forced, budget, 0.3, *own) == adakv(scores, forced, budget, 0.3)
 
 
 # ---------------------------------------------------------------- streams
