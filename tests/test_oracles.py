@@ -235,6 +235,58 @@ def test_intention_starts_at_the_row_before_the_jump():
     assert intention_start(np.array([a, a, b, b]), smooth=2) == 0
 
 
+def test_intention_by_subsequent_rows():
+    a, b, c, h = [1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0], [0.5, 0.5, 0]
+
+    def start(rows, smooth=1):
+        return intention_start(np.array(rows), smooth, "subsequent")
+
+    assert start([a, a, b, b]) == 1  # d = 0, √ln2, 0
+    assert start([a, b, c, c]) == 0  # √ln2 twice: the first of equals
+    assert start([a, h, b, b]) == 0  # √.2158 twice
+    # against the first row: j = 0, √.2158, √ln2, √ln2, so the steps .46 and .37, then none: row 0, as before
+    assert intention_start(np.array([a, h, c, b]), 1) == 0
+    # one after another: a-h √.2158 = .46, h-c √ln2 = .83, c-b √ln2: row 1
+    assert start([a, h, c, b]) == 1
+    assert start([b, a, a, h, c]) == 0 and start([h, b, b, a, a]) == 2  # .46, 0, .83, 0
+    # smooth = 2: a, h, b (no short end): .46 twice
+    assert start([a, a, b, b], 2) == 0
+    # smooth = 2: a, a, h, b: 0, .46, .46
+    assert start([a, a, a, b, b], 2) == 1
+    # smooth = 3: two rows a, (2a + b)/3; smooth = 4: one row; smooth = 5: none
+    assert start([a, a, a, b], 3) == 0 and start([a, a, a, b], 4) == 0 and start([a, a, a, b], 5) == 0
+
+
+def test_a_short_end_is_not_pooled_in_subsequent_rows():
+    a, b, c = [1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]
+    rows = np.array([a, a, a, a, c])
+    # smooth = 2: a, a, a, (a+c)/2: the only step is 2 -> 3; a short end c would add an equal step later
+    assert intention_start(rows, 2, "subsequent") == 2
+    # smooth = 3: a, a, (2a+c)/3: step 1 -> 2; with short ends (a+c)/2 and c, the biggest step would be the last, 3
+    assert intention_start(rows, 3, "subsequent") == 1
+    assert intention_start(np.array([a, a, a, b]), 3, "subsequent") == 0  # steps of the short ends lie at 1 and 2
+
+
+def test_a_step_below_a_millionth_is_none():
+    p = np.array([[0.5, 0.5]] * 3)
+    p[2] += [1e-6, -1e-6]  # √JSD ≈ 1e-6·√(1/2): too small
+    assert intention_start(p, 1, "subsequent") == 0
+    p[2] += [1e-4, -1e-4]
+    assert intention_start(p, 1, "subsequent") == 1
+
+
+def test_intentkv_votes_by_subsequent_rows():
+    # of the last five queries: {0: .5, 1: .5}, {0: 1}, then 2 for good: rows h, a, c, c, c: row 1 before the big step
+    rows = {(0, 3): {0: 0.5, 1: 0.5}, (0, 4): {0: 1.0}, **{(0, i): {2: 1.0} for i in (5, 6, 7)}}
+    Q, K, V = scene(rows, 8)
+    args = dict(scale=1.0, window=5, smooth=1)
+    assert np.allclose(votes_intentkv(Q, K, boundary="subsequent", **args), [[1 / 4, 0, 3 / 4, 0, 0, 0, 0, 0]])
+    # first: j = 0, √.2158, √ln2, so the first increase, .46, is the biggest and row 0 counts
+    assert np.allclose(votes_intentkv(Q, K, **args), [[1.5 / 5, 0.5 / 5, 3 / 5, 0, 0, 0, 0, 0]])
+    assert oracle_intentkv(Q, K, V, 3, block=1, boundary="subsequent", **args) == [[0, 2, 7]]
+    assert oracle_intentkv(Q, K, V, 3, block=1, **args) == [[0, 1, 2]]
+
+
 def test_intentkv_votes_and_blocks():
     Q, K, V = context_then_question()
     args = dict(scale=1.0, window=4, smooth=1)
