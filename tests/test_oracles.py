@@ -359,6 +359,8 @@ def test_ahakv_gain():
     assert gain(8, 4, 16, 0.25) == pytest.approx(math.sqrt(2 * math.log(2) / 16))
     assert gain(4, 4, 16, 0.25) == 0.25
     assert gain(3, 4, 16, 0.25) == 0.25
+    assert gain(8, 4, 16, 0.3, "multiply") == pytest.approx(0.3 * math.sqrt(2 * math.log(2)) / 4)
+    assert gain(4, 4, 16, 0.3, "multiply") == 0.3
 
 
 def test_ahakv_value_prior():
@@ -392,6 +394,25 @@ def test_ahakv_step_gain_by_hand():
     assert scores[0] / scores[1] == pytest.approx(math.exp(2 * math.sqrt(math.log(4))))
     plain = scores_ahakv(Q, K, V, 2, pool=1, step_gain=False)[0]
     assert plain[0] / plain[1] == pytest.approx(math.exp(2 / math.sqrt(2)))
+
+
+def test_ahakv_gain_on_top_of_the_scale():
+    # as above: λ/√d = sqrt(2 ln 4 / 2)/√2 times q·k = 2
+    Q, K, V = np.zeros((1, 8, 2)), np.zeros((1, 8, 2)), np.ones((1, 8, 2))
+    Q[0, 7, 0], K[0, 0, 0] = 2.0, 1.0
+    scores = scores_ahakv(Q, K, V, 2, pool=1, gain="multiply")[0]
+    assert scores[0] / scores[1] == pytest.approx(math.exp(2 * math.sqrt(math.log(4) / 2)))
+
+
+def test_ahakv_of_all_rows():
+    # every token looks at itself, but 1 and 2 look at 0 and 3 at 1; B = 2, one recent row (token 5: itself)
+    Q, K, V = scene({(0, 1): {0: 1.0}, (0, 2): {0: 1.0}, (0, 3): {1: 1.0}}, 6)
+    V[0, 1] = 2.0  # squared norm 8 against 2: γ̄ = 1 against 1/4
+    args = dict(scale=1.0, pool=1, value_pool=1, step_gain=False)
+    assert np.allclose(scores_ahakv(Q, K, V, 2, recent_only=False, **args)[0, :5], [0.75, 1, 0, 0, 0.25])
+    assert np.allclose(scores_ahakv(Q, K, V, 2, **args)[0, :5], 0)
+    assert oracle_ahakv(Q, K, V, 2, recent_only=False, **args) == [[1, 5]]
+    assert oracle_ahakv(Q, K, V, 2, recent_only=False, value_prior=False, **args) == [[0, 5]]
 
 
 def test_ahakv_rows_within_the_budget_use_the_ordinary_scale():
