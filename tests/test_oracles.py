@@ -341,15 +341,24 @@ def test_intelllm_global_and_local():
 
 def test_intelllm_placement():
     kept = [0, 5, 9, 97, 98, 99]
-    assert default_gap(6, 3, 50) == 25
-    assert default_gap(6, 3, 7) == 4
-    assert placement_intelllm(kept, 100, 3, 50) == [72, 73, 74, 97, 98, 99]
+    assert placement_intelllm(kept, 100, 3, 50) == [88, 89, 90, 97, 98, 99]  # gap 9
     assert placement_intelllm(kept, 100, 3, 50, gap=3) == [94, 95, 96, 97, 98, 99]  # no gap
     assert placement_intelllm(kept, 100, 3, 50, gap=47)[0] == 99 - 49  # the farthest key is W-1 behind
     with pytest.raises(ValueError):
         placement_intelllm(kept, 100, 3, 50, gap=48)
     assert placement_intelllm([0, 1, 2], 3, 1, 50) == [0, 1, 2]
-    assert placement_intelllm([0, 8, 9], 10, 1, 50) == [-17, -16, 9]  # gap 25: below zero is fine for a rotation
+    assert placement_intelllm([0, 8, 9], 10, 1, 50) == [5, 6, 9]  # gap 3
+    assert placement_intelllm([0, 8, 9], 10, 1, 50, gap=25) == [-17, -16, 9]  # below zero is fine for a rotation
+
+
+def test_intelllm_default_gap():
+    assert default_gap(3, 3, 50, 100) == 9  # 3·near
+    assert default_gap(3, 3, 7, 100) == 4  # W - far
+    assert default_gap(3, 3, 50, 8) == 5  # n - far
+    assert default_gap(6, 4, 50, 9) == 4 and default_gap(6, 4, 8, 99) == 4  # never inside the near window
+    # n - far is where the first far token ends when the text is short: position 0, never before it
+    assert placement_intelllm([0, 1, 2, 5, 6, 7], 8, 3, 50) == [0, 1, 2, 5, 6, 7]
+    assert placement_intelllm([1, 2, 4, 5, 6, 7], 8, 3, 50) == [0, 1, 2, 5, 6, 7]
 
 
 # ---------------------------------------------------------------- ahakv
