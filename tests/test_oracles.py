@@ -27,6 +27,7 @@ from oracles.protokv import (
     scores_protokv,
     votes_protokv,
 )
+from oracles.sampling import sampling_probabilities
 from oracles.snapkv import oracle_chunkkv, oracle_snapkv, scores_snapkv
 from oracles.streams import stream
 from oracles.tova import oracle_tova, scores_tova
@@ -682,3 +683,54 @@ def test_stream_intentkv_renumbers_the_blocks():
     assert stream(oracle_intentkv, Q, K, V, 3, 4, **args) == [[0, 1, 5]]
     # first chunk: {0, 1}, then 2 (better than 3); then the cache 0 1 | 2 4 | 5 has blocks .5, .1 and .4
     assert stream(oracle_intentkv, Q, K, V, 2, 4, **args) == [[0, 1]]
+
+
+# ---------------------------------------------------------------- sampling
+
+EIGHTHS = np.log([4, 1, 2, 1.0])  # probabilities 1/2, 1/8, 1/4, 1/8
+
+
+def test_sampling_temperature():
+    assert sampling_probabilities(EIGHTHS) == pytest.approx([1 / 2, 1 / 8, 1 / 4, 1 / 8])
+    assert sampling_probabilities(EIGHTHS, 0.5) == pytest.approx(np.array([16, 1, 4, 1]) / 22)  # squared
+    assert sampling_probabilities(EIGHTHS, 0).tolist() == [1, 0, 0, 0]
+    assert sampling_probabilities([1, 3, 3, 2], 0).tolist() == [0, 1, 0, 0]
+    assert sampling_probabilities([1000.0, 0, 1000], 0.1).tolist() == [0.5, 0, 0.5]
+
+
+def test_sampling_top_k():
+    assert sampling_probabilities(EIGHTHS, top_k=1).tolist() == [1, 0, 0, 0]
+    assert sampling_probabilities(EIGHTHS, top_k=2) == pytest.approx([2 / 3, 0, 1 / 3, 0])
+    assert sampling_probabilities(EIGHTHS, top_k=3) == pytest.approx([1 / 2, 1 / 8, 1 / 4, 1 / 8])  # two are third
+    for off in (None, 0, 4, 99):
+        assert sampling_probabilities(EIGHTHS, top_k=off) == pytest.approx([1 / 2, 1 / 8, 1 / 4, 1 / 8])
+
+
+def test_sampling_top_p():
+    assert sampling_probabilities(EIGHTHS, top_p=0.4).tolist() == [1, 0, 0, 0]
+    assert sampling_probabilities([7, 7], top_p=0.5).tolist() == [0, 1]  # 1/2 is reached exactly
+    assert sampling_probabilities(EIGHTHS, top_p=0.51) == pytest.approx([2 / 3, 0, 1 / 3, 0])
+    assert sampling_probabilities(EIGHTHS, top_p=0.8) == pytest.approx([4 / 7, 0, 2 / 7, 1 / 7])  # of equals the later
+    assert sampling_probabilities(EIGHTHS, top_p=0.9) == pytest.approx([1 / 2, 1 / 8, 1 / 4, 1 / 8])
+    assert sampling_probabilities(EIGHTHS, top_p=0.0).tolist() == [1, 0, 0, 0]  # never nobody
+    assert sampling_probabilities(EIGHTHS, top_p=1.0) == pytest.approx([1 / 2, 1 / 8, 1 / 4, 1 / 8])
+
+
+def test_sampling_order_is_temperature_then_k_then_p():
+    # after top_k = 2 the shares are 2/3 and 1/3: .6 keeps the first alone; before it, 1/2 would not have been enough
+    assert sampling_probabilities(EIGHTHS, top_k=2, top_p=0.6).tolist() == [1, 0, 0, 0]
+    assert sampling_probabilities(EIGHTHS, top_p=0.6) == pytest.approx([2 / 3, 0, 1 / 3, 0])
+    # temperature 1/2 makes 16/22 = .727 of 1/2: .7 keeps the first alone, temperature 1 both
+    assert sampling_probabilities(EIGHTHS, 0.5, top_p=0.7).tolist() == [1, 0, 0, 0]
+    assert sampling_probabilities(EIGHTHS, 1.0, top_p=0.7) == pytest.approx([2 / 3, 0, 1 / 3, 0])
+
+
+def test_sampling_against_the_sum_from_above():
+    # a token stays where what is more likely sums to less than top_p: the same rule told from the other end
+    logits = np.random.default_rng(0).normal(size=40) * 2
+    for temperature, k, p in [(1.0, 12, 0.9), (0.7, 40, 0.5), (2.0, 7, 0.99)]:
+        weights = np.exp(logits / temperature)
+        weights[weights < np.sort(weights)[-k]] = 0
+        weights /= weights.sum()
+        weights[[weights[weights > w].sum() >= p for w in weights]] = 0
+        assert sampling_probabilities(logits, temperature, k, p) == pytest.approx(weights / weights.sum())
