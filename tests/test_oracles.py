@@ -7,22 +7,27 @@ import numpy as np
 import pytest
 from oracles import common
 from oracles.ahakv import gain, oracle_ahakv, scores_ahakv, value_prior_of
-from oracles.allocation import adakv, kept_by_quota, pyramid
+from oracles.allocation import adakv, kept_by_quota, pyramid, selection_order
 from oracles.full import oracle_full, oracle_lm_infinite, oracle_streamingllm
 from oracles.h2o import oracle_h2o, scores_h2o
 from oracles.intelllm import default_gap, oracle_intelllm, placement_intelllm, scores_intelllm
 from oracles.intentkv import intention_start, jsd, oracle_intentkv, scores_intentkv, votes_intentkv
 from oracles.protokv import (
     bucket_of,
+    chunk_count,
+    cluster_worth,
     clusters_of,
+    lsh_size,
     neighbour_similarity,
     oracle_protokv,
     oracle_satkv,
     outlier_degree,
     random_features,
     ranges_of,
+    scores_protokv,
     votes_protokv,
 )
+from oracles.sampling import sampling_probabilities
 from oracles.snapkv import oracle_chunkkv, oracle_snapkv, scores_snapkv
 from oracles.streams import stream
 from oracles.tova import oracle_tova, scores_tova
@@ -231,6 +236,58 @@ def test_intention_starts_at_the_row_before_the_jump():
     assert intention_start(np.array([a, a, b, b]), smooth=2) == 0
 
 
+def test_intention_by_subsequent_rows():
+    a, b, c, h = [1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0], [0.5, 0.5, 0]
+
+    def start(rows, smooth=1):
+        return intention_start(np.array(rows), smooth, "subsequent")
+
+    assert start([a, a, b, b]) == 1  # d = 0, √ln2, 0
+    assert start([a, b, c, c]) == 0  # √ln2 twice: the first of equals
+    assert start([a, h, b, b]) == 0  # √.2158 twice
+    # against the first row: j = 0, √.2158, √ln2, √ln2, so the steps .46 and .37, then none: row 0, as before
+    assert intention_start(np.array([a, h, c, b]), 1) == 0
+    # one after another: a-h √.2158 = .46, h-c √ln2 = .83, c-b √ln2: row 1
+    assert start([a, h, c, b]) == 1
+    assert start([b, a, a, h, c]) == 0 and start([h, b, b, a, a]) == 2  # .46, 0, .83, 0
+    # smooth = 2: a, h, b (no short end): .46 twice
+    assert start([a, a, b, b], 2) == 0
+    # smooth = 2: a, a, h, b: 0, .46, .46
+    assert start([a, a, a, b, b], 2) == 1
+    # smooth = 3: two rows a, (2a + b)/3; smooth = 4: one row; smooth = 5: none
+    assert start([a, a, a, b], 3) == 0 and start([a, a, a, b], 4) == 0 and start([a, a, a, b], 5) == 0
+
+
+def test_a_short_end_is_not_pooled_in_subsequent_rows():
+    a, b, c = [1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]
+    rows = np.array([a, a, a, a, c])
+    # smooth = 2: a, a, a, (a+c)/2: the only step is 2 -> 3; a short end c would add an equal step later
+    assert intention_start(rows, 2, "subsequent") == 2
+    # smooth = 3: a, a, (2a+c)/3: step 1 -> 2; with short ends (a+c)/2 and c, the biggest step would be the last, 3
+    assert intention_start(rows, 3, "subsequent") == 1
+    assert intention_start(np.array([a, a, a, b]), 3, "subsequent") == 0  # steps of the short ends lie at 1 and 2
+
+
+def test_a_step_below_a_millionth_is_none():
+    p = np.array([[0.5, 0.5]] * 3)
+    p[2] += [1e-6, -1e-6]  # √JSD ≈ 1e-6·√(1/2): too small
+    assert intention_start(p, 1, "subsequent") == 0
+    p[2] += [1e-4, -1e-4]
+    assert intention_start(p, 1, "subsequent") == 1
+
+
+def test_intentkv_votes_by_subsequent_rows():
+    # of the last five queries: {0: .5, 1: .5}, {0: 1}, then 2 for good: rows h, a, c, c, c: row 1 before the big step
+    rows = {(0, 3): {0: 0.5, 1: 0.5}, (0, 4): {0: 1.0}, **{(0, i): {2: 1.0} for i in (5, 6, 7)}}
+    Q, K, V = scene(rows, 8)
+    args = dict(scale=1.0, window=5, smooth=1)
+    assert np.allclose(votes_intentkv(Q, K, boundary="subsequent", **args), [[1 / 4, 0, 3 / 4, 0, 0, 0, 0, 0]])
+    # first: j = 0, √.2158, √ln2, so the first increase, .46, is the biggest and row 0 counts
+    assert np.allclose(votes_intentkv(Q, K, **args), [[1.5 / 5, 0.5 / 5, 3 / 5, 0, 0, 0, 0, 0]])
+    assert oracle_intentkv(Q, K, V, 3, block=1, boundary="subsequent", **args) == [[0, 2, 7]]
+    assert oracle_intentkv(Q, K, V, 3, block=1, **args) == [[0, 1, 2]]
+
+
 def test_intentkv_votes_and_blocks():
     Q, K, V = context_then_question()
     args = dict(scale=1.0, window=4, smooth=1)
@@ -285,15 +342,24 @@ def test_intelllm_global_and_local():
 
 def test_intelllm_placement():
     kept = [0, 5, 9, 97, 98, 99]
-    assert default_gap(6, 3, 50) == 25
-    assert default_gap(6, 3, 7) == 4
-    assert placement_intelllm(kept, 100, 3, 50) == [72, 73, 74, 97, 98, 99]
+    assert placement_intelllm(kept, 100, 3, 50) == [88, 89, 90, 97, 98, 99]  # gap 9
     assert placement_intelllm(kept, 100, 3, 50, gap=3) == [94, 95, 96, 97, 98, 99]  # no gap
     assert placement_intelllm(kept, 100, 3, 50, gap=47)[0] == 99 - 49  # the farthest key is W-1 behind
     with pytest.raises(ValueError):
         placement_intelllm(kept, 100, 3, 50, gap=48)
     assert placement_intelllm([0, 1, 2], 3, 1, 50) == [0, 1, 2]
-    assert placement_intelllm([0, 8, 9], 10, 1, 50) == [-17, -16, 9]  # gap 25: below zero is fine for a rotation
+    assert placement_intelllm([0, 8, 9], 10, 1, 50) == [5, 6, 9]  # gap 3
+    assert placement_intelllm([0, 8, 9], 10, 1, 50, gap=25) == [-17, -16, 9]  # below zero is fine for a rotation
+
+
+def test_intelllm_default_gap():
+    assert default_gap(3, 3, 50, 100) == 9  # 3·near
+    assert default_gap(3, 3, 7, 100) == 4  # W - far
+    assert default_gap(3, 3, 50, 8) == 5  # n - far
+    assert default_gap(6, 4, 50, 9) == 4 and default_gap(6, 4, 8, 99) == 4  # never inside the near window
+    # n - far is where the first far token ends when the text is short: position 0, never before it
+    assert placement_intelllm([0, 1, 2, 5, 6, 7], 8, 3, 50) == [0, 1, 2, 5, 6, 7]
+    assert placement_intelllm([1, 2, 4, 5, 6, 7], 8, 3, 50) == [0, 1, 2, 5, 6, 7]
 
 
 # ---------------------------------------------------------------- ahakv
@@ -303,6 +369,8 @@ def test_ahakv_gain():
     assert gain(8, 4, 16, 0.25) == pytest.approx(math.sqrt(2 * math.log(2) / 16))
     assert gain(4, 4, 16, 0.25) == 0.25
     assert gain(3, 4, 16, 0.25) == 0.25
+    assert gain(8, 4, 16, 0.3, "multiply") == pytest.approx(0.3 * math.sqrt(2 * math.log(2)) / 4)
+    assert gain(4, 4, 16, 0.3, "multiply") == 0.3
 
 
 def test_ahakv_value_prior():
@@ -336,6 +404,25 @@ def test_ahakv_step_gain_by_hand():
     assert scores[0] / scores[1] == pytest.approx(math.exp(2 * math.sqrt(math.log(4))))
     plain = scores_ahakv(Q, K, V, 2, pool=1, step_gain=False)[0]
     assert plain[0] / plain[1] == pytest.approx(math.exp(2 / math.sqrt(2)))
+
+
+def test_ahakv_gain_on_top_of_the_scale():
+    # as above: λ/√d = sqrt(2 ln 4 / 2)/√2 times q·k = 2
+    Q, K, V = np.zeros((1, 8, 2)), np.zeros((1, 8, 2)), np.ones((1, 8, 2))
+    Q[0, 7, 0], K[0, 0, 0] = 2.0, 1.0
+    scores = scores_ahakv(Q, K, V, 2, pool=1, gain="multiply")[0]
+    assert scores[0] / scores[1] == pytest.approx(math.exp(2 * math.sqrt(math.log(4) / 2)))
+
+
+def test_ahakv_of_all_rows():
+    # every token looks at itself, but 1 and 2 look at 0 and 3 at 1; B = 2, one recent row (token 5: itself)
+    Q, K, V = scene({(0, 1): {0: 1.0}, (0, 2): {0: 1.0}, (0, 3): {1: 1.0}}, 6)
+    V[0, 1] = 2.0  # squared norm 8 against 2: γ̄ = 1 against 1/4
+    args = dict(scale=1.0, pool=1, value_pool=1, step_gain=False)
+    assert np.allclose(scores_ahakv(Q, K, V, 2, recent_only=False, **args)[0, :5], [0.75, 1, 0, 0, 0.25])
+    assert np.allclose(scores_ahakv(Q, K, V, 2, **args)[0, :5], 0)
+    assert oracle_ahakv(Q, K, V, 2, recent_only=False, **args) == [[1, 5]]
+    assert oracle_ahakv(Q, K, V, 2, recent_only=False, value_prior=False, **args) == [[0, 5]]
 
 
 def test_ahakv_rows_within_the_budget_use_the_ordinary_scale():
@@ -372,18 +459,60 @@ def test_satkv():
 def test_buckets_and_ranges():
     pi = math.pi
     assert [bucket_of(np.array(k), W2, B2) for k in ([0, 0], [pi, 0], [0, pi], [pi, pi])] == [3, 2, 1, 0]
-    assert [list(r) for r in ranges_of(10, 3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
-    assert [list(r) for r in ranges_of(3, 500)] == [[0], [1], [2]]
+    corners = [np.array(k) for k in ([0, 0], [pi, 0], [0, pi], [pi, pi])]
+    assert [bucket_of(k, W2, B2, buckets=3) for k in corners] == [0, 2, 1, 0]  # 3, 2, 1, 0 mod 3
+    assert [bucket_of(k, W2, B2, buckets=9) for k in corners] == [3, 2, 1, 0]
+    # 3i//10 = 0 0 0 0 1 1 1 2 2 2; 4i//6 = 0 0 1 2 2 3
+    assert ranges_of(10, 3) == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert ranges_of(6, 4) == [[0, 1], [2], [3, 4], [5]]
+    assert ranges_of(3, 500) == [[0], [1], [2]]
+
+
+def test_ranges_by_the_second_formula():
+    # Range r begins at the first i with i·v >= r·n, that is ceil(r·n/v).
+    for n in (1, 15, 16, 17, 100, 900, 9000):
+        v = chunk_count(n)
+        starts = [-(-r * n // v) for r in range(v + 1)]
+        assert ranges_of(n) == [list(range(a, b)) for a, b in pairwise(starts)]
+
+
+def test_protokv_counts():
+    assert [chunk_count(n) for n in (1, 15, 16, 31, 32, 7999, 8000, 99999)] == [1, 1, 1, 1, 2, 499, 500, 500]
+    assert [chunk_count(n, 500) for n in (1, 499, 501)] == [1, 499, 500]
+    assert lsh_size(100) == (4 + 6, 4)  # u = 4, v = 6
+    assert lsh_size(64) == (8, 3) and lsh_size(80) == (9, 4)  # a power of two and one more
+    assert lsh_size(100, bits=3, chunks=20) == (28, 5)
+    assert lsh_size(100, buckets=2, chunks=6) == (8, 3)
+
+
+def test_cluster_worth():
+    s, cluster = [1.0, 2.0, 6.0, -1.0, 3.0], [7, 2, 7, 2, 5]
+    assert cluster_worth(s, cluster).tolist() == [3.5, 0.5, 3.5, 0.5, 3]
+    assert cluster_worth(s, cluster, "sum").tolist() == [7, 1, 7, 1, 3]
 
 
 def test_protokv_clusters():
-    # anchor: token 2, prototype (0, -1); ranges {0, 1} -> (1, .05) and {3, 4, 5} -> (.37, .67)
-    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1, chunks=2) == [1, 1, 0, 1, 2, 2]
+    # anchor: token 2, prototype (0, -1), bits cos 0 > 0 and cos 1 > 0: bucket 3 of 4
+    # ranges (without 2) {0, 1} -> (1, .05) and {3, 4, 5} -> (.37, .67) are numbered 4 and 5
+    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1, chunks=2) == [4, 4, 3, 4, 5, 5]
+    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1, chunks=2, buckets=2) == [2, 2, 1, 2, 3, 3]  # 3 mod 2
+    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1) == [4, 4, 3, 4, 4, 4]  # one range, (.62, .42): never below 0
     # without anchors: {0, 1, 2} -> (.67, -.3), {3, 4, 5} -> (.37, .67)
     assert clusters_of(SIX, W2, B2, kappa=1, chunks=2, prototypes="chunks") == [0, 0, 0, 0, 1, 1]
-    far = SIX * math.pi
-    assert clusters_of(far, W2, B2, prototypes="lsh") == [2, 2, 1, 2, 1, 1]
-    assert len(set(clusters_of(far, W2, B2, prototypes="lsh", lsh_join="cosine"))) == 2
+
+
+def test_protokv_lsh_has_as_many_clusters_as_the_original():
+    # u + v = 4 + 2 = 6: three bits. Bits of a key (x, y): cos x > 0, cos y > 0, cos(x + y) > 0, weights 1, 2, 4.
+    W, b = np.array([[1, 0], [0, 1], [1, 1.0]]), np.zeros(3)
+    far = SIX * math.pi  # (π, 0) 010; (π, .3) 010; (0, -π) 001; (π, 0) 010; (.3, π) 001; (0, π) 001
+    lsh = dict(chunks=2, prototypes="lsh")
+    assert clusters_of(far, W, b, **lsh) == [2, 2, 1, 2, 1, 1]
+    assert clusters_of(SIX * 0.0, W, b, **lsh) == [7 % 6] * 6  # 111
+    assert clusters_of(SIX * 0.0, W, b, **lsh, buckets=6) == [7] * 6  # 6 + 2 clusters: 7 is one of them
+    # opposite keys share bucket 1, so its mean is (.1, 1)π/3 and token 2, opposite to it, joins bucket 2: (1, .03)π
+    assert clusters_of(far, W, b, **lsh, lsh_join="cosine") == [2, 2, 2, 2, 1, 1]
+    with pytest.raises(AssertionError):
+        clusters_of(far, W2, B2, **lsh)  # two bits are too few
 
 
 def test_protokv_by_hand():
@@ -397,6 +526,17 @@ def test_protokv_by_hand():
     assert oracle_protokv(Q, K, V, 4, **args) == [[0, 2, 3, 5]]
     assert oracle_protokv(Q, K, V, 5, **args) == [[0, 1, 2, 3, 5]]
     assert oracle_protokv(Q, K, V, 1, **args) == [[2]]
+    assert np.allclose(scores_protokv(Q, K, V, 2, **args)[0, :5], [0.9, 0.9, 3, 0.9, -2.95])
+    assert np.allclose(scores_protokv(Q, K, V, 2, worth="sum", **args)[0, :5], [2.7, 2.7, 3, 2.7, -5.9])
+
+
+def test_protokv_sum_prefers_the_large_cluster():
+    Q, K, V = np.zeros((1, 6, 2)), SIX[None], np.ones((1, 6, 2))
+    Q[0, 5] = [1, -2]  # s = 1, .8, 2, 1, -1.9, -2: cluster {2} 2, {0, 1, 3} mean .93, sum 2.8
+    args = dict(W=W2, b=B2, kappa=1, anchors=1, chunks=2, window=1)
+    assert oracle_protokv(Q, K, V, 2, **args) == [[2, 5]]
+    assert oracle_protokv(Q, K, V, 2, worth="sum", **args) == [[3, 5]]
+    assert oracle_protokv(Q, K, V, 4, worth="sum", **args) == [[0, 1, 3, 5]]
 
 
 def test_protokv_softmax_votes_are_attention():
@@ -442,6 +582,58 @@ def test_adakv():
     assert adakv([[7, 0, 0], [0, 7, 7]], [[], []], 1, alpha=0.0) == [0, 2]  # ties: later tokens first
     assert adakv([[0, 0, 7], [7, 0, 7]], [[], []], 1, alpha=0.0) == [1, 1]  # then the lower head
     assert adakv([[0, 7], [0, 7], [0, 7]], [[0], [0], []], 1, alpha=0.0) == [2, 1, 0]
+
+
+def test_selection_order():
+    units, worth, scores = [0, 0, 1, 1, 2, None], [5, 9, 5], [3, 8, 1, 1, 2, 99]
+    assert selection_order(scores, [], units, worth) == [3, 2, 4, 1, 0]  # 0 and 2 tie: the unit that ends later
+    assert selection_order(scores, [2, 4], units, worth) == [3, 1, 0]
+    assert selection_order([1, 3, 3, 0], [3]) == [2, 1, 0]
+
+
+def test_adakv_over_units_by_hand():
+    # head 0: units {0, 1} worth 4 and {2, 3} worth 1; head 1: {0, 1} worth 2, {2, 3} worth 3; token 4 is forced
+    units, worth = [[0, 0, 1, 1, None]] * 2, [[4, 1], [2, 3]]
+    scores, forced = [[1, 3, 0.5, 0.5, 0], [9, 8, 1, 2, 0]], [[4], [4]]
+    # own orders 1 0 3 2 and 3 2 0 1; the pool 4 4 | 3 3 | 2 2 | 1 1 in pairs of tokens
+    for budget, quota in [(2, [3, 1]), (3, [3, 3]), (4, [3, 5])]:
+        assert adakv(scores, forced, budget, 0.0, units, worth) == quota
+    # tokens' own scores alone would have favoured head 1, whose 9 and 8 lie in its second unit
+    assert adakv(scores, forced, 2, 0.0) == [1, 3]
+    # alpha = 1/2 of B - 1 = 2: one sure token each (1 and 3), then 4, then 3: one more each
+    assert adakv(scores, forced, 3, 0.5, units, worth) == [3, 3]
+    assert adakv(scores, forced, 2, 0.5, units, worth) == [3, 1]  # floor(1/2): none is sure
+    assert adakv(scores, forced, 2, 1.0, units, worth) == [2, 2]
+    # one sure token each (1 and 3), then 4 and 3.5 before head 1's 3
+    assert adakv(scores, forced, 3, 0.5, units, [[4, 3.5], [2, 3]]) == [4, 2]
+    assert kept_by_quota(scores, forced, [4, 2], units, worth) == [[0, 1, 3, 4], [3, 4]]
+
+
+def test_adakv_over_units_ties_between_heads():
+    units, worth, none = [[0, 0], [0, 0]], [[7], [7]], [[], []]
+    assert adakv([[5, 1], [4, 6]], none, 1, 0.0, units, worth) == [1, 1]  # 6 of head 1, then 5 of head 0
+    assert adakv([[5, 1], [5.5, 6]], none, 1, 0.0, units, worth) == [0, 2]
+    assert adakv([[5, 0], [0, 5]], [[1], []], 1, 0.0, units, worth) == [1, 1]  # one place: the later token, head 1's
+    three = dict(units=[[0, 0]] * 3, worth=[[7]] * 3)
+    assert adakv([[5, 5], [5, 5], [5, 5]], [[0], [], []], 1, 0.0, **three) == [2, 1, 0]  # two places: lower heads
+    assert adakv([[5, 9], [4, 4]], [[1], []], 1, 0.0, units, [[7], [7.5]]) == [1, 1]  # worth goes before scores
+
+
+@pytest.mark.parametrize("budget", [5, 12, 25])
+def test_adakv_over_units_is_a_prefix_of_every_heads_own_choice(budget):
+    rng = np.random.default_rng(budget)
+    scores, forced = rng.random((3, 30)), [list(range(28, 30))] * 3
+    units = [[None if j >= 28 else int(u) for j, u in enumerate(rng.integers(0, 6, 30))] for _ in range(3)]
+    worth = rng.random((3, 6)) * [[1], [2], [4]]
+    quota = adakv(scores, forced, budget, 0.3, units, worth)
+    kept = kept_by_quota(scores, forced, quota, units, worth)
+    assert sum(quota) == 3 * budget and quota[2] > quota[0] >= 2 + math.floor(0.3 * (budget - 2))
+    for h in range(3):
+        assert kept[h] == common.take_units(units[h], worth[h], scores[h], quota[h], forced[h])
+    alone = [[[0] * 28 + [None] * 2] * 3, [[1.0]] * 3]  # one unit of equal worth: the tokens' scores decide
+    assert adakv(scores, forced, budget, 0.3, *alone) == adakv(scores, forced, budget, 0.3)
+    own = [[list(range(30))] * 3, scores]  # every token its own unit
+    assert adakv(scores, forced, budget, 0.3, *own) == adakv(scores, forced, budget, 0.3)
 
 
 # ---------------------------------------------------------------- streams
@@ -491,3 +683,54 @@ def test_stream_intentkv_renumbers_the_blocks():
     assert stream(oracle_intentkv, Q, K, V, 3, 4, **args) == [[0, 1, 5]]
     # first chunk: {0, 1}, then 2 (better than 3); then the cache 0 1 | 2 4 | 5 has blocks .5, .1 and .4
     assert stream(oracle_intentkv, Q, K, V, 2, 4, **args) == [[0, 1]]
+
+
+# ---------------------------------------------------------------- sampling
+
+EIGHTHS = np.log([4, 1, 2, 1.0])  # probabilities 1/2, 1/8, 1/4, 1/8
+
+
+def test_sampling_temperature():
+    assert sampling_probabilities(EIGHTHS) == pytest.approx([1 / 2, 1 / 8, 1 / 4, 1 / 8])
+    assert sampling_probabilities(EIGHTHS, 0.5) == pytest.approx(np.array([16, 1, 4, 1]) / 22)  # squared
+    assert sampling_probabilities(EIGHTHS, 0).tolist() == [1, 0, 0, 0]
+    assert sampling_probabilities([1, 3, 3, 2], 0).tolist() == [0, 1, 0, 0]
+    assert sampling_probabilities([1000.0, 0, 1000], 0.1).tolist() == [0.5, 0, 0.5]
+
+
+def test_sampling_top_k():
+    assert sampling_probabilities(EIGHTHS, top_k=1).tolist() == [1, 0, 0, 0]
+    assert sampling_probabilities(EIGHTHS, top_k=2) == pytest.approx([2 / 3, 0, 1 / 3, 0])
+    assert sampling_probabilities(EIGHTHS, top_k=3) == pytest.approx([1 / 2, 1 / 8, 1 / 4, 1 / 8])  # two are third
+    for off in (None, 0, 4, 99):
+        assert sampling_probabilities(EIGHTHS, top_k=off) == pytest.approx([1 / 2, 1 / 8, 1 / 4, 1 / 8])
+
+
+def test_sampling_top_p():
+    assert sampling_probabilities(EIGHTHS, top_p=0.4).tolist() == [1, 0, 0, 0]
+    assert sampling_probabilities([7, 7], top_p=0.5).tolist() == [0, 1]  # 1/2 is reached exactly
+    assert sampling_probabilities(EIGHTHS, top_p=0.51) == pytest.approx([2 / 3, 0, 1 / 3, 0])
+    assert sampling_probabilities(EIGHTHS, top_p=0.8) == pytest.approx([4 / 7, 0, 2 / 7, 1 / 7])  # of equals the later
+    assert sampling_probabilities(EIGHTHS, top_p=0.9) == pytest.approx([1 / 2, 1 / 8, 1 / 4, 1 / 8])
+    assert sampling_probabilities(EIGHTHS, top_p=0.0).tolist() == [1, 0, 0, 0]  # never nobody
+    assert sampling_probabilities(EIGHTHS, top_p=1.0) == pytest.approx([1 / 2, 1 / 8, 1 / 4, 1 / 8])
+
+
+def test_sampling_order_is_temperature_then_k_then_p():
+    # after top_k = 2 the shares are 2/3 and 1/3: .6 keeps the first alone; before it, 1/2 would not have been enough
+    assert sampling_probabilities(EIGHTHS, top_k=2, top_p=0.6).tolist() == [1, 0, 0, 0]
+    assert sampling_probabilities(EIGHTHS, top_p=0.6) == pytest.approx([2 / 3, 0, 1 / 3, 0])
+    # temperature 1/2 makes 16/22 = .727 of 1/2: .7 keeps the first alone, temperature 1 both
+    assert sampling_probabilities(EIGHTHS, 0.5, top_p=0.7).tolist() == [1, 0, 0, 0]
+    assert sampling_probabilities(EIGHTHS, 1.0, top_p=0.7) == pytest.approx([2 / 3, 0, 1 / 3, 0])
+
+
+def test_sampling_against_the_sum_from_above():
+    # a token stays where what is more likely sums to less than top_p: the same rule told from the other end
+    logits = np.random.default_rng(0).normal(size=40) * 2
+    for temperature, k, p in [(1.0, 12, 0.9), (0.7, 40, 0.5), (2.0, 7, 0.99)]:
+        weights = np.exp(logits / temperature)
+        weights[weights < np.sort(weights)[-k]] = 0
+        weights /= weights.sum()
+        weights[[weights[weights > w].sum() >= p for w in weights]] = 0
+        assert sampling_probabilities(logits, temperature, k, p) == pytest.approx(weights / weights.sum())
