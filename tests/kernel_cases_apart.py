@@ -73,6 +73,11 @@ def test_attend_apart(heads, kv_heads, w, far, near, dim, wide, band, softcap, s
     assert mass.shape == (near,) and off(mass, known) <= BOUND[torch.float32]
     alone, none = apart.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest[:3])
     assert alone.equal(got) and none is None
+    had = None if before is None else torch.rand(heads, near - w + 5, device=DEVICE)[:, 5:]  # a part of more
+    rest = *rest[:-1], had, True
+    again, mass = apart.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest)
+    known = reference.attend_apart(wants, turns, (lambda: aways) if far else None, heres, *rest)[1]
+    assert again.equal(got) and mass.shape == (heads, near) and off(mass, known) <= BOUND[torch.float32]
 
 
 def test_only_queries_close_behind_a_key_count_and_never_its_own():
@@ -121,6 +126,26 @@ def test_speakers(kv_heads, units, size, dim, count, cosine, kind):
         assert describe.speakers(keys, mass, units, count, cosine, room) is room and room.equal(got)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize(
+    "kv_heads, group, units, size, dim, count",
+    [(1, 1, 1, 1, 16, 4), (2, 2, 5, 32, 32, 4), (3, 3, 3, 5, 24, 2), (1, 7, 2, 9, 16, 9), (4, 4, 2, 40, 128, 7)],
+)
+def test_speakers_of_every_head(kv_heads, group, units, size, dim, count, cosine, kind):
+    torch.manual_seed(units)
+    n, heads = units * size, kv_heads * group
+    keys = drawn(kv_heads, n + 9, dim, kind=kind)[:, 4 : n + 4]
+    for mass in (torch.rand(heads, n + 3, device=DEVICE), torch.randint(0, 3, (heads, n + 3), device=DEVICE).float()):
+        mass = mass[:, 3:]
+        got, want = (f(keys, mass, units, count, cosine) for f in (describe.speakers, index._speakers))
+        assert got.shape == want.shape and off(got, want) <= 1e-6
+        room = torch.full_like(got, 9.0)
+        assert describe.speakers(keys, mass, units, count, cosine, room) is room and room.equal(got)
+        if count < size and heads > 1:  # heads do choose differently
+            assert off(got, index._speakers(keys, mass.mean(0), units, count, cosine)) > 1e-3
+
+
 @pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize("units, dim", [(1, 16), (15, 24), (70, 300)])
 def test_match(units, dim, cosine):
@@ -141,7 +166,8 @@ def test_spend_even(heads, units, size, quota):
 READING = {"attend_apart", "match", "speakers", "spend_even", "surprised", "turned"}
 
 
-def test_a_whole_reading_in_kernels_says_what_torch_says(monkeypatch):
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_whole_reading_in_kernels_says_what_torch_says(monkeypatch, per_head):
     """Windows, pieces, a question, tokens written one by one."""
     ids = torch.randperm(64, generator=torch.Generator().manual_seed(0))[None].repeat(1, 3).to(DEVICE)
     model = make_llama(vocab_size=64, num_hidden_layers=2).to(DEVICE)
@@ -154,7 +180,7 @@ def test_a_whole_reading_in_kernels_says_what_torch_says(monkeypatch):
         return fits
 
     for kernels in (False, True):
-        cache = kvkeep.Cache(model, "actqkv", 64, window=16, sinks=3, chunk=8)
+        cache = kvkeep.Cache(model, "actqkv", 64, window=16, sinks=3, chunk=8, per_head=per_head)
         cache.recaller.question[0] = question
         with monkeypatch.context() as here:
             here.setattr(Best, "fast", fast if kernels else lambda *_: False)

@@ -63,7 +63,7 @@ class Shelf:
     near: Pair  # keys as they came and values, [kv_heads, n, dim]: the newest tokens, without a gap
     host: Host
     seen: int = 0
-    mass: Tensor | None = None  # [n] attention the near tokens got, if units have representatives
+    mass: Tensor | None = None  # [n] or [heads, n] attention the near tokens got, if units have representatives
     sinks: Pair | None = None  # the first tokens, once any token is put away
     about: Pile | None = None  # descriptions of the units put away, [1 or kv_heads, units, …]
     even: int = 0  # tokens of every unit, if all have as many

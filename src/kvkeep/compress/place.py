@@ -46,13 +46,15 @@ class Gap:
         m = len(where.positions)
         near = min(where.budget // 2 if self.near is None else self.near, m)
         far = m - near
-        gap = self._gap(where.window, far, near)
+        gap = self._gap(where, far, near)
         index = torch.arange(m, device=where.positions.device)
         return torch.where(index < far, where.cursor - gap - far + index, where.cursor - m + index)
 
-    def _gap(self, window: int, far: int, near: int) -> int:
+    def _gap(self, where: Where, far: int, near: int) -> int:
+        """None: three near windows, but no farther than any key of this text has been, nor than the model knows."""
+        window = where.window
         if self.gap is None:
-            return max(near, min(window - far, max(2 * near, window // 2)))
+            return max(near, min(window - far, 3 * near, where.cursor - far))
         if self.gap + far > window:
             raise BadParameter(
                 f"gap={self.gap} puts {far} far tokens up to {self.gap + far} away, beyond the window of {window}; "

@@ -123,16 +123,25 @@ def actqkv(
     representatives=4,
     probe="bias",
     density=True,
+    per_head=True,
+    question_weight=0.0,
 ):
     check_probe(probe)
-    index = Representatives(representatives, cosine=True, bias=probe == "bias", joins=True)
+    index = Representatives(representatives, True, probe == "bias", True, question_weight, per_head)
     return Method(
         "actqkv", None, recall=Recall(Chunks(chunk, 32), index, window, sinks=sinks, near=local, density=density)
     )
 
 
-def infllm(window=256, sinks: int | None = None, local: int | None = None, block: int | None = None, representatives=4):
-    index = Representatives(representatives)
+def infllm(
+    window=256,
+    sinks: int | None = None,
+    local: int | None = None,
+    block: int | None = None,
+    representatives=4,
+    per_head=True,
+):
+    index = Representatives(representatives, per_head=per_head)
     return Method("infllm", None, recall=Recall(Chunks(block, 128), index, window, sinks=sinks, near=local))
 
 
@@ -143,8 +152,9 @@ def qllm(
     block: int | None = None,
     representatives=4,
     weight=4.0,
+    per_head=True,
 ):
-    index = Representatives(representatives, weight=weight)
+    index = Representatives(representatives, weight=weight, per_head=per_head)
     return Method("qllm", None, recall=Recall(Chunks(block, 128), index, window, sinks=sinks, near=local))
 
 
@@ -162,8 +172,9 @@ def emllm(
     longest=128,
     contiguity=0.3,
     representatives=4,
+    per_head=True,
 ):
-    events, index = Events(gamma, longest, refine=refine), Representatives(representatives)
+    events, index = Events(gamma, longest, refine=refine), Representatives(representatives, per_head=per_head)
     recall = Recall(events, index, window, sinks=sinks, near=local, neighbours=contiguity, needs="surprise")
     return Method("emllm", None, recall=recall)
 

@@ -219,7 +219,8 @@ class Layer:
         band = sizes.near if recall.index.wants_mass else 0
         if band or not quiet:
             meets, new = turned if recall.far == "edge" else q, self.new
-            output, mass = attend_apart(q, meets, far, near, new.scale, new.softcap, new.sinks, band, shelf.mass)
+            rest = new.scale, new.softcap, new.sinks, band, shelf.mass, recall.index.per_head
+            output, mass = attend_apart(q, meets, far, near, *rest)
         return output, shelf.but(near=near, mass=mass, seen=seen)
 
     def put_away(self, shelf: Shelf, piece: Piece, budget: int) -> Shelf:
@@ -236,11 +237,11 @@ class Layer:
         end, near, mass = sinks + ready, shelf.near, shelf.mass
         keys, values = piece.bare.narrow(1, shelf.first - piece.first, end), near[1].narrow(1, 0, end)
         leaving = (keys, values) if shelf.sinks else (keys[:, sinks:], values[:, sinks:])
-        shelf, leaving = self._noted(shelf, *leaving, None if mass is None else mass[sinks:end], marks, budget)
+        shelf, leaving = self._noted(shelf, *leaving, None if mass is None else mass[..., sinks:end], marks, budget)
         first = shelf.sinks or tuple(t[:, :sinks].clone(memory_format=torch.contiguous_format) for t in (keys, values))
         return shelf.but(
             near=tuple(part.narrow(1, end, shelf.nearby - end) for part in near),
-            mass=None if mass is None else mass[end:],
+            mass=None if mass is None else mass[..., end:],
             sinks=first,
             host=shelf.host.put(*leaving),
         )

@@ -285,13 +285,15 @@ def attend_apart(
     sinks: Tensor | None = None,
     band: int = 0,
     before: Tensor | None = None,
+    per_head: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Queries over far keys, which they meet `turned`, and near ones that end with their own; one softmax over both.
 
     queries, turned [heads, w, dim]; far and near: keys and values [kv_heads, n, dim]; far is called once the products
     with near keys are under way, so that fetching can overlap with them
     -> output [heads, w, dim]; with a band, what each near key got from queries at most so far behind it (never from
-    its own), averaged over all heads [n], and before [m]: what the first of them had got already
+    its own), averaged over all heads [n], and before [m]: what the first of them had got already; per_head: of each
+    query head alone, [heads, n] and [heads, m]
     """
     (near_keys, near_values), (heads, w, dim), n = near, queries.shape, near[0].shape[1]
     kv_heads = len(near_keys)
@@ -313,15 +315,16 @@ def attend_apart(
     else:
         chances = logits.softmax(-1, dtype=torch.float32)
     output = (chances.to(values.dtype) @ values).view(heads, w, -1).to(queries.dtype)
-    return output, _banded(chances[..., -n:], heads, w, band, before) if band else None
+    rows = chances[..., -n:].reshape(heads, w, n)
+    return output, _banded(rows if per_head else rows.mean(0), band, before) if band else None
 
 
-def _banded(chances: Tensor, heads: int, w: int, band: int, before: Tensor | None) -> Tensor:
-    """Sum over queries 1 … band behind each key, mean over heads. chances [kv_heads, group * w, n], its own last"""
-    n = chances.shape[-1]
-    mass = chances.reshape(heads, w, n).mean(0).tril_(n - w - 1).triu_(n - w - band).sum(0)
+def _banded(chances: Tensor, band: int, before: Tensor | None) -> Tensor:
+    """Sum over queries 1 … band behind each key. chances [..., w, n], the queries' own keys last -> [..., n]"""
+    w, n = chances.shape[-2:]
+    mass = chances.tril_(n - w - 1).triu_(n - w - band).sum(-2)
     if before is not None:
-        mass[: len(before)] += before
+        mass[..., : before.shape[-1]] += before
     return mass
 
 

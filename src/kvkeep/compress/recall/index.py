@@ -27,7 +27,7 @@ class Leaving:
     """Tokens on their way out."""
 
     keys: Tensor  # [kv_heads, n, dim] without their position where keys are moved
-    mass: Tensor | None  # [n] attention each got from the queries that followed it closely
+    mass: Tensor | None  # [n] attention each got from the queries that followed it closely, or [heads, n] by query head
     member: Tensor | None  # [1 or kv_heads, n] unit of each; None: equal stretches
     count: int  # units
     room: Tensor | None = None  # [1 or kv_heads, units, …] where a description will be kept: who can, puts it there
@@ -62,14 +62,38 @@ def _match(probe: Tensor, about: Tensor, cosine: bool) -> Tensor:
 def _speakers(keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, room: Tensor | None = None) -> Tensor:
     """The mean of the `count` tokens of each unit with most mass; the later of equals. Units are equal stretches.
 
-    keys [kv_heads, n, dim], mass [n] -> [1, units, kv_heads * dim] float32; `cosine`: the mean of their directions
+    keys [kv_heads, n, dim], mass [n], or [heads, n]: a choice per query head (see `_by_head`)
+    -> [1, units, kv_heads * dim] float32; `cosine`: the mean of their directions
     """
+    if mass.dim() == 2:
+        best = best_first(mass.view(len(mass), units, -1))[..., :count]
+        start = torch.arange(units, device=keys.device) * (keys.shape[1] // units)
+        return _by_head(keys, best + start[:, None], cosine)
     together = joined(keys, len(keys)).view(units, -1, len(keys) * keys.shape[-1])
     best = best_first(mass.view(together.shape[:2]))[:, :count].sort(1).values
     speak = together.gather(1, best[..., None].expand(-1, -1, together.shape[-1]))
     speak = normalize(speak, dim=-1) if cosine else speak
     total = speak.sum(1) if best.shape[1] <= 4 else sum(speak.unbind(1))  # one after the other in both cases
     return (total / best.shape[1])[None]
+
+
+def _by_head(keys: Tensor, ranked: Tensor, cosine: bool) -> Tensor:
+    """Mean over ranks of the vectors that query heads choose, averaged within each group, all key heads side by side.
+
+    The r-th representative of a unit is the r-th choice of every query head, one after the other; with `cosine` it has
+    length 1. Averaged within groups its product with a probe is the same, and the description as small as one choice's.
+    keys [kv_heads, n, dim], ranked [heads, units, r] tokens, best first, -1: no more -> [1, units, kv_heads * dim]
+    """
+    kv_heads, _, dim = keys.shape
+    index = ranked.clamp_min(0).view(kv_heads, -1, 1).expand(-1, -1, dim)
+    speak = keys.gather(1, index).float().view(kv_heads, -1, *ranked.shape[1:], dim)  # [kv_heads, group, units, r, dim]
+    together = speak.mean(1)
+    if cosine:
+        length = speak.square().sum(-1).mean(1).sum(0).sqrt()
+        together = together / length.clamp_min(1e-12)[..., None]
+    real = ranked[0] >= 0  # all heads choose as many
+    total = sum((together * real[..., None]).unbind(2))
+    return (total / real.sum(1)[:, None]).transpose(0, 1).reshape(1, ranked.shape[1], -1)
 
 
 def _bounds(query: Tensor, bounds: Tensor) -> Tensor:
@@ -91,18 +115,27 @@ def _products(query: Tensor, about: Tensor) -> Tensor:
 match = Best("match", "chunks", plain=_match)
 score_bounds = Best("score_bounds", "chunks", plain=_bounds)
 score_chunks = Best("score_chunks", "chunks", plain=_products)
-speakers = Best("speakers", "describe", lambda keys, mass, units, *_: keys.shape[1] // units <= 256, _speakers)
+speakers = Best(
+    "speakers",
+    "describe",
+    lambda keys, mass, units, *_: keys.shape[1] // units * (len(mass) if mass.dim() == 2 else 64) <= 2**14,
+    _speakers,
+)
 
 
 @dataclass(frozen=True)
 class Representatives:
-    """A few tokens speak for a chunk: those that the tokens after them attended to most. InfLLM, Q-LLM, ActQKV."""
+    """A few tokens speak for a chunk: those that the tokens after them attended to most. InfLLM, Q-LLM, ActQKV.
+
+    per_head: every query head chooses its own, as the authors' code does; else the mean over heads chooses for all
+    """
 
     count: int = 4
     cosine: bool = False
     bias: bool = False  # the probe is made of surprising queries, not of all alike
     joins: bool = False  # while a prompt is read, the question's queries are part of every window
     weight: float = 0.0  # of the question beside the window, while reading and writing
+    per_head: bool = False
     wants_mass = True
     wants_sizes = False
 
@@ -123,6 +156,9 @@ class Representatives:
         """The mean of a unit's representatives, all heads side by side. [1, units, kv_heads * dim]"""
         if leaving.member is None:
             return speakers(leaving.keys, leaving.mass, leaving.count, self.count, self.cosine, leaving.room)
+        if self.per_head:
+            ranked = ranked_in_units(leaving.mass, leaving.member[0], leaving.count, self.count)
+            return _by_head(leaving.keys, ranked, self.cosine)
         keys, member = joined(leaving.keys, len(leaving.keys)), leaving.member[0]
         vectors = normalize(keys, dim=-1) if self.cosine else keys
         speaks = chosen_in_units(leaving.mass, member, leaving.count, self.count).to(vectors.dtype)
@@ -136,7 +172,7 @@ class Representatives:
         probe = self._probe(asking) if asking.probe is None else asking.probe
         worth = match(probe, about, self.cosine)
         if asking.question is not None and self.weight:
-            worth = worth + self.weight * match(asking.question.mean(0), about, False)
+            worth = worth + self.weight * match(asking.question.mean(0), about, self.cosine)
         return worth
 
     def _probe(self, asking: Asking) -> Tensor:
@@ -153,7 +189,7 @@ class EachToken:
     The keys speak for themselves: the index is where they lie.
     """
 
-    wants_mass = wants_moments = wants_sizes = False
+    wants_mass = wants_moments = wants_sizes = per_head = False
 
     def describe(self, leaving: Leaving) -> None:
         return None
@@ -170,7 +206,7 @@ class EachToken:
 class Bounds:
     """The least and the most each number of a page's keys can be: no product with a query exceeds it. Quest."""
 
-    wants_mass = wants_moments = wants_sizes = False
+    wants_mass = wants_moments = wants_sizes = per_head = False
 
     def describe(self, leaving: Leaving) -> Tensor:
         """[kv_heads, units, 2, dim]"""
@@ -198,7 +234,7 @@ class Centres:
 
     estimate: bool = False
     threshold: float = 0.0
-    wants_mass = wants_moments = False
+    wants_mass = wants_moments = per_head = False
 
     @property
     def wants_sizes(self) -> bool:
@@ -222,10 +258,26 @@ class Centres:
 
 def chosen_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> Tensor:
     """Which tokens are among the `count` best of their unit; the later of equals. scores, member [n] -> [n] bool"""
-    n, best = len(scores), best_first(scores)
-    order = best[member[best].sort(dim=0, stable=True).indices]  # unit by unit, best first
+    order, rank, _ = _unit_by_unit(scores, member, units)
+    return torch.empty_like(rank).scatter(0, order, rank) < count
+
+
+def ranked_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> Tensor:
+    """The `count` best tokens of each unit, best first, the later of equals; -1 where it has fewer.
+
+    scores [heads, n], member [n] -> [heads, units, count], or the size of the largest unit if that is less
+    """
+    order, rank, sizes = _unit_by_unit(scores, member, units)
+    count = min(count, int(sizes.max()))
+    place = torch.where(rank < count, member[order] * count + rank, units * count)  # others into one place too many
+    table = order.new_full((len(scores), units * count + 1), -1).scatter(1, place, order)
+    return table[:, :-1].view(len(scores), units, count)
+
+
+def _unit_by_unit(scores: Tensor, member: Tensor, units: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens unit after unit, best first, and the rank of each in its unit [..., n]; tokens of each unit [units]"""
+    best = best_first(scores)
+    order = best.gather(-1, member[best].sort(dim=-1, stable=True).indices)
     sizes = torch.bincount(member, minlength=units)
     first = sizes.cumsum(0) - sizes
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(n, device=order.device) - first[member[order]]
-    return rank < count
+    return order, torch.arange(len(member), device=order.device) - first[member[order]], sizes

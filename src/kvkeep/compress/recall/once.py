@@ -33,7 +33,7 @@ def recall_once(seen: Observation, method: Method, budget: int) -> Selection | N
     keys = seen.keys[:, begin:end]
     member = recall.cut.members(keys, None, budget)
     order, size = by_unit(member)
-    mass = _mass(seen, sizes.near)[begin:end] if recall.index.wants_mass else None
+    mass = _mass(seen, sizes.near, recall.index.per_head)[..., begin:end] if recall.index.wants_mass else None
     about = (
         [keys]
         if isinstance(recall.index, EachToken)
@@ -52,10 +52,9 @@ def recall_once(seen: Observation, method: Method, budget: int) -> Selection | N
     return Selection(kept, (kept.shape[1],) * seen.kv_heads)
 
 
-def _mass(seen: Observation, band: int) -> Tensor:
-    """What each token got from the queries close behind it. [n]"""
-    mass = attend_apart(
-        seen.queries, seen.queries, None, (seen.keys, seen.values), seen.scale, seen.softcap, seen.sinks, band
-    )[1]
+def _mass(seen: Observation, band: int, per_head: bool) -> Tensor:
+    """What each token got from the queries close behind it. [n], or [heads, n]"""
+    near, rest = (seen.keys, seen.values), (seen.scale, seen.softcap, seen.sinks, band, None, per_head)
+    mass = attend_apart(seen.queries, seen.queries, None, near, *rest)[1]
     assert mass is not None
     return mass

@@ -2,7 +2,7 @@
 
 A program takes one head and a block of its queries through all far keys, then through the near ones it can see. Where
 somebody asks what near keys got, it leaves each query's log-sum-exp, from which a second pass over near keys adds up
-the chances of the queries close behind each, key head by key head; a third adds key heads.
+the chances of the queries close behind each: by query head, or by key head, and a third pass adds key heads.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def attend_apart(
     sinks: Tensor | None = None,
     band: int = 0,
     before: Tensor | None = None,
+    per_head: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """As the reference's. queries, turned: of any strides but the last, which is 1; so are near heads"""
     (heads, w, dim), (keys, values) = queries.shape, near
@@ -49,13 +50,17 @@ def attend_apart(
     )  # fmt: skip
     if not band:
         return output, None
-    parts = torch.empty(kv_heads, n, dtype=torch.float32, device=queries.device)
-    _banded[cdiv(n, tokens), kv_heads](
-        queries, keys, sums, parts, n, w, heads // kv_heads, dim, band, *queries.stride()[:2], keys.stride(0), scale,
-        softcap or 0.0, softcap is not None, INTERPRETED, sizes[0], block, tokens, num_warps=4, num_stages=2,
+    had = 0 if before is None else before.shape[-1]
+    rows = heads if per_head else kv_heads
+    parts = torch.empty(rows, n, dtype=torch.float32, device=queries.device)
+    _banded[cdiv(n, tokens), rows](
+        queries, keys, sums, parts, before if had else parts, n, w, had, heads // kv_heads, dim, band,
+        *queries.stride()[:2], keys.stride(0), before.stride(0) if had else 0, scale, softcap or 0.0, per_head,
+        softcap is not None, INTERPRETED, sizes[0], block, tokens, num_warps=4, num_stages=2,
     )  # fmt: skip
+    if per_head:
+        return output, parts
     mass = torch.empty(n, dtype=torch.float32, device=queries.device)
-    had = 0 if before is None else before.shape[0]
     _added[cdiv(n, TOKENS),](parts, before if had else parts, mass, n, had, kv_heads, TOKENS, num_warps=4)
     return output, mass
 
@@ -128,20 +133,26 @@ def _met(
 
 
 @quick
-@triton.jit(do_not_specialize=["n", "w", "band"])
+@triton.jit(do_not_specialize=["n", "w", "had", "band", "b_head"])
 def _banded(
-    queries, keys, sums, parts, n, w, group, dim, band, q_head, q_step, k_head, scale, softcap,
-    CAPPED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    queries, keys, sums, parts, before, n, w, had, group, dim, band, q_head, q_step, k_head, b_head, scale, softcap,
+    EACH: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """A program takes a block of keys, and the queries of one head (EACH) or of all heads of one key head."""
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if EACH:
+        head, asker, askers = row // group, row, 1
+    else:
+        head, asker, askers = row, row * group, group
     tokens, channels = block * KEYS + tl.arange(0, KEYS), tl.arange(0, DIM)
     inside = (tokens < n)[:, None] & (channels < dim)[None, :]
     k = tl.trans(tl.load(keys + head * k_head + tokens[:, None] * dim + channels[None, :], mask=inside, other=0.0))
     first = tl.maximum(block * KEYS - (n - w) + 1, 0) // QUERIES * QUERIES
     end = tl.minimum(w, (block + 1) * KEYS - (n - w) + band)  # queries from here on are too far behind
     votes = tl.zeros([QUERIES, KEYS], tl.float32)  # added up at the end: threads need not meet before
-    for member in range(0, group):
-        mine = head * group + member
+    for member in range(0, askers):
+        mine = asker + member
         for start in range(first, end, QUERIES):
             asks = start + tl.arange(0, QUERIES)
             real = (asks < w)[:, None] & (channels < dim)[None, :]
@@ -151,8 +162,12 @@ def _banded(
             behind = (n - w + asks)[:, None] - tokens[None, :]
             close = (behind > 0) & (behind <= band)
             votes += tl.where(close, tl.exp2(logits - below[:, None]), 0.0)
-    heads = tl.num_programs(1) * group
-    tl.store(parts + head * n + tokens, tl.sum(votes, 0) / heads, mask=tokens < n)
+    got = tl.sum(votes, 0)
+    if EACH:
+        got += tl.load(before + row * b_head + tokens, mask=tokens < had, other=0.0)
+    else:
+        got = got / (tl.num_programs(1) * group)
+    tl.store(parts + row * n + tokens, got, mask=tokens < n)
 
 
 @quick

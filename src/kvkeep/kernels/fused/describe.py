@@ -18,6 +18,15 @@ def speakers(keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, r
     about = room
     if about is None:
         about = torch.empty(1, units, kv_heads * dim, dtype=torch.float32, device=keys.device)
+    if mass.dim() == 2:
+        group = len(mass) // kv_heads
+        width = power(kv_heads) * power(group)
+        _by_head[units,](
+            keys, mass, about, keys.stride(0), mass.stride(0), size, min(count, size), kv_heads, group, dim, cosine,
+            power(size), power(kv_heads), power(group), power(dim),
+            num_warps=8 if width * max(power(size), power(dim)) > 4096 else 4,
+        )  # fmt: skip
+        return about
     _speakers[units,](
         keys, mass, about, keys.stride(0), size, min(count, size), kv_heads, dim, cosine, power(size),
         power(kv_heads), power(dim), num_warps=4,
@@ -50,3 +59,33 @@ def _speakers(
         total += key
     where = about + unit * kv_heads * dim + heads[:, None] * dim + channels[None, :]
     tl.store(where, total / count, mask=inside)
+
+
+@quick
+@triton.jit
+def _by_head(
+    keys, mass, about, k_head, m_head, size, count, kv_heads, group, dim, COSINE: tl.constexpr, SIZE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Every query head's best token, then its next best: one vector of all heads after another, added up."""
+    unit = tl.program_id(0).to(tl.int64)
+    tokens, channels, row = tl.arange(0, SIZE), tl.arange(0, DIM), tl.arange(0, HEADS * GROUP)
+    head, member = row // GROUP, row % GROUP
+    real = (head < kv_heads) & (member < group)
+    where = mass + (head * group + member)[:, None].to(tl.int64) * m_head + unit * size + tokens[None, :]
+    left = tl.load(where, mask=real[:, None] & (tokens < size)[None, :], other=float("-inf"))
+    inside = real[:, None] & (channels < dim)[None, :]
+    total = tl.zeros([HEADS * GROUP, DIM], tl.float32)
+    for _ in range(0, count):
+        best = tl.max(left, 1)
+        token = tl.max(tl.where(left == best[:, None], tokens[None, :], -1), 1)  # of equals, the later one
+        left = tl.where(tokens[None, :] == token[:, None], float("-inf"), left)
+        start = head.to(tl.int64) * k_head + (unit * size + token) * dim
+        key = tl.load(keys + start[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+        if COSINE:
+            key = key / tl.maximum(tl.sqrt(tl.sum(tl.sum(key * key, 1), 0) / group), 1e-12)
+        total += key
+    mean = tl.sum(tl.reshape(total, [HEADS, GROUP, DIM]), 1) / (count * group)
+    heads = tl.arange(0, HEADS)
+    where = about + unit * kv_heads * dim + heads[:, None] * dim + channels[None, :]
+    tl.store(where, mean, mask=(heads < kv_heads)[:, None] & (channels < dim)[None, :])
