@@ -7,20 +7,24 @@ import numpy as np
 import pytest
 from oracles import common
 from oracles.ahakv import gain, oracle_ahakv, scores_ahakv, value_prior_of
-from oracles.allocation import adakv, kept_by_quota, pyramid
+from oracles.allocation import adakv, kept_by_quota, pyramid, selection_order
 from oracles.full import oracle_full, oracle_lm_infinite, oracle_streamingllm
 from oracles.h2o import oracle_h2o, scores_h2o
 from oracles.intelllm import default_gap, oracle_intelllm, placement_intelllm, scores_intelllm
 from oracles.intentkv import intention_start, jsd, oracle_intentkv, scores_intentkv, votes_intentkv
 from oracles.protokv import (
     bucket_of,
+    chunk_count,
+    cluster_worth,
     clusters_of,
+    lsh_size,
     neighbour_similarity,
     oracle_protokv,
     oracle_satkv,
     outlier_degree,
     random_features,
     ranges_of,
+    scores_protokv,
     votes_protokv,
 )
 from oracles.snapkv import oracle_chunkkv, oracle_snapkv, scores_snapkv
@@ -372,18 +376,60 @@ def test_satkv():
 def test_buckets_and_ranges():
     pi = math.pi
     assert [bucket_of(np.array(k), W2, B2) for k in ([0, 0], [pi, 0], [0, pi], [pi, pi])] == [3, 2, 1, 0]
-    assert [list(r) for r in ranges_of(10, 3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
-    assert [list(r) for r in ranges_of(3, 500)] == [[0], [1], [2]]
+    corners = [np.array(k) for k in ([0, 0], [pi, 0], [0, pi], [pi, pi])]
+    assert [bucket_of(k, W2, B2, buckets=3) for k in corners] == [0, 2, 1, 0]  # 3, 2, 1, 0 mod 3
+    assert [bucket_of(k, W2, B2, buckets=9) for k in corners] == [3, 2, 1, 0]
+    # 3i//10 = 0 0 0 0 1 1 1 2 2 2; 4i//6 = 0 0 1 2 2 3
+    assert ranges_of(10, 3) == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert ranges_of(6, 4) == [[0, 1], [2], [3, 4], [5]]
+    assert ranges_of(3, 500) == [[0], [1], [2]]
+
+
+def test_ranges_by_the_second_formula():
+    # Range r begins at the first i with i·v >= r·n, that is ceil(r·n/v).
+    for n in (1, 15, 16, 17, 100, 900, 9000):
+        v = chunk_count(n)
+        starts = [-(-r * n // v) for r in range(v + 1)]
+        assert ranges_of(n) == [list(range(a, b)) for a, b in pairwise(starts)]
+
+
+def test_protokv_counts():
+    assert [chunk_count(n) for n in (1, 15, 16, 31, 32, 7999, 8000, 99999)] == [1, 1, 1, 1, 2, 499, 500, 500]
+    assert [chunk_count(n, 500) for n in (1, 499, 501)] == [1, 499, 500]
+    assert lsh_size(100) == (4 + 6, 4)  # u = 4, v = 6
+    assert lsh_size(64) == (8, 3) and lsh_size(80) == (9, 4)  # a power of two and one more
+    assert lsh_size(100, bits=3, chunks=20) == (28, 5)
+    assert lsh_size(100, buckets=2, chunks=6) == (8, 3)
+
+
+def test_cluster_worth():
+    s, cluster = [1.0, 2.0, 6.0, -1.0, 3.0], [7, 2, 7, 2, 5]
+    assert cluster_worth(s, cluster).tolist() == [3.5, 0.5, 3.5, 0.5, 3]
+    assert cluster_worth(s, cluster, "sum").tolist() == [7, 1, 7, 1, 3]
 
 
 def test_protokv_clusters():
-    # anchor: token 2, prototype (0, -1); ranges {0, 1} -> (1, .05) and {3, 4, 5} -> (.37, .67)
-    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1, chunks=2) == [1, 1, 0, 1, 2, 2]
+    # anchor: token 2, prototype (0, -1), bits cos 0 > 0 and cos 1 > 0: bucket 3 of 4
+    # ranges (without 2) {0, 1} -> (1, .05) and {3, 4, 5} -> (.37, .67) are numbered 4 and 5
+    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1, chunks=2) == [4, 4, 3, 4, 5, 5]
+    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1, chunks=2, buckets=2) == [2, 2, 1, 2, 3, 3]  # 3 mod 2
+    assert clusters_of(SIX, W2, B2, kappa=1, anchors=1) == [4, 4, 3, 4, 4, 4]  # one range, (.62, .42): never below 0
     # without anchors: {0, 1, 2} -> (.67, -.3), {3, 4, 5} -> (.37, .67)
     assert clusters_of(SIX, W2, B2, kappa=1, chunks=2, prototypes="chunks") == [0, 0, 0, 0, 1, 1]
-    far = SIX * math.pi
-    assert clusters_of(far, W2, B2, prototypes="lsh") == [2, 2, 1, 2, 1, 1]
-    assert len(set(clusters_of(far, W2, B2, prototypes="lsh", lsh_join="cosine"))) == 2
+
+
+def test_protokv_lsh_has_as_many_clusters_as_the_original():
+    # u + v = 4 + 2 = 6: three bits. Bits of a key (x, y): cos x > 0, cos y > 0, cos(x + y) > 0, weights 1, 2, 4.
+    W, b = np.array([[1, 0], [0, 1], [1, 1.0]]), np.zeros(3)
+    far = SIX * math.pi  # (π, 0) 010; (π, .3) 010; (0, -π) 001; (π, 0) 010; (.3, π) 001; (0, π) 001
+    lsh = dict(chunks=2, prototypes="lsh")
+    assert clusters_of(far, W, b, **lsh) == [2, 2, 1, 2, 1, 1]
+    assert clusters_of(SIX * 0.0, W, b, **lsh) == [7 % 6] * 6  # 111
+    assert clusters_of(SIX * 0.0, W, b, **lsh, buckets=6) == [7] * 6  # 6 + 2 clusters: 7 is one of them
+    # opposite keys share bucket 1, so its mean is (.1, 1)π/3 and token 2, opposite to it, joins bucket 2: (1, .03)π
+    assert clusters_of(far, W, b, **lsh, lsh_join="cosine") == [2, 2, 2, 2, 1, 1]
+    with pytest.raises(AssertionError):
+        clusters_of(far, W2, B2, **lsh)  # two bits are too few
 
 
 def test_protokv_by_hand():
@@ -397,6 +443,17 @@ def test_protokv_by_hand():
     assert oracle_protokv(Q, K, V, 4, **args) == [[0, 2, 3, 5]]
     assert oracle_protokv(Q, K, V, 5, **args) == [[0, 1, 2, 3, 5]]
     assert oracle_protokv(Q, K, V, 1, **args) == [[2]]
+    assert np.allclose(scores_protokv(Q, K, V, 2, **args)[0, :5], [0.9, 0.9, 3, 0.9, -2.95])
+    assert np.allclose(scores_protokv(Q, K, V, 2, worth="sum", **args)[0, :5], [2.7, 2.7, 3, 2.7, -5.9])
+
+
+def test_protokv_sum_prefers_the_large_cluster():
+    Q, K, V = np.zeros((1, 6, 2)), SIX[None], np.ones((1, 6, 2))
+    Q[0, 5] = [1, -2]  # s = 1, .8, 2, 1, -1.9, -2: cluster {2} 2, {0, 1, 3} mean .93, sum 2.8
+    args = dict(W=W2, b=B2, kappa=1, anchors=1, chunks=2, window=1)
+    assert oracle_protokv(Q, K, V, 2, **args) == [[2, 5]]
+    assert oracle_protokv(Q, K, V, 2, worth="sum", **args) == [[3, 5]]
+    assert oracle_protokv(Q, K, V, 4, worth="sum", **args) == [[0, 1, 3, 5]]
 
 
 def test_protokv_softmax_votes_are_attention():
@@ -442,6 +499,58 @@ def test_adakv():
     assert adakv([[7, 0, 0], [0, 7, 7]], [[], []], 1, alpha=0.0) == [0, 2]  # ties: later tokens first
     assert adakv([[0, 0, 7], [7, 0, 7]], [[], []], 1, alpha=0.0) == [1, 1]  # then the lower head
     assert adakv([[0, 7], [0, 7], [0, 7]], [[0], [0], []], 1, alpha=0.0) == [2, 1, 0]
+
+
+def test_selection_order():
+    units, worth, scores = [0, 0, 1, 1, 2, None], [5, 9, 5], [3, 8, 1, 1, 2, 99]
+    assert selection_order(scores, [], units, worth) == [3, 2, 4, 1, 0]  # 0 and 2 tie: the unit that ends later
+    assert selection_order(scores, [2, 4], units, worth) == [3, 1, 0]
+    assert selection_order([1, 3, 3, 0], [3]) == [2, 1, 0]
+
+
+def test_adakv_over_units_by_hand():
+    # head 0: units {0, 1} worth 4 and {2, 3} worth 1; head 1: {0, 1} worth 2, {2, 3} worth 3; token 4 is forced
+    units, worth = [[0, 0, 1, 1, None]] * 2, [[4, 1], [2, 3]]
+    scores, forced = [[1, 3, 0.5, 0.5, 0], [9, 8, 1, 2, 0]], [[4], [4]]
+    # own orders 1 0 3 2 and 3 2 0 1; the pool 4 4 | 3 3 | 2 2 | 1 1 in pairs of tokens
+    for budget, quota in [(2, [3, 1]), (3, [3, 3]), (4, [3, 5])]:
+        assert adakv(scores, forced, budget, 0.0, units, worth) == quota
+    # tokens' own scores alone would have favoured head 1, whose 9 and 8 lie in its second unit
+    assert adakv(scores, forced, 2, 0.0) == [1, 3]
+    # alpha = 1/2 of B - 1 = 2: one sure token each (1 and 3), then 4, then 3: one more each
+    assert adakv(scores, forced, 3, 0.5, units, worth) == [3, 3]
+    assert adakv(scores, forced, 2, 0.5, units, worth) == [3, 1]  # floor(1/2): none is sure
+    assert adakv(scores, forced, 2, 1.0, units, worth) == [2, 2]
+    # one sure token each (1 and 3), then 4 and 3.5 before head 1's 3
+    assert adakv(scores, forced, 3, 0.5, units, [[4, 3.5], [2, 3]]) == [4, 2]
+    assert kept_by_quota(scores, forced, [4, 2], units, worth) == [[0, 1, 3, 4], [3, 4]]
+
+
+def test_adakv_over_units_ties_between_heads():
+    units, worth, none = [[0, 0], [0, 0]], [[7], [7]], [[], []]
+    assert adakv([[5, 1], [4, 6]], none, 1, 0.0, units, worth) == [1, 1]  # 6 of head 1, then 5 of head 0
+    assert adakv([[5, 1], [5.5, 6]], none, 1, 0.0, units, worth) == [0, 2]
+    assert adakv([[5, 0], [0, 5]], [[1], []], 1, 0.0, units, worth) == [1, 1]  # one place: the later token, head 1's
+    three = dict(units=[[0, 0]] * 3, worth=[[7]] * 3)
+    assert adakv([[5, 5], [5, 5], [5, 5]], [[0], [], []], 1, 0.0, **three) == [2, 1, 0]  # two places: lower heads
+    assert adakv([[5, 9], [4, 4]], [[1], []], 1, 0.0, units, [[7], [7.5]]) == [1, 1]  # worth goes before scores
+
+
+@pytest.mark.parametrize("budget", [5, 12, 25])
+def test_adakv_over_units_is_a_prefix_of_every_heads_own_choice(budget):
+    rng = np.random.default_rng(budget)
+    scores, forced = rng.random((3, 30)), [list(range(28, 30))] * 3
+    units = [[None if j >= 28 else int(u) for j, u in enumerate(rng.integers(0, 6, 30))] for _ in range(3)]
+    worth = rng.random((3, 6)) * [[1], [2], [4]]
+    quota = adakv(scores, forced, budget, 0.3, units, worth)
+    kept = kept_by_quota(scores, forced, quota, units, worth)
+    assert sum(quota) == 3 * budget and quota[2] > quota[0] >= 2 + math.floor(0.3 * (budget - 2))
+    for h in range(3):
+        assert kept[h] == common.take_units(units[h], worth[h], scores[h], quota[h], forced[h])
+    alone = [[[0] * 28 + [None] * 2] * 3, [[1.0]] * 3]  # one unit of equal worth: the tokens' scores decide
+    assert adakv(scores, forced, budget, 0.3, *alone) == adakv(scores, forced, budget, 0.3)
+    own = [[list(range(30))] * 3, scores]  # every token its own unit
+    assert adakv(scores, forced, budget, 0.3, *own) == adakv(scores, forced, budget, 0.3)
 
 
 # ---------------------------------------------------------------- streams

@@ -317,7 +317,7 @@ def test_buffered_protokv_by_hand():
     Q[0, 5] = [0, 50, -4, 0, 5, 0, 0]
     Q[0, 6] = [1, 50, 3, -2, -6, 99, 99]
     W, b = random_features(T)
-    options = dict(W=W, b=b, prototypes="chunks", window=2)
+    options = dict(W=W, b=b, prototypes="chunks", chunks=T, window=2)
     # B = 4: the window of 2 and two candidates. Prompt of 5, rows 3 and 4: 1, -9, 2 -> 0, 2 and 3, 4.
     # At 7 tokens: 0, 2, 3, 4 by rows 5 and 6: 1, -1, -2, -1 -> 0, and 2 and 4 tie: the later.
     expected = [[[0, 2, 3, 4]], [[0, 2, 3, 4, 5]], [[0, 4, 5, 6]]]

@@ -35,61 +35,97 @@ def outlier_degree(keys, kappa=5):
     return (mean - S) / std if std > 0 else np.zeros(len(S))
 
 
-def bucket_of(key, W, b):
-    """Step 4: bit j (weight 2^j) is sqrt(2/r)·cos(W_j·k + b_j) > 0; the number mod u = 2^r."""
+def bucket_count(bits=2, buckets=None):
+    """u: 2^r unless given."""
+    return 2**bits if buckets is None else buckets
+
+
+def chunk_count(n, chunks=None):
+    """v: min(500, max(1, n//16)) for the n tokens a head holds, or the number given, never above n."""
+    return min(500, max(1, n // 16)) if chunks is None else min(chunks, n)
+
+
+def lsh_size(n, bits=2, buckets=None, chunks=None):
+    """(clusters, bits) of the "lsh" ablation: as many clusters as the original has, u + v, and ceil(log2(u + v)) bits.
+
+    W has that many rows then. The exponent is found by doubling, so no logarithm is rounded.
+    """
+    clusters = bucket_count(bits, buckets) + chunk_count(n, chunks)
+    needed = 0
+    while 2**needed < clusters:
+        needed += 1
+    return clusters, needed
+
+
+def bucket_of(key, W, b, buckets=None):
+    """Step 4: bit j (weight 2^j) is sqrt(2/r)·cos(W_j·k + b_j) > 0; the number mod u, u = 2^r unless given."""
     bits = len(W)
     number = 0
     for j in range(bits):
         phi = math.sqrt(2.0 / bits) * math.cos(float(np.einsum("d,d->", W[j], key)) + float(b[j]))
         if phi > 0:
             number += 2**j
-    return number % 2**bits
+    return number % bucket_count(bits, buckets)
 
 
-def ranges_of(n, chunks):
-    """Step 5: v contiguous ranges of size n//v, the last takes the remainder; n < v: one token each."""
-    v = min(chunks, n)
-    size = n // v
-    return [range(r * size, (r + 1) * size if r < v - 1 else n) for r in range(v)]
+def ranges_of(n, chunks=None):
+    """Step 5: the tokens of each of the v ranges, token i in range i·v//n (sizes differ by one at most)."""
+    v = chunk_count(n, chunks)
+    ranges = [[] for _ in range(v)]
+    for i in range(n):
+        ranges[i * v // n].append(i)
+    return ranges
 
 
-def prototypes_of(keys, tokens_in_bucket, tokens_in_range):
-    """Mean keys of the non-empty buckets (in bucket order), then of the non-empty ranges (in order)."""
-    means = []
-    for tokens in list(tokens_in_bucket) + list(tokens_in_range):
-        if len(tokens) > 0:
-            means.append(sum(keys[j] for j in tokens) / len(tokens))
-    return np.array(means)
+def prototypes_of(keys, members):
+    """(numbers, mean keys) of the clusters that have members; the empty ones vanish, the others keep their number."""
+    numbers = [c for c, tokens in enumerate(members) if len(tokens) > 0]
+    return numbers, np.array([sum(keys[j] for j in members[c]) / len(members[c]) for c in numbers])
 
 
-def clusters_of(keys, W, b, kappa=5, anchors=32, chunks=500, prototypes="both", lsh_join="bucket"):
-    """Steps 1-6 for one key head: the cluster number of every token.
+def joined(keys, members):
+    """Step 6: the number of the prototype of highest cosine with each key, ties to the lower; null vectors have 0."""
+    numbers, means = prototypes_of(keys, members)
+    lengths = np.array([math.sqrt(float(np.einsum("d,d->", c, c))) for c in means])
+    out = []
+    for key in keys:
+        length = math.sqrt(float(np.einsum("d,d->", key, key))) * lengths
+        cosine = np.divide(dots(means, key), length, out=np.zeros(len(means)), where=length > 0)
+        out.append(numbers[int(np.argmax(cosine))])
+    return out
 
-    "chunks": no anchors are taken out, ranges only. "lsh": every token is bucketed; its cluster is the bucket itself
-    (the paper's "buckets and groups all tokens via LSH") or, lsh_join="cosine", the nearest bucket mean.
+
+def lsh_clusters(keys, W, b, bits, buckets, chunks, lsh_join):
+    """The "lsh" ablation: every token is hashed into one of u + v buckets; its cluster is the bucket itself
+    (the paper's "buckets and groups all tokens via LSH") or, lsh_join="cosine", the nearest bucket mean."""
+    clusters, needed = lsh_size(len(keys), bits, buckets, chunks)
+    assert len(W) == needed, f"W of the lsh ablation is [{needed}, d]"
+    bucket = [bucket_of(key, W, b, clusters) for key in keys]
+    if lsh_join == "bucket":
+        return bucket
+    return joined(keys, [[j for j in range(len(keys)) if bucket[j] == c] for c in range(clusters)])
+
+
+def clusters_of(
+    keys, W, b, kappa=5, anchors=32, chunks=None, prototypes="both", lsh_join="bucket", bits=2, buckets=None
+):
+    """Steps 1-6 for one key head: the cluster number of every token, buckets 0..u-1, then ranges u..u+v-1.
+
+    "chunks": no anchors are taken out, ranges only (u = 0). "lsh": see lsh_clusters.
     """
     assert prototypes in ("both", "chunks", "lsh")
     n = len(keys)
     if prototypes == "lsh":
-        anchor = list(range(n))
-    elif prototypes == "chunks":
-        anchor = []
+        return lsh_clusters(keys, W, b, bits, buckets, chunks, lsh_join)
+    if prototypes == "chunks":
+        members = ranges_of(n, chunks)
     else:
-        anchor = top(outlier_degree(keys, kappa), anchors)  # step 3
-    bucket = {j: bucket_of(keys[j], W, b) for j in anchor}
-    if prototypes == "lsh" and lsh_join == "bucket":
-        return [bucket[j] for j in range(n)]
-    in_bucket = [[j for j in anchor if bucket[j] == s] for s in range(2 ** len(W))] if anchor else []
-    in_range = [] if prototypes == "lsh" else [[j for j in r if j not in bucket] for r in ranges_of(n, chunks)]
-    means = prototypes_of(keys, in_bucket, in_range)
-    lengths = np.array([math.sqrt(float(np.einsum("d,d->", c, c))) for c in means])
-    joined = []
-    for j in range(n):
-        norm = math.sqrt(float(np.einsum("d,d->", keys[j], keys[j])))
-        product, length = dots(means, keys[j]), norm * lengths
-        cosine = np.divide(product, length, out=np.zeros(len(means)), where=length > 0)
-        joined.append(int(np.argmax(cosine)))  # ties: the lower index
-    return joined
+        assert len(W) == bits, "W is [bits, d]"
+        u = bucket_count(bits, buckets)
+        bucket = {j: bucket_of(keys[j], W, b, u) for j in top(outlier_degree(keys, kappa), anchors)}  # step 3
+        members = [[j for j in range(n) if bucket.get(j) == c] for c in range(u)]
+        members += [[j for j in r if j not in bucket] for r in ranges_of(n, chunks)]
+    return joined(keys, members)
 
 
 def window_of(window, budget):
@@ -116,17 +152,40 @@ def votes_protokv(Q, K, rows, votes="raw", scale=None, qpos=None, kpos=None):
     return group_mean(s, K.shape[0])
 
 
-def cluster_means(s, cluster):
-    """ŝ: mean of s over the token's cluster, all its tokens (the window's too)."""
+def cluster_worth(s, cluster, worth="mean"):
+    """ŝ of every token: mean (or, eq. 11, sum) of s over its cluster, all its tokens (the window's too)."""
+    assert worth in ("mean", "sum")
     members = {}
     for j, c in enumerate(cluster):
         members.setdefault(c, []).append(j)
-    mean = {c: math.fsum(s[j] for j in tokens) / len(tokens) for c, tokens in members.items()}
-    return np.array([mean[c] for c in cluster])
+    psi = {c: math.fsum(s[j] for j in tokens) for c, tokens in members.items()}
+    if worth == "mean":
+        psi = {c: psi[c] / len(tokens) for c, tokens in members.items()}
+    return np.array([psi[c] for c in cluster])
 
 
-def _protokv(Q, K, budget, W, b, scale, votes, kappa, anchors, chunks, window, prototypes, lsh_join, qpos, kpos):
-    """(ŝ with +inf on the window, s, clusters), each per key head."""
+def parts_protokv(
+    Q,
+    K,
+    budget,
+    W,
+    b,
+    *,
+    scale=None,
+    votes="raw",
+    worth="mean",
+    kappa=5,
+    anchors=32,
+    bits=2,
+    buckets=None,
+    chunks=None,
+    window=None,
+    prototypes="both",
+    lsh_join="bucket",
+    qpos=None,
+    kpos=None,
+):
+    """(ŝ with +inf on the window, s, clusters), each per key head. All settings and their defaults stand here."""
     n = K.shape[1]
     W, b = np.asarray(W, dtype=np.float64), np.asarray(b, dtype=np.float64)
     rows, stay = kept_window(window_of(window, budget), budget, n)
@@ -134,65 +193,23 @@ def _protokv(Q, K, budget, W, b, scale, votes, kappa, anchors, chunks, window, p
     ranks, clusters = [], []
     for h in range(K.shape[0]):
         Wh, bh = (W[h], b[h]) if W.ndim == 3 else (W, b)  # one projection for all heads, or one per key head
-        cluster = clusters_of(K[h], Wh, bh, kappa, anchors, chunks, prototypes, lsh_join)
+        cluster = clusters_of(K[h], Wh, bh, kappa, anchors, chunks, prototypes, lsh_join, bits, buckets)
         clusters.append(cluster)
-        ranks.append(force(cluster_means(s[h], cluster), range(n - stay, n)))
+        ranks.append(force(cluster_worth(s[h], cluster, worth), range(n - stay, n)))
     return np.array(ranks), s, clusters
 
 
-def scores_protokv(
-    Q,
-    K,
-    V,
-    budget,
-    *,
-    W,
-    b,
-    scale=None,
-    votes="raw",
-    kappa=5,
-    anchors=32,
-    bits=2,
-    chunks=500,
-    window=None,
-    prototypes="both",
-    lsh_join="bucket",
-    qpos=None,
-    kpos=None,
-):
+def scores_protokv(Q, K, V, budget, *, W, b, **settings):
     """[Hk, n]: ŝ, +inf on the window. (Inside a cluster the tokens' own s decides: see oracle_protokv.)"""
-    assert np.asarray(W).shape[-2] == bits, "W is [bits, d]"
-    settings = (votes, kappa, anchors, chunks, window, prototypes, lsh_join)
-    return _protokv(Q, K, budget, W, b, scale, *settings, qpos, kpos)[0]
+    return parts_protokv(Q, K, budget, W, b, **settings)[0]
 
 
-def oracle_protokv(
-    Q,
-    K,
-    V,
-    budget,
-    *,
-    W,
-    b,
-    scale=None,
-    votes="raw",
-    kappa=5,
-    anchors=32,
-    bits=2,
-    chunks=500,
-    window=None,
-    prototypes="both",
-    lsh_join="bucket",
-    qpos=None,
-    kpos=None,
-):
+def oracle_protokv(Q, K, V, budget, *, W, b, **settings):
     """Step 8: top B - L_obs tokens before the window by (ŝ, s, later), and the window. W is drawn with γ already."""
-    assert np.asarray(W).shape[-2] == bits, "W is [bits, d]"
     n = K.shape[1]
     if n <= budget:
         return everything(K)
-    settings = (votes, kappa, anchors, chunks, window, prototypes, lsh_join)
-    ranks, s, _ = _protokv(Q, K, budget, W, b, scale, *settings, qpos, kpos)
+    ranks, s, _ = parts_protokv(Q, K, budget, W, b, **settings)
     kept = []
     for h in range(K.shape[0]):
         order = sorted(range(n), key=lambda j: (-ranks[h, j], -s[h, j], -j))
