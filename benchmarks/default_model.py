@@ -35,7 +35,7 @@ from kvkeep.evaluate.table import WIDE, interval, share, write_csv
 from kvkeep.model.load import load_tokenizer
 
 DROPPING = [name for name, method in kvkeep.methods.items() if method.recall is None and method.scorer]
-CROSSED = ["snapkv+adakv", "protokv+adakv", "intentkv+adakv"]
+CROSSED = ["snapkv+adakv", "protokv:votes=softmax+adakv", "intentkv+adakv"]
 FETCHING = [name for name, method in kvkeep.methods.items() if method.recall]
 BUDGETS, LENGTHS = (64, 128, 256, 512, 1024), (2048, 4096)
 PARTS = {

@@ -33,7 +33,7 @@ from kvkeep.model.load import load_tokenizer
 
 PUBLISHED = (
     "intentkv", "intelllm", "ahakv", "protokv", "satkv", "streamingllm", "lm_infinite", "h2o", "tova", "snapkv",
-    "pyramidkv", "chunkkv", "nacl", "cake", "snapkv+adakv", "protokv+adakv", "intentkv+adakv",
+    "pyramidkv", "chunkkv", "nacl", "cake", "snapkv+adakv", "protokv:votes=softmax+adakv", "intentkv+adakv",
 )  # fmt: skip
 AXES = {
     "votes": [

@@ -1,13 +1,20 @@
 """What must be true of every method, once, for all of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import EVICTING, make_llama
 
 import kvkeep
-from kvkeep.compress.method import parse
+from kvkeep.compress.allocate.heads import AdaptiveHeads
+from kvkeep.compress.group.prototypes import Prototypes
+from kvkeep.compress.method import Method, parse
 from kvkeep.compress.presets import CROSSINGS
+from kvkeep.compress.score.prototype import WindowLogits
+from kvkeep.compress.select import Units, select
 from kvkeep.errors import BadParameter
+from kvkeep.types import Observation
 
 METHODS = EVICTING
 
@@ -177,10 +184,78 @@ def test_parameters_fit_in_the_name():
         ("snapkv:window=many", "window='many' should be int"),
         ("full+values", "keeps everything"),
         ("streamingllm+sinks", "orders tokens by age"),
-        ("protokv+values", "below zero cannot be weighted"),
+        ("protokv:votes=raw+values", "below zero cannot be weighted"),
+        ("protokv:votes=raw+adakv", "'protokv:votes=raw\\+adakv' cannot work: raw logits of different heads"),
+        ("protokv:chunks=0", "chunks=0 must be 1 or more, or None: one for every 16 tokens"),
+        ("protokv:chunks=many", "chunks='many' must be 1 or more"),
+        ("protokv:buckets=5", "buckets=5: bits=2 tells 4 apart; use 1 to 4, or more bits"),
+        ("snapkv+prototypes:worth=loud", "worth='loud' is not known; use 'mean' or 'sum'"),
         ("snapkv+values:power=0", "power=0"),
     ],
 )
 def test_names_that_make_no_sense(spec, says):
     with pytest.raises(BadParameter, match=says):
         parse(spec)
+
+
+def test_raw_logits_are_not_shared_among_heads_by_hand_either():
+    with pytest.raises(BadParameter, match="'mine' cannot work: raw logits of different heads are not on one scale"):
+        Method("mine", WindowLogits(votes="raw"), heads=AdaptiveHeads())
+    assert Method("mine", WindowLogits(votes="softmax"), heads=AdaptiveHeads()).heads.alpha == 0.2
+
+
+def test_heads_share_a_budget_by_what_units_are_worth():
+    """Two blocks a head: 3 + 3 and nothing against 5 and 1 + 1. Tokens say one each; the best block is head 0's."""
+    scores = torch.tensor([[3.0, 3.0, 0.0, 0.0], [5.0, 0.0, 1.0, 1.0]])
+    forced, units = torch.zeros(2, 4, dtype=torch.bool), torch.arange(4).expand(2, -1) // 2
+    blocks = Units.summed(units, scores, 2)
+    assert AdaptiveHeads(0.0)(scores, forced, [4, 4], 1) == [1, 1]
+    assert AdaptiveHeads(0.0)(scores, forced, [4, 4], 1, blocks) == [2, 0]
+    assert AdaptiveHeads(0.5)(scores, forced, [4, 4], 2, blocks) == [2, 2]  # one of each head is sure
+    assert AdaptiveHeads(0.0)(scores, forced, [4, 4], 2, blocks) == [2, 2]
+
+
+@pytest.mark.parametrize("spec", ["snapkv+blocks+adakv", "kvkeep", "protokv:votes=softmax+adakv", "intentkv+adakv"])
+def test_a_head_with_more_keeps_a_prefix_of_its_own_order(spec):
+    """What a head keeps of its quota is what it would keep had every head that quota."""
+    drawn, method = draw(300), parse(spec)
+    kept = kvkeep.select(spec, *drawn, 60)
+    assert len(set(kept.lengths)) > 1 and sum(kept.lengths) == 120
+    for head, quota in enumerate(kept.lengths):
+        alike = replace(method, heads=lambda *_, quota=quota: [quota] * 2)
+        assert kvkeep.select(alike, *drawn, 60).tolist()[head] == kept.tolist()[head]
+
+
+@pytest.mark.parametrize(("n", "chunks"), [(2000, None), (1000, None), (999, 500), (700, 500), (10, 3), (5, None)])
+def test_ranges_of_prototypes_are_even_and_follow_the_text(n, chunks):
+    _, keys, values = draw(n)
+    seen = Observation(keys[:, :0], keys, values, torch.arange(n).expand(2, -1), (n, n), n, n, 1.0)
+    sizes = Prototypes(chunks=chunks, kind="chunks")._ranges(seen)[0].bincount()
+    assert len(sizes) == (chunks or max(1, n // 16)) and sizes.max() - sizes.min() <= 1
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_anchors_fall_into_as_many_buckets_as_asked(count):
+    _, keys, values = draw(400)
+    seen = Observation(keys[:, :0], keys, values, torch.arange(400).expand(2, -1), (400, 400), 400, 400, 1.0)
+    member = Prototypes(anchors=100, buckets=count).members(seen)
+    assert member[member < count].unique().tolist() == list(range(count)) and int(member.max()) < count + 25
+
+
+def test_clusters_crossed_in_have_all_their_parameters():
+    group = parse("snapkv+prototypes:chunks=9:buckets=2:worth=sum:prototypes=chunks:anchors=7").group
+    assert group == Prototypes(anchors=7, chunks=9, kind="chunks", buckets=2, worth="sum")
+
+
+def test_clusters_put_away_are_clusters():
+    """A pack of 128 tokens made 100 clusters of one when there were always 500 ranges."""
+    cut = parse("protokv+recall").recall.cut
+    member = cut.members(draw(128)[1], None, 512)
+    assert len(member.unique()) <= 4 + 8 and member.max() > 3
+
+
+def test_padding_comes_after_every_unit_however_many_there_are():
+    scores = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, float("-inf")]])
+    real, none = scores > float("-inf"), torch.zeros(2, 3, dtype=torch.bool)
+    units = Units(torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.tensor([[9.0, 1.0, 2.0] + [5.0] * 9] * 2))
+    assert select(scores, none, real, units, [2, 2]).tolist() == [[0, 2], [0, 1]]

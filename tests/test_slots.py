@@ -14,7 +14,7 @@ from kvkeep.engine.slots import Together, packs
 from kvkeep.errors import CacheMisuse
 from kvkeep.kernels.reference import attend_slots
 
-SPECS = [*EVICTING, "snapkv+adakv", "snapkv+pyramid", "protokv+adakv", "h2o+adakv"]
+SPECS = [*EVICTING, "snapkv+adakv", "snapkv+pyramid", "protokv:votes=softmax+adakv", "h2o+adakv"]
 
 
 def kept(model, ids, spec, budget):

@@ -112,7 +112,7 @@ def evaluate(
     ] = None,
     out: Annotated[str | None, typer.Option(help="Folder for rows.jsonl, times.jsonl and results.csv.")] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Methods by commas: snapkv,protokv+adakv; else full,kvkeep.")
+        str | None, typer.Option(help="Methods by commas: snapkv,intentkv+adakv; else full,kvkeep.")
     ] = None,
     budgets: Annotated[str | None, typer.Option(help="Budgets by commas: 128 or 0.1; else 512.")] = None,
     protocol: Annotated[str | None, typer.Option(help="agnostic or aware; else both.")] = None,

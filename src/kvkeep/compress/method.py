@@ -53,6 +53,10 @@ class Method:
     def __post_init__(self) -> None:
         if self.reuse < 1:
             raise BadParameter(f"reuse={self.reuse} must be 1 (every layer chooses) or more.")
+        if getattr(self.heads, "needs_scores", False) and getattr(self.scorer, "signed", False):
+            raise BadParameter(
+                f"'{self.name}' cannot work: raw logits of different heads are not on one scale; use votes=softmax."
+            )
 
     def check(self, budget: int | float) -> int | float:
         """Refuse a budget that can never hold what this method always keeps."""
@@ -131,7 +135,7 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
         _share_out([part], settings, spec)
         parameters = {**settings, **parameters}
     given = _share_out(parts, parameters, spec)
-    method = parts[0].build(**given[0])
+    method = replace(parts[0].build(**given[0]), name=spec)
     for name, part, values in zip(crossings, parts[1:], given[1:], strict=True):
         method = _cross(method, name, part.build(**values), base)
     used = {k: v for part, values in zip(parts, given, strict=True) for k, v in {**part.defaults, **values}.items()}

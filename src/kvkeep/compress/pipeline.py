@@ -34,7 +34,7 @@ def compress(seen: Observation, method: Method, budget: int, share: int | None =
     forced, tokens = method.guard.within(budget)(seen, budget), real(seen)
     units = method.group(seen, scores, tokens & ~forced) if method.group else None
     scores = scores.masked_fill(~tokens, float("-inf"))
-    quota = method.heads(scores, forced, seen.lengths, share)
+    quota = method.heads(scores, forced, seen.lengths, share, units)
     return select(scores, forced, tokens, units, quota)
 
 

@@ -61,14 +61,16 @@ def protokv(
     kappa=5,
     anchors=32,
     bits=2,
-    chunks=500,
+    chunks: int | None = None,
     window: int | None = None,
-    votes="raw",
+    votes=WindowLogits.votes,
     prototypes="both",
     gamma: float | None = None,
     seed=0,
+    buckets: int | None = None,
+    worth="mean",
 ):
-    group = Prototypes(kappa, anchors, bits, chunks, gamma, prototypes, seed)
+    group = Prototypes(kappa, anchors, bits, chunks, gamma, prototypes, seed, buckets, worth)
     return Method("protokv", WindowLogits(window, votes), Guard(window=window), group, voters=window or 32)
 
 
@@ -209,6 +211,13 @@ def first_kept(first=4):
     return lambda method: {"guard": replace(method.guard, sinks=max(first, method.guard.sinks))}
 
 
+def clustered(
+    kappa=5, anchors=32, bits=2, chunks=None, gamma=None, seed=0, prototypes="both", buckets=None, worth="mean"
+):
+    """Whole clusters of keys instead of tokens or blocks."""
+    return {"group": Prototypes(kappa, anchors, bits, chunks, gamma, prototypes, seed, buckets, worth)}
+
+
 def by_value(power=1.0, value_pool=5):
     """Votes count more for tokens with large values."""
     return lambda method: {"scorer": ByValue(method.scorer, power, value_pool)}
@@ -217,6 +226,7 @@ def by_value(power=1.0, value_pool=5):
 GROUPED = "the query heads of a key head vote with their average"
 ONCE = "layers are compared once, when all are read, and held whole until then"
 SIGN = "equation 5's sign follows the text"
+RANGES = "a range of text for every 16 tokens, 500 at most (chunks=500: as the paper's)"
 METHODS = Registry("method", {
     "full": Named(full, "", "everything"),
     "kvkeep": Named(
@@ -235,7 +245,8 @@ METHODS = Registry("method", {
         f"while decoding scores are not smoothed, and a new token's value counts by itself; {GROUPED}",
     ),
     "protokv": Named(
-        protokv, "ProtoKV", "whole clusters of keys, those that the window's logits favour", f"{SIGN}; {GROUPED}",
+        protokv, "ProtoKV", "whole clusters of keys, those that the window's logits favour",
+        f"{SIGN}; {RANGES}; {GROUPED}",
     ),
     "satkv": Named(satkv, "ProtoKV", "keys unlike their neighbours, and the window", SIGN),
     "streamingllm": Named(streamingllm, "arXiv:2309.17453", "the first tokens and the most recent ones, side by side"),
@@ -304,7 +315,7 @@ METHODS = Registry("method", {
 CROSSINGS = Registry("crossing", {
     "adakv": Named(
         lambda alpha=0.2: {"heads": AdaptiveHeads(alpha)}, "arXiv:2407.11550", "heads share a layer's budget by score",
-        "each head's floor is set aside first; the authors' code mixes counts afterwards",
+        "units compete by their worth; each head's floor is set aside first; the authors' code mixes counts afterwards",
     ),
     "pyramid": Named(
         lambda beta=20: {"layers": Pyramid(beta)}, "arXiv:2406.02069", "early layers get more than late ones",
@@ -318,11 +329,7 @@ CROSSINGS = Registry("crossing", {
         f"the paper's density of chunks, read here from the window's attention; {ONCE}",
     ),
     "blocks": Named(lambda block=16: {"group": Blocks(block)}, "IntentKV", "whole blocks of tokens"),
-    "prototypes": Named(
-        lambda kappa=5, anchors=32, bits=2, chunks=500, gamma=None, seed=0: {
-            "group": Prototypes(kappa, anchors, bits, chunks, gamma, "both", seed)
-        }, "ProtoKV", "whole clusters of keys",
-    ),
+    "prototypes": Named(clustered, "ProtoKV", "whole clusters of keys", RANGES),
     "values": Named(by_value, "AhaKV", "votes are weighted by the size of the values"),
     "sinks": Named(first_kept, "arXiv:2309.17453", "the first tokens stay"),
     "recall": Named(

@@ -36,11 +36,15 @@ def best_first(scores: Tensor) -> Tensor:
 
 def select(scores: Tensor, forced: Tensor, real: Tensor, units: Units | None, quota: Sequence[int]) -> Selection:
     """Keep `quota` tokens of each key head. scores, forced, real [kv_heads, n]"""
+    return first(ranked(scores, forced, real, units), quota)
+
+
+def ranked(scores: Tensor, forced: Tensor, real: Tensor, units: Units | None) -> Tensor:
+    """Each head's tokens in the order in which they are kept, padding last. [kv_heads, n]"""
     order = best_first(scores)
     tier = torch.zeros_like(order) if units is None else _rank(units.worth).gather(1, units.member) + 1
-    tier = tier.masked_fill(forced, -1).masked_fill(~real, scores.shape[1] + 1)
-    order = order.gather(1, tier.gather(1, order).sort(dim=1, stable=True).indices)
-    return first(order, quota)
+    tier = tier.masked_fill(forced, -1).masked_fill(~real, torch.iinfo(order.dtype).max)
+    return order.gather(1, tier.gather(1, order).sort(dim=1, stable=True).indices)
 
 
 def first(order: Tensor, quota: Sequence[int]) -> Selection:
