@@ -7,7 +7,9 @@ from conftest import EVICTING, make_llama
 import kvkeep
 from kvkeep.compress.method import parse
 from kvkeep.compress.presets import CROSSINGS
+from kvkeep.compress.score.intent import Intent, question
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.reference import row_distance
 
 METHODS = EVICTING
 
@@ -157,6 +159,27 @@ def test_the_mass_of_a_long_text_is_summed_in_blocks(monkeypatch):
     assert whole.sum().item() == pytest.approx(2 * 300, rel=1e-5)
 
 
+@pytest.mark.parametrize("boundary, smooth, begins", [("subsequent", 1, 5), ("subsequent", 3, 3), ("first", 1, 0)])
+def test_intentkv_begins_the_question_where_attention_moves(boundary, smooth, begins):
+    """Rows wander a little among the first keys, from row 6 on they look elsewhere: the row before is the boundary."""
+    rows = torch.full((1, 10, 20), 1e-6)
+    rows[0, :6, 0], rows[0, 6:, 12] = 0.5, 1.0
+    for row in range(6):
+        rows[0, row, 1 + row] = 0.5
+    rows /= rows.sum(-1, keepdim=True)
+    scorer = Intent(10, smooth, True, boundary)
+    asks = question(scorer._jumps(row_distance(rows, smooth, scorer._stepwise)))[0]
+    assert (asks > 0).tolist() == [row >= begins for row in range(10)]
+    assert asks.sum().item() == pytest.approx(1)
+
+
+def test_intentkv_asks_with_the_whole_window_where_nothing_moves():
+    still, short = torch.full((2, 9, 4), 0.25), torch.eye(4)[None]
+    for rows, smooth in ((still, 1), (still, 3), (short, 4), (short, 9)):  # of a short one, no two sums of 4 rows
+        scorer = Intent(9, smooth, True, "subsequent")
+        assert question(scorer._jumps(row_distance(rows, smooth, True))).eq(1 / rows.shape[1]).all()
+
+
 def test_parameters_fit_in_the_name():
     queries, keys, values = draw(200)
     named = kvkeep.select("snapkv:window=16:pooling=max+adakv:alpha=0.5", queries, keys, values, 40)
@@ -179,6 +202,8 @@ def test_parameters_fit_in_the_name():
         ("streamingllm+sinks", "orders tokens by age"),
         ("protokv+values", "below zero cannot be weighted"),
         ("snapkv+values:power=0", "power=0"),
+        ("intentkv:boundary=last", "boundary='last' is not known; use 'first' or 'subsequent'"),
+        ("ahakv:gain=add", "gain='add' is not known; use 'replace' or 'multiply'"),
     ],
 )
 def test_names_that_make_no_sense(spec, says):

@@ -40,8 +40,9 @@ def kvkeep(window=32, pool=7, block=16, sinks=4, alpha=0.5):
     )
 
 
-def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0):
-    return Method("intentkv", Intent(window, smooth, intention), Guard(sinks, recent), Blocks(block), voters=window)
+def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0, boundary="first"):
+    scorer = Intent(window, smooth, intention, boundary)
+    return Method("intentkv", scorer, Guard(sinks, recent), Blocks(block), voters=window)
 
 
 def intelllm(head_gravity=6, near: int | None = None, gap: int | None = None, mode="global", keep_head=True, window=64):
