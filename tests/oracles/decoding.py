@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
-from .ahakv import gain
-from .common import attention, default_scale, dots, kept_window, pool1d, softmax, window_votes
+from .ahakv import factor_of, votes_ahakv
+from .common import attention, default_scale, dots, pool1d, softmax, window_votes
 
 
 def recent_and_best(ranked, budget, recent):
@@ -103,52 +103,69 @@ def replay_tova(Q, K, V, n, budget, scale=None):
 # ---------------------------------------------------------------- AhaKV
 
 
-def trace_ahakv(Q, K, V, n, budget, scale=None, recent=32, pool=5, value_pool=5, step_gain=True, value_prior=True):
-    heads, T, d = Q.shape
+def squared_norm(vector):
+    return math.fsum(float(x) ** 2 for x in vector)
+
+
+def prompt_ahakv(Q, K, V, n, budget, pool, value_pool, value_prior, decode_prior, **votes):
+    """After the prompt, per key head {position: value}: (ranked, F, prior).
+
+    F is what decoding adds rows to: γ̄·S, un-pooled (Algorithm 1, line 19). With decode_prior: S itself, and `prior` is
+    carried beside it, γ as it is, not divided by the maximum; else prior is 1 for all.
+    """
+    Q, K, V = Q[:, :n], K[:, :n], V[:, :n]
+    F = votes_ahakv(Q, K, V, budget, value_pool=value_pool, value_prior=value_prior, **votes)
+    ranked = [pool1d(row, pool) for row in F]
+    prior = np.ones((len(K), n))
+    if decode_prior and value_prior:
+        F = votes_ahakv(Q, K, V, budget, value_prior=False, **votes)
+        prior = [pool1d([squared_norm(v) for v in values], value_pool) for values in V]
+    return [[{j: float(row[j]) for j in range(n)} for row in rows] for rows in (ranked, F, prior)]
+
+
+def trace_ahakv(
+    Q,
+    K,
+    V,
+    n,
+    budget,
+    scale=None,
+    recent=32,
+    pool=5,
+    value_pool=5,
+    step_gain=True,
+    value_prior=True,
+    decode_prior=False,
+    gain="replace",
+    recent_only=True,
+):
+    T, d = Q.shape[1:]
     key_heads = K.shape[0]
-    group = heads // key_heads
     scale = default_scale(scale, d)
     stay = min(recent, budget // 2)
-    rows, _ = kept_window(recent, budget, n)
-
-    def factor(seen):
-        return gain(seen, budget, d, scale) if step_gain else scale
-
-    def norm2(h, j):
-        return math.fsum(float(x) ** 2 for x in V[h, j])
-
-    F, gamma, ranked = [], [], []
-    for kh in range(key_heads):
-        S = np.zeros(n)
-        for h in range(kh * group, (kh + 1) * group):
-            for i in range(n - rows, n):
-                S[: i + 1] += softmax(dots(K[kh, : i + 1], Q[h, i]) * factor(i + 1)) / group
-        pooled = pool1d([norm2(kh, j) for j in range(n)], value_pool)
-        biggest = max(pooled)
-        prior = pooled / biggest if value_prior and biggest > 0 else np.ones(n)
-        score = pool1d(prior * S, pool)
-        ranked.append({j: float(score[j]) for j in range(n)})
-        F.append({j: float(S[j]) for j in range(n)})  # carried without pooling and without the prior
-        gamma.append({j: float(pooled[j]) for j in range(n)})  # carried as it is, not divided by the maximum
+    votes = dict(scale=scale, recent=recent, step_gain=step_gain, gain=gain, recent_only=recent_only)
+    ranked, F, prior = prompt_ahakv(Q, K, V, n, budget, pool, value_pool, value_prior, decode_prior, **votes)
     for t in range(n - 1, T):
         if t >= n:
             for kh in range(key_heads):
                 F[kh][t] = 0.0
-                gamma[kh][t] = norm2(kh, t)
-            for kh, row in enumerate(group_rows(rows_now(Q, K, t, F, factor(t + 1)), key_heads)):
+                prior[kh][t] = squared_norm(V[kh, t]) if decode_prior and value_prior else 1.0
+            factor = factor_of(t + 1, budget, d, scale, gain) if step_gain else scale
+            for kh, row in enumerate(group_rows(rows_now(Q, K, t, F, factor), key_heads)):
                 for j in row:
                     F[kh][j] += row[j]
-            ranked = [{j: F[kh][j] * (gamma[kh][j] if value_prior else 1.0) for j in F[kh]} for kh in range(key_heads)]
+            ranked = [{j: F[kh][j] * prior[kh][j] for j in F[kh]} for kh in range(key_heads)]
         kept = [recent_and_best(ranked[kh], budget, stay) for kh in range(key_heads)]
         F = [{j: F[kh][j] for j in kept[kh]} for kh in range(key_heads)]
-        gamma = [{j: gamma[kh][j] for j in kept[kh]} for kh in range(key_heads)]
+        prior = [{j: prior[kh][j] for j in kept[kh]} for kh in range(key_heads)]
         yield kept, ranked
 
 
-def replay_ahakv(Q, K, V, n, budget, scale=None, recent=32, pool=5, value_pool=5, step_gain=True, value_prior=True):
-    """The recent and the best of the others: pooled γ̄·S after the prompt, γ·F (F grows by a row a step) afterwards."""
-    steps = trace_ahakv(Q, K, V, n, budget, scale, recent, pool, value_pool, step_gain, value_prior)
-    return [kept for kept, _ in steps]
+def replay_ahakv(Q, K, V, n, budget, scale=None, recent=32, **options):
+    """The recent and the best of the others: pooled γ̄·S after the prompt; afterwards F, which is γ̄·S and a row more
+    every step, the row unweighted. decode_prior=True: every row, the prompt's too, is weighed with γ. See trace_ahakv.
+    """
+    return [kept for kept, _ in trace_ahakv(Q, K, V, n, budget, scale, recent, **options)]
 
 
 # ---------------------------------------------------------------- StreamingLLM, LM-Infinite
