@@ -198,18 +198,32 @@ def test_ahakv_value_prior():
     V = np.ones((1, 7, 2)) / math.sqrt(2)
     V[0, 4], V[0, 5] = [6, 8], [3, 4]  # squared norms 100 and 25, else 1
     assert replay_ahakv(Q, K, V, 5, 4, value_prior=False, **PLAIN)[1] == [[1, 2, 3, 5]]
-    assert replay_ahakv(Q, K, V, 5, 4, **PLAIN)[:2] == [[[1, 2, 3, 4]], [[1, 2, 4, 5]]]
     ranked = [step[0] for _, step in trace_ahakv(Q, K, V, 5, 4, **PLAIN)]
+    # γ̄ is 1/100 for tokens 0 to 3 of the prompt; then rows are added as they are, whatever the new tokens' values
+    assert ranked[0] == pytest.approx({0: 0.0025, 1: 0.0025, 2: 0.0025, 3: 0.0025, 4: 0.0})
+    assert ranked[1] == pytest.approx({1: 0.5025, 2: 0.3775, 3: 0.0025, 4: 0.125, 5: 0.0})
+    assert ranked[2] == pytest.approx({1: 0.5025, 2: 0.3775, 4: 0.125, 5: 1.0, 6: 0.0})
+    assert replay_ahakv(Q, K, V, 5, 4, **PLAIN) == [[[1, 2, 3, 4]], [[1, 2, 4, 5]], [[1, 2, 5, 6]]]
+
+
+def test_ahakv_value_prior_on_every_row():
+    rows = {(0, 4): {0: 0.25, 1: 0.25, 2: 0.25, 3: 0.25}, (0, 5): {1: 0.5, 2: 0.375, 4: 0.125}, (0, 6): {5: 1.0}}
+    Q, K, V = scene(rows, 7)
+    V = np.ones((1, 7, 2)) / math.sqrt(2)
+    V[0, 4], V[0, 5] = [6, 8], [3, 4]  # squared norms 100 and 25, else 1
+    ranked = [step[0] for _, step in trace_ahakv(Q, K, V, 5, 4, decode_prior=True, **PLAIN)]
     assert ranked[0] == pytest.approx({0: 0.0025, 1: 0.0025, 2: 0.0025, 3: 0.0025, 4: 0.0})  # divided by the maximum
     assert ranked[1] == pytest.approx({1: 0.75, 2: 0.625, 3: 0.25, 4: 12.5, 5: 0.0})  # not divided
     assert ranked[2] == pytest.approx({1: 0.75, 2: 0.625, 4: 12.5, 5: 25.0, 6: 0.0})
+    kept = [[[1, 2, 3, 4]], [[1, 2, 4, 5]], [[1, 4, 5, 6]]]  # 2 goes where 4 went above
+    assert replay_ahakv(Q, K, V, 5, 4, decode_prior=True, **PLAIN) == kept
 
 
 def test_ahakv_prompt_priors_are_pooled_and_new_ones_are_not():
     rows = {(0, 4): {3: 1.0}, (0, 5): {4: 1.0}, (0, 6): {5: 1.0}}
     Q, K, V = scene(rows, 7)
     V = np.array([[[1.0], [1.0], [2.0], [3.0], [5.0], [7.0], [1.0]]])
-    options = {**PLAIN, "value_pool": 3}
+    options = {**PLAIN, "value_pool": 3, "decode_prior": True}
     ranked = [step[0] for _, step in trace_ahakv(Q, K, V, 5, 10, **options)]
     assert ranked[1][3] == pytest.approx((4 + 9 + 25) / 3)  # F = 1
     assert ranked[1][4] == pytest.approx((9 + 25) / 2)  # the prompt's end: token 5 never entered the pool
@@ -250,6 +264,29 @@ def test_ahakv_step_gain_counts_all_tokens_seen(prompt):
             assert kept == [[0, seen - 1]]
 
 
+@pytest.mark.parametrize("prior", [True, False])
+def test_ahakv_gain_on_top_of_the_scale(prior):
+    # As above, B = 2, n = 4: λ = sqrt(2 ln 2 / 6) times the scale 3 with one recent row of four keys, then 5 of three.
+    Q, K, V = np.zeros((1, 6, 6)), np.eye(6)[None], np.ones((1, 6, 1))
+    Q[0, :, 0] = 1.0
+    first, second = (math.exp(3 * math.sqrt(2 * math.log(seen / 2) / 6)) for seen in (4, 5))
+    options = dict(scale=3.0, pool=1, gain="multiply", decode_prior=prior)
+    ranked = [step[0] for _, step in trace_ahakv(Q, K, V, 4, 2, **options)]
+    assert ranked[0][0] == pytest.approx(first / (first + 3))
+    assert ranked[1][0] == pytest.approx(first / (first + 3) + second / (second + 2))
+    plain = [step[0] for _, step in trace_ahakv(Q, K, V, 4, 2, **{**options, "gain": "replace"})]
+    assert plain[0][0] == pytest.approx(first ** (1 / 3) / (first ** (1 / 3) + 3))
+
+
+def test_ahakv_of_all_rows_starts_from_all_rows():
+    rows = {(0, 1): {0: 1.0}, (0, 2): {0: 1.0}, (0, 3): {1: 0.5, 2: 0.5}}
+    Q, K, V = scene(rows, 5)
+    ranked = [step[0] for _, step in trace_ahakv(Q, K, V, 4, 2, recent_only=False, **PLAIN)]
+    assert ranked[0] == {0: 3.0, 1: 0.5, 2: 0.5, 3: 0.0}  # the last row alone: 0, .5, .5, 0
+    assert replay_ahakv(Q, K, V, 4, 2, recent_only=False, **PLAIN) == [[[0, 3]], [[0, 4]]]
+    assert replay_ahakv(Q, K, V, 4, 2, **PLAIN) == [[[2, 3]], [[2, 4]]]
+
+
 def test_ahakv_short_prompt_carries_its_last_rows():
     Q, K, V = noise(3, 8, heads=2, key_heads=1)
     *_, (kept, ranked) = trace_ahakv(Q, K, V, 5, 8, value_prior=False)
@@ -265,13 +302,23 @@ def test_ahakv_recent_shrinks_to_half():
         assert all(tokens[-4:] == list(range(16 + s, 20 + s)) for tokens in kept)
 
 
-@pytest.mark.parametrize("options", [{}, {"step_gain": False}, {"value_prior": False}, {"recent": 3, "pool": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"step_gain": False},
+        {"value_prior": False},
+        {"recent": 3, "pool": 3},
+        {"gain": "multiply"},
+        {"recent_only": False},
+    ],
+)
 @pytest.mark.parametrize("budget", [1, 2, 7, 12])
 def test_ahakv_starts_from_the_prefill(budget, options):
     Q, K, V = noise(budget, 18)
-    assert replay_ahakv(Q, K, V, 15, budget, **options)[0] == oracle_ahakv(
-        Q[:, :15], K[:, :15], V[:, :15], budget, **options
-    )
+    prompt = oracle_ahakv(Q[:, :15], K[:, :15], V[:, :15], budget, **options)
+    assert replay_ahakv(Q, K, V, 15, budget, **options)[0] == prompt
+    assert replay_ahakv(Q, K, V, 15, budget, decode_prior=True, **options)[0] == prompt
 
 
 # ---------------------------------------------------------------- StreamingLLM
@@ -317,7 +364,7 @@ def test_buffered_protokv_by_hand():
     Q[0, 5] = [0, 50, -4, 0, 5, 0, 0]
     Q[0, 6] = [1, 50, 3, -2, -6, 99, 99]
     W, b = random_features(T)
-    options = dict(W=W, b=b, prototypes="chunks", window=2)
+    options = dict(W=W, b=b, prototypes="chunks", chunks=T, window=2)
     # B = 4: the window of 2 and two candidates. Prompt of 5, rows 3 and 4: 1, -9, 2 -> 0, 2 and 3, 4.
     # At 7 tokens: 0, 2, 3, 4 by rows 5 and 6: 1, -1, -2, -1 -> 0, and 2 and 4 tie: the later.
     expected = [[[0, 2, 3, 4]], [[0, 2, 3, 4, 5]], [[0, 4, 5, 6]]]
