@@ -45,13 +45,14 @@ def plain_rows(queries, keys, positions, cursor, scale, softcap, sinks):
     return probabilities(queries, keys, seen, scale, softcap, sinks, blind=True).flatten(0, 1)
 
 
-def plain_distance(rows: Tensor, smooth: int) -> Tensor:
+def plain_distance(rows: Tensor, smooth: int, stepwise: bool = False) -> Tensor:
     """reference.row_distance in double: entropies of 10 leave float32 no digits."""
     rows = rows.double()
     band = torch.ones(rows.shape[1], rows.shape[1], dtype=rows.dtype, device=rows.device).triu().tril(smooth - 1)
     smoothed = (band / (band @ rows.sum(-1, keepdim=True)).clamp_min(1e-30)) @ rows
-    disorder, between = entropy(smoothed), entropy((smoothed + smoothed[:, :1]) / 2)
-    return (between - (disorder + disorder[:, :1]) / 2).clamp_min(0).sqrt()
+    other = [max(0, row - 1) if stepwise else 0 for row in range(rows.shape[1])]
+    disorder, between = entropy(smoothed), entropy((smoothed + smoothed[:, other]) / 2)
+    return (between - (disorder + disorder[:, other]) / 2).clamp_min(0).sqrt()
 
 
 def plain_cosines(keys: Tensor, centres: Tensor, sizes: Tensor) -> Tensor:
@@ -134,7 +135,10 @@ def test_compact_refuses_what_it_cannot_move():
 
 
 @pytest.mark.parametrize("kind", BOUND, ids=str)
-@pytest.mark.parametrize("softcap, sunk", [(None, False), (2.0, False), (1.5, True)])
+@pytest.mark.parametrize(
+    "softcap, sunk, stepwise",
+    [(None, False, False), (2.0, False, False), (1.5, True, False), (None, False, True), (1.5, True, True)],
+)
 @pytest.mark.parametrize(
     "heads, kv_heads, w, n, dim, cursor, smooth",
     [
@@ -142,17 +146,17 @@ def test_compact_refuses_what_it_cannot_move():
         (4, 1, 64, 700, 64, 700, 100), (2, 1, 20, 5, 16, 40, 3),
     ],
 )  # fmt: skip
-def test_distance(heads, kv_heads, w, n, dim, cursor, smooth, softcap, sunk, kind):
+def test_distance(heads, kv_heads, w, n, dim, cursor, smooth, softcap, sunk, stepwise, kind):
     torch.manual_seed(n)
     queries, keys = drawn(heads, w, dim, kind=kind, scale=2), drawn(kv_heads, n, dim, kind=kind)
     positions = torch.stack([torch.randperm(cursor)[:n].sort().values for _ in range(kv_heads)]).int().to(DEVICE)
     if cursor > n > 5:
         positions[-1, n // 2 :] = NOWHERE  # a shorter head
     sinks = drawn(heads, scale=3) if sunk else None
-    got = divergence.distance(queries, keys, positions, cursor, smooth, 0.3, softcap, sinks)
+    got = divergence.distance(queries, keys, positions, cursor, smooth, 0.3, softcap, sinks, stepwise)
     rows = plain_rows(queries, keys, positions, cursor, 0.3, softcap, sinks)
-    assert off(got, plain_distance(rows, smooth)) <= BOUND[kind]
-    assert off(got, reference.row_distance(rows, smooth)) <= 5e-3  # its own noise
+    assert off(got, plain_distance(rows, smooth, stepwise)) <= BOUND[kind]
+    assert off(got, reference.row_distance(rows, smooth, stepwise)) <= 5e-3  # its own noise
     assert got[:, 0].eq(0).all()
 
 
@@ -165,8 +169,10 @@ def test_distance_of_equal_queries_is_nothing():
 
 def test_distance_of_rows_that_share_nothing_is_the_root_of_ln_2():
     queries, keys = 90 * torch.eye(16, device=DEVICE)[None, [0, 0, 1, 1]], torch.eye(16, device=DEVICE)[None, :2]
-    got = divergence.distance(queries, keys, torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), 9, 1, 1.0)
-    assert got[0].tolist() == pytest.approx([0, 0, 0.8325546, 0.8325546], abs=1e-6)
+    how = queries, keys, torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), 9, 1, 1.0
+    assert divergence.distance(*how)[0].tolist() == pytest.approx([0, 0, 0.8325546, 0.8325546], abs=1e-6)
+    stepwise = divergence.distance(*how, None, None, True)
+    assert stepwise[0].tolist() == pytest.approx([0, 0, 0.8325546, 0], abs=1e-6)  # only the third moved
 
 
 # Clusters

@@ -81,8 +81,9 @@ def test_tova(seed):
     assert_same(ours("tova", q, k, v, budget), oracle_tova(q, k, v, budget), scores_tova(q, k, v, budget))
 
 
+@pytest.mark.parametrize("boundary", ["first", "subsequent"])
 @pytest.mark.parametrize("seed", range(60))
-def test_intentkv(seed):
+def test_intentkv(seed, boundary):
     q, k, v, budget = draw(seed)
     options = [
         {},
@@ -90,7 +91,7 @@ def test_intentkv(seed):
         {"intention": False},
         {"block": 5, "window": 20, "smooth": 3},
         {"recent": 3, "sinks": 2},
-    ][seed % 5]
+    ][seed % 5] | {"boundary": boundary}
     forced = options.get("recent", 0) + options.get("sinks", 0)
     budget = max(budget, forced)
     expected = oracle_intentkv(q, k, v, budget, **options)
@@ -173,14 +174,16 @@ def test_h2o(seed):
     assert_same(ours("h2o", q, k, v, budget), oracle_h2o(q, k, v, budget), scores_h2o(q, k, v, budget))
 
 
+@pytest.mark.parametrize("more", [{}, {"gain": "multiply"}, {"recent_only": False}, {"decode_prior": True}], ids=str)
 @pytest.mark.parametrize("seed", range(60))
-def test_ahakv(seed):
+def test_ahakv(seed, more):
     q, k, v, budget = draw(seed)
     options = [{}, {"step_gain": False}, {"value_prior": False}, {"recent": 7, "pool": 3, "value_pool": 1}][seed % 4]
+    expected = options | {name: value for name, value in more.items() if name != "decode_prior"}  # of no matter yet
     assert_same(
-        ours("ahakv", q, k, v, budget, **options),
-        oracle_ahakv(q, k, v, budget, **options),
-        scores_ahakv(q, k, v, budget, **options),
+        ours("ahakv", q, k, v, budget, **options | more),
+        oracle_ahakv(q, k, v, budget, **expected),
+        scores_ahakv(q, k, v, budget, **expected),
     )
 
 

@@ -1,14 +1,19 @@
 """While the answer is written: who stays at every step, against a replay of the whole history."""
 
+import math
+import random
+
 import pytest
 import torch
 from conftest import EVICTING, make_llama
-from oracles.decoding import replay_ahakv, replay_buffered, replay_h2o, replay_streaming, replay_tova
+from oracles.decoding import replay_ahakv, replay_buffered, replay_h2o, replay_streaming, replay_tova, trace_ahakv
 from oracles.protokv import oracle_protokv
 from oracles.snapkv import oracle_snapkv
 
 import kvkeep
+from kvkeep.cache import file
 from kvkeep.compress.method import Method, parse
+from kvkeep.compress.score.aha import gain
 from kvkeep.errors import BadParameter
 
 PROMPT, STEPS = 90, 300
@@ -68,11 +73,63 @@ def test_h2o_tova_and_ahakv_step_by_step(heads, kv_heads, budget):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("options", [{"step_gain": False}, {"value_prior": False}, {"recent": 5}])
+@pytest.mark.parametrize(
+    "options", [{"step_gain": False}, {"value_prior": False}, {"recent": 5}, {"decode_prior": True}]
+)
 def test_ahakv_without_its_parts(options):
     model = one_layer(8, 4)
     expected = replay_ahakv(*seen_by(model, IDS), PROMPT, 30, **options)
     assert kept_at_every_step(model, "ahakv", 30, **options) == expected
+
+
+AHA = [
+    {}, {"decode_prior": True}, {"gain": "multiply"}, {"recent_only": False}, {"value_prior": False},
+    {"recent_only": False, "decode_prior": True}, {"step_gain": False, "value_pool": 1, "pool": 3},
+]  # fmt: skip
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("seed", range(56))
+def test_ahakv_step_by_step_whatever_the_shape(seed):
+    draw, options = random.Random(seed), AHA[seed % len(AHA)]
+    model = one_layer(*draw.choice([(8, 4), (4, 4), (4, 1), (8, 2)]))
+    n, budget, recent = draw.randint(1, 50), draw.randint(1, 30), draw.choice([2, 5, 32])
+    torch.manual_seed(seed)
+    ids = torch.randint(0, 128, (1, n + 14))
+    cache = kvkeep.Cache(model, "ahakv", budget, recent=recent, **options)
+    replay = trace_ahakv(*seen_by(model, ids), n, budget, recent=recent, **options)
+    for part, (kept, ranked) in zip([ids[:, :n], *ids[:, n:].split(1, 1)], replay, strict=True):
+        model(part, past_key_values=cache)
+        for mine, theirs, worth in zip(cache.kept(0)[0], kept, ranked, strict=True):
+            if odd := set(mine) ^ set(theirs):  # two that float32 cannot tell apart, after which all may differ
+                best, worst = max(worth[j] for j in odd), min(worth[j] for j in odd)
+                assert len(odd) == 2 and best - worst <= 2e-6 * best, (seed, sorted(odd))
+                return
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("recent_only", [True, False])
+def test_ahakv_adds_a_steps_row_as_it_is(recent_only, fast):
+    """Algorithm 1, lines 19 and 27: the values weigh the prompt's votes, and not those of the steps that follow."""
+    model = one_layer(8, 4)
+    options = {"value_pool": 1, "recent": 7, "recent_only": recent_only}  # a budget that never binds: no step gain
+    cache = kvkeep.Cache(model, "ahakv", 200, **options)
+    cache.stepper.can_grow = cache.stepper.can_grow if fast else lambda *_: False
+    for start, stop in ((0, 60), (60, 61), (61, 62), (62, 63)):
+        model(IDS[:, start:stop], past_key_values=cache)
+    values = cache.store[0].dense(0).values.square().sum(-1)[:, :60]
+    model.set_attn_implementation("eager")
+    rows = model(IDS[:, :63], output_attentions=True).attentions[0][0].view(4, 2, 63, 63).mean(1)
+    want = rows[:, 60:].sum(1)
+    want[:, :60] += rows[:, 53 if recent_only else 0 : 60, :60].sum(1) * values / values.amax(1, keepdim=True)
+    torch.testing.assert_close(cache.store[0].dense(0).notes[..., 0], want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("how, factor", [("replace", 2.0), ("multiply", 0.5)])
+def test_ahakv_gain_replaces_the_scale_or_multiplies_it(how, factor):
+    assert gain(80, 80, 16, 0.25, how) == 1.0  # within the budget: the model's own
+    assert gain(round(80 * math.e**2), 80, 16, 0.25, how) == pytest.approx(factor, rel=1e-3)  # sqrt(2·2/16) = 0.5
 
 
 @pytest.mark.core
@@ -147,7 +204,9 @@ def test_padded_rows_step_as_they_do_alone(spec):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("spec", ["h2o", "ahakv", "tova", "streamingllm", "snapkv"])
+@pytest.mark.parametrize(
+    "spec", ["h2o", "ahakv", "ahakv:decode_prior=true", "ahakv:recent_only=false", "tova", "streamingllm", "snapkv"]
+)
 def test_turns_forks_and_files_carry_what_was_noted(spec, tmp_path):
     model, options = make_llama(), {"schedule": 10} if spec == "snapkv" else {}
     cache = kvkeep.Cache(model, spec, 30, **options)
@@ -162,6 +221,25 @@ def test_turns_forks_and_files_carry_what_was_noted(spec, tmp_path):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
             assert [other.kept(i) for i in range(4)] == [cache.kept(i) for i in range(4)]
     assert cache.report().kept_per_head <= 30 + 9
+
+
+@pytest.mark.parametrize(
+    "spec, parameter, before", [("ahakv", "decode_prior", True), ("intentkv", "boundary", "first")]
+)
+def test_an_older_file_goes_on_by_the_rule_it_was_written_by(spec, parameter, before, tmp_path):
+    """What was noted then lacks the values' weight; a file from before there was a choice does not say so."""
+    model = make_llama(num_hidden_layers=2)
+    cache = kvkeep.Cache(model, spec, 30, **{parameter: before})
+    model(IDS[:, :70], past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    tensors, facts = file.read(tmp_path / "cache")
+    assert facts["parameters"].pop(parameter) == before
+    file.write(tmp_path / "cache", tensors, facts)
+    loaded = kvkeep.Cache.load(tmp_path / "cache", model)
+    assert loaded.method.parameters[parameter] == before
+    for t in range(70, 90):
+        got, want = (model(IDS[:, t : t + 1], past_key_values=each).logits for each in (loaded, cache))
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
 class Stop(Exception):

@@ -142,10 +142,16 @@ def test_gravity_is_hidden_at_the_end_of_each_head(lengths, near, mode):
         torch.testing.assert_close(got[i], want, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "llama"])
-def test_ahakv_notes_the_same_however_a_step_is_done(family):
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("gpt_oss", {}), ("gemma2", {}), ("llama", {}), ("gemma2", {"decode_prior": True}),
+        ("gpt_oss", {"gain": "multiply"}), ("llama", {"gain": "multiply"}), ("gemma2", {"recent_only": False}),
+    ],
+)  # fmt: skip
+def test_ahakv_notes_the_same_however_a_step_is_done(family, options):
     model = build(family, "eager")
-    fast, general = (kvkeep.Cache(model, "ahakv", 24, recent=4) for _ in range(2))
+    fast, general = (kvkeep.Cache(model, "ahakv", 24, recent=4, **options) for _ in range(2))
     general.stepper.able, general.stepper.can_grow = False, lambda *_: False
     for cache in (fast, general):
         model(prompt(60, rows=2), past_key_values=cache)

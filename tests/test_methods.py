@@ -11,9 +11,11 @@ from kvkeep.compress.allocate.heads import AdaptiveHeads
 from kvkeep.compress.group.prototypes import Prototypes
 from kvkeep.compress.method import Method, parse
 from kvkeep.compress.presets import CROSSINGS
+from kvkeep.compress.score.intent import Intent, question
 from kvkeep.compress.score.prototype import WindowLogits
 from kvkeep.compress.select import Units, select
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.reference import row_distance
 from kvkeep.types import Observation
 
 METHODS = EVICTING
@@ -164,6 +166,27 @@ def test_the_mass_of_a_long_text_is_summed_in_blocks(monkeypatch):
     assert whole.sum().item() == pytest.approx(2 * 300, rel=1e-5)
 
 
+@pytest.mark.parametrize("boundary, smooth, begins", [("subsequent", 1, 5), ("subsequent", 3, 3), ("first", 1, 0)])
+def test_intentkv_begins_the_question_where_attention_moves(boundary, smooth, begins):
+    """Rows wander a little among the first keys, from row 6 on they look elsewhere: the row before is the boundary."""
+    rows = torch.full((1, 10, 20), 1e-6)
+    rows[0, :6, 0], rows[0, 6:, 12] = 0.5, 1.0
+    for row in range(6):
+        rows[0, row, 1 + row] = 0.5
+    rows /= rows.sum(-1, keepdim=True)
+    scorer = Intent(10, smooth, True, boundary)
+    asks = question(scorer._jumps(row_distance(rows, smooth, scorer._stepwise)))[0]
+    assert (asks > 0).tolist() == [row >= begins for row in range(10)]
+    assert asks.sum().item() == pytest.approx(1)
+
+
+def test_intentkv_asks_with_the_whole_window_where_nothing_moves():
+    still, short = torch.full((2, 9, 4), 0.25), torch.eye(4)[None]
+    for rows, smooth in ((still, 1), (still, 3), (short, 4), (short, 9)):  # of a short one, no two sums of 4 rows
+        scorer = Intent(9, smooth, True, "subsequent")
+        assert question(scorer._jumps(row_distance(rows, smooth, True))).eq(1 / rows.shape[1]).all()
+
+
 def test_parameters_fit_in_the_name():
     queries, keys, values = draw(200)
     named = kvkeep.select("snapkv:window=16:pooling=max+adakv:alpha=0.5", queries, keys, values, 40)
@@ -191,6 +214,8 @@ def test_parameters_fit_in_the_name():
         ("protokv:buckets=5", "buckets=5: bits=2 tells 4 apart; use 1 to 4, or more bits"),
         ("snapkv+prototypes:worth=loud", "worth='loud' is not known; use 'mean' or 'sum'"),
         ("snapkv+values:power=0", "power=0"),
+        ("intentkv:boundary=last", "boundary='last' is not known; use 'first' or 'subsequent'"),
+        ("ahakv:gain=add", "gain='add' is not known; use 'replace' or 'multiply'"),
     ],
 )
 def test_names_that_make_no_sense(spec, says):

@@ -40,8 +40,9 @@ def kvkeep(window=32, pool=7, block=16, sinks=4, alpha=0.5):
     )
 
 
-def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0):
-    return Method("intentkv", Intent(window, smooth, intention), Guard(sinks, recent), Blocks(block), voters=window)
+def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0, boundary="first"):
+    scorer = Intent(window, smooth, intention, boundary)
+    return Method("intentkv", scorer, Guard(sinks, recent), Blocks(block), voters=window)
 
 
 def intelllm(head_gravity=6, near: int | None = None, gap: int | None = None, mode="global", keep_head=True, window=64):
@@ -51,9 +52,18 @@ def intelllm(head_gravity=6, near: int | None = None, gap: int | None = None, mo
     )
 
 
-def ahakv(recent=32, pool=5, value_pool=5, step_gain=True, value_prior=True):
-    memory = RecentVotes(recent, value_pool, step_gain)
-    scorer = Aha(pool, value_prior)
+def ahakv(
+    recent=32,
+    pool=5,
+    value_pool=5,
+    step_gain=True,
+    value_prior=True,
+    decode_prior=False,
+    gain="replace",
+    recent_only=True,
+):
+    memory = RecentVotes(recent, value_pool, step_gain, value_prior and not decode_prior, gain, recent_only)
+    scorer = Aha(pool, value_prior and decode_prior)
     return Method("ahakv", scorer, Guard(window=recent), memory=memory, voters=recent, schedule=Schedule(1))
 
 
@@ -242,7 +252,7 @@ METHODS = Registry("method", {
     ),
     "ahakv": Named(
         ahakv, "AhaKV", "what recent queries attend to, sharpened with length, weighted by the values' size",
-        f"while decoding scores are not smoothed, and a new token's value counts by itself; {GROUPED}",
+        f"while decoding scores are not smoothed; {GROUPED}",
     ),
     "protokv": Named(
         protokv, "ProtoKV", "whole clusters of keys, those that the window's logits favour",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 PARTS = ("keys", "values", "positions", "places", "notes")
 CODES = tuple(each.name for each in fields(Packed) if each.name != "bits")
 TAILS = ("tail_keys", "tail_values")
+BEFORE = {"ahakv": {"decode_prior": True}, "intentkv": {"boundary": "first"}}  # of files older than these parameters
 
 
 def save(cache: Cache, path: str | Path) -> None:
@@ -94,11 +96,17 @@ def load(kind: type[Cache], path: str | Path, model: Any) -> Cache:
         raise BadCacheFile(f"{path} was saved with another model ({facts.get('model_class')}); load it with that one.")
     try:
         how = {"schedule": Schedule(facts["schedule"]), "storage": facts.get("storage")}
-        cache = kind(model, facts["method"], facts["budget"], **how, **facts["parameters"])
+        cache = kind(model, facts["method"], facts["budget"], **how, **_parameters(facts))
         _restore(cache, tensors, facts)
     except (KeyError, TypeError, KvkeepError) as e:
         raise BadCacheFile(f"{path} does not describe a cache this version understands ({e}); save it again.") from e
     return cache
+
+
+def _parameters(facts: dict[str, Any]) -> dict[str, Any]:
+    """A saved method's parameters; those that came later as they were before there was a choice."""
+    base = re.split("[:+]", facts["method"])[0]
+    return {**BEFORE.get(base, {}), **facts["parameters"]}
 
 
 def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:

@@ -342,18 +342,20 @@ def distance(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    stepwise: bool = False,
 ) -> Tensor:
     """`row_distance` of the attention of the newest w queries, which end at `cursor`. Shapes as in `column_mass`."""
     seen = positions[:, None] <= torch.arange(cursor - queries.shape[1], cursor, device=keys.device)[:, None]
     rows = probabilities(queries, keys, seen, scale, softcap, sinks, blind=True)
-    return row_distance(rows.flatten(0, 1), smooth)
+    return row_distance(rows.flatten(0, 1), smooth, stepwise)
 
 
-def row_distance(rows: Tensor, smooth: int) -> Tensor:
+def row_distance(rows: Tensor, smooth: int, stepwise: bool = False) -> Tensor:
     """Square root of the Jensen–Shannon divergence (natural log) of every smoothed row from the first.
 
     A row is smoothed with its smooth - 1 successors. JSD(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2, summed over
-    stretches that fit a processor's cache. rows [heads, w, n] -> [heads, w]
+    stretches that fit a processor's cache. stepwise: of every row from the one before it, the first's is 0.
+    rows [heads, w, n] -> [heads, w]
     """
     band = torch.ones(rows.shape[1], rows.shape[1], device=rows.device).triu().tril(smooth - 1)
     weights = band / (band @ rows.sum(-1, keepdim=True)).clamp_min(1e-30)
@@ -361,8 +363,13 @@ def row_distance(rows: Tensor, smooth: int) -> Tensor:
     for part in rows.split(STRETCH, -1):
         smoothed = weights @ part
         disorder += entropy(smoothed)
-        between += entropy((smoothed + smoothed[:, :1]).mul_(0.5))
-    return (between - (disorder + disorder[:, :1]) / 2).clamp_min(0).sqrt()
+        between += entropy((smoothed + _other(smoothed, stepwise)).mul_(0.5))
+    return (between - (disorder + _other(disorder, stepwise)) / 2).clamp_min(0).sqrt()
+
+
+def _other(rows: Tensor, stepwise: bool) -> Tensor:
+    """What each row is compared with: the first, or the one before it (the first with itself). rows [heads, w, ..]"""
+    return torch.cat([rows[:, :1], rows[:, :-1]], 1) if stepwise else rows[:, :1]
 
 
 def assign(keys: Tensor, centres: Tensor, sizes: Tensor | None = None) -> Tensor:

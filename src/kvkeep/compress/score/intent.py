@@ -1,5 +1,9 @@
 """Find where in the window the question begins, and let only the question vote (IntentKV).
 
+The paper's section 5.2 can be read in two ways. `boundary="first"`: every smoothed row is compared with the first, and
+the question begins before the biggest growth of that distance; the first growth, a whole step from 0, mostly wins.
+`boundary="subsequent"`: every smoothed row is compared with the next, and the question begins before the biggest step;
+rows smoothed with fewer successors than others do not count.
 Deviations: the mean over the question's rows instead of the sum, so that each query head of a group votes equally;
 where attention never jumps, the whole window is the question.
 """
@@ -10,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvkeep.compress.observe import attention, received
 from kvkeep.errors import BadParameter
@@ -18,6 +23,7 @@ from kvkeep.kernels.reference import row_distance
 from kvkeep.types import Observation
 
 NO_JUMP = 1e-6  # smaller ones are rounding
+BOUNDARIES = ("first", "subsequent")
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,11 @@ class Intent:
     window: int = 64
     smooth: int = 8
     intention: bool = True  # False: the whole window votes (the paper's ablation)
+    boundary: str = "first"
 
     def __post_init__(self) -> None:
+        if self.boundary not in BOUNDARIES:
+            raise BadParameter(f"boundary={self.boundary!r} is not known; use {' or '.join(map(repr, BOUNDARIES))}.")
         for name in ("window", "smooth"):
             if getattr(self, name) < 1:
                 raise BadParameter(f"{name}={getattr(self, name)} must be 1 or more.")
@@ -41,22 +50,31 @@ class Intent:
             return received(seen, self.window) / queries.shape[1]
         if not distance.fast(queries, seen.keys):
             rows = attention(seen, self.window)  # [kv_heads, group, w, n]
-            return torch.stack([_asked(row_distance(head, self.smooth), head).mean(0) for head in rows])
+            return torch.stack([self._asked(head) for head in rows])
         how = seen.scale, seen.softcap, seen.sinks
-        apart = distance(queries, seen.keys, seen.positions, seen.cursor, self.smooth, *how)
-        return column_mass(queries, seen.keys, seen.positions, seen.cursor, *how, question(apart))
+        apart = distance(queries, seen.keys, seen.positions, seen.cursor, self.smooth, *how, self._stepwise)
+        return column_mass(queries, seen.keys, seen.positions, seen.cursor, *how, question(self._jumps(apart)))
+
+    @property
+    def _stepwise(self) -> bool:
+        return self.boundary == "subsequent"
+
+    def _asked(self, rows: Tensor) -> Tensor:
+        """Mean attention of the question's rows, over a group. [group, w, n] -> [n]"""
+        apart = row_distance(rows, self.smooth, self._stepwise)
+        return (question(self._jumps(apart))[:, None, :] @ rows).squeeze(1).mean(0)
+
+    def _jumps(self, apart: Tensor) -> Tensor:
+        """How far attention moves behind each row; 0 where it does not count. [heads, w] -> [heads, w]"""
+        if not self._stepwise:
+            return pad(apart.diff(dim=1), (0, 1))
+        whole = max(1, apart.shape[1] - self.smooth + 1)  # rows smoothed with all of their successors
+        return pad(apart[:, 1:whole], (0, apart.shape[1] - whole + 1))
 
 
-def _asked(apart: Tensor, rows: Tensor) -> Tensor:
-    """Mean attention of the question's rows. [group, w], [group, w, n] -> [group, n]"""
-    return (question(apart)[:, None, :] @ rows).squeeze(1)
-
-
-def question(apart: Tensor) -> Tensor:
-    """Equal weights for the rows from the biggest jump on, given how far each is from the first. [heads, w]"""
-    jumps, first = apart.diff(dim=1), torch.zeros(len(apart), dtype=torch.long, device=apart.device)
-    if jumps.shape[1]:
-        highest, where = jumps.max(1)
-        first = torch.where(highest > NO_JUMP, where, 0)
-    asks = torch.arange(apart.shape[1], device=apart.device) >= first[:, None]
+def question(jumps: Tensor) -> Tensor:
+    """Equal weights for the rows from the one before the biggest jump on, all where there is none. [heads, w]"""
+    highest, where = jumps.max(1)
+    first = torch.where(highest > NO_JUMP, where, 0)
+    asks = torch.arange(jumps.shape[1], device=jumps.device) >= first[:, None]
     return asks / asks.sum(1, keepdim=True)

@@ -1,7 +1,7 @@
-"""How far the attention of each row of a window lies from that of its first row (IntentKV), without those rows.
+"""How far the attention of each row of a window lies from its first row's, or from the one's before it (IntentKV).
 
-Two passes over the keys: the first finds every query's log-sum-exp, the second sums, key by key, what each adds to
-the divergence. Split over the keys, then added up.
+The rows themselves are never held. Two passes over the keys: the first finds every query's log-sum-exp, the second
+sums, key by key, what each adds to the divergence. Split over the keys, then added up.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ def distance(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    stepwise: bool = False,
 ) -> Tensor:
     """Square root of the Jensen–Shannon divergence (natural log) of every smoothed row of attention from the first.
 
     Queries stand at `cursor - w … cursor - 1`; a row is smoothed with its smooth - 1 successors. Small windows only:
-    all of it is held at once.
+    all of it is held at once. stepwise: of every row from the one before it, the first's is 0.
     queries [heads, w, dim], keys [kv_heads, n, dim], positions [kv_heads, n] -> [heads, w] float32
     """
     heads, w, dim = queries.shape
@@ -45,8 +46,8 @@ def distance(
     parts = queries.new_empty(heads, splits, w, dtype=torch.float32)
     extra = sums if sinks is None else sinks.float().contiguous()
     _divergence[heads, splits](
-        queries, keys, positions, sums, extra, parts, *how, smooth, splits, sinks is not None, INTERPRETED, wide,
-        max(AT_LEAST, power(w)), KEYS, num_warps=4, num_stages=2,
+        queries, keys, positions, sums, extra, parts, *how, smooth, splits, sinks is not None, stepwise, INTERPRETED,
+        wide, max(AT_LEAST, power(w)), KEYS, num_warps=4, num_stages=2,
     )  # fmt: skip
     return parts.sum(1).sqrt()
 
@@ -54,7 +55,8 @@ def distance(
 @triton.jit
 def _divergence(
     queries, keys, positions, sums, sinks, parts, before, w, n, group, dim, scale, softcap, CAPPED: tl.constexpr,
-    smooth, splits, SUNK: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    smooth, splits, SUNK: tl.constexpr, STEPWISE: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
     asks, channels = tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -64,9 +66,9 @@ def _divergence(
     share = tl.where(below == float("inf"), 0.0, 1.0)  # of its attention that a row gives to keys
     if SUNK:
         share = share / (1 + tl.exp(tl.load(sinks + head) - below))
-    ahead = asks[None, :] - asks[:, None]
-    band = tl.where((ahead >= 0) & (ahead < smooth), 1.0, 0.0)
-    whole = tl.maximum(tl.sum(band * share[None, :], 1), 1e-30)
+    band, whole = _band(asks, asks, share, smooth)
+    if STEPWISE:
+        last_band, last_whole = _band(tl.maximum(asks - 1, 0), asks, share, smooth)
 
     key_base, stood = keys + (head // group).to(tl.int64) * n * dim, positions + (head // group).to(tl.int64) * n
     stretch = tl.cdiv(tl.cdiv(n, splits), KEYS) * KEYS
@@ -80,10 +82,23 @@ def _divergence(
         logits = capped(product(a, tl.trans(k), WIDEN) * scale, softcap, CAPPED)
         seen = where[None, :] <= (before + asks)[:, None]
         chances = tl.where(seen, tl.exp(logits - below[:, None]), 0.0)
-        smoothed = product(band.to(tl.bfloat16), chances * share[:, None], WIDEN) / whole[:, None]
-        first = tl.sum(tl.where((asks == 0)[:, None], smoothed, 0.0), 0)
-        total += tl.sum(_apart(smoothed, first[None, :]), 1)
+        given = chances * share[:, None]
+        smoothed = product(band.to(tl.bfloat16), given, WIDEN) / whole[:, None]
+        if STEPWISE:
+            last = product(last_band.to(tl.bfloat16), given, WIDEN) / last_whole[:, None]
+            total += tl.sum(_apart(smoothed, last), 1)
+        else:
+            first = tl.sum(tl.where((asks == 0)[:, None], smoothed, 0.0), 0)
+            total += tl.sum(_apart(smoothed, first[None, :]), 1)
     tl.store(parts + (head * splits + split) * w + asks, total, mask=asks < w)
+
+
+@triton.jit
+def _band(starts, asks, share, smooth):
+    """Which rows each smoothed one adds up, from its start on, and what they give to keys together."""
+    ahead = asks[None, :] - starts[:, None]
+    band = tl.where((ahead >= 0) & (ahead < smooth), 1.0, 0.0)
+    return band, tl.maximum(tl.sum(band * share[None, :], 1), 1e-30)
 
 
 @triton.jit
