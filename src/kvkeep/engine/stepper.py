@@ -125,13 +125,15 @@ class Stepper:
         logits = chances = None
         how = (new.query, keys, values, new.scale, new.softcap, new.sinks)
         if self.looks:
-            output, logits, chances = attend_step(*how)
+            output, *told = attend_step(*how)
+            logits, chances = (each.detach() for each in told)
         else:
             output = attend_even(*how)
         value, rotation = new.value[:, :, 0].detach(), self.rotations.get(index)
         self.went.append(Went(layer, logits, chances, value, *how[3:], rotation, swapped))
         return output
 
+    @torch.no_grad()
     def finish(self) -> None:
         """All layers are through: note what they saw, and let go of what each key head can best do without."""
         for kind, alike in _alike(self.went).items():
