@@ -53,7 +53,8 @@ class Recaller:
         for row, shelf in enumerate(before):
             q, k, v = (arrival.real(t, row).detach() for t in (new.query, new.key, new.value))
             layer = Layer(self, index, row, new, writing=arrival.counts[row] == 1 and shelf.seen > 0)
-            output, shelf = self._row(layer, shelf, q, k, v, quiet=plain)
+            with torch.no_grad():  # what is kept carries no graph
+                output, shelf = self._row(layer, shelf, q, k, v, quiet=plain)
             outputs.append(output)
             after.append(shelf)
         self.fresh[index] = after

@@ -126,6 +126,7 @@ class Cache(AdaptedCache):
         found = with_sums(new) if self.method.memory and self.method.memory.sees_all else None
         return found or (new.stock(), None)
 
+    @torch.no_grad()  # what is kept carries no graph; with learned sinks, scores would
     def _compete(self, index: int, new: Handover, arrival: Arrival, layer: LayerCache, sums: Tensor | None) -> None:
         """Let the tokens of rows that are due compete; bring what is noted of the others up to date."""
         if not layer or any(arrival.due) or self.method.memory:

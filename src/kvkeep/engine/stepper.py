@@ -64,9 +64,14 @@ class Stepper:
     window: int
 
     def __post_init__(self) -> None:
+        memory = self.method.memory
+        self.remembers = memory is not None and isinstance(self.budget, int) and hasattr(memory, "step")
+        # what is remembered of a token is the attention it got, whoever judges by it
+        self.looks = memory is not None or getattr(self.method.scorer, "looks", True)
         self.able = (
             isinstance(self.budget, int)
             and hasattr(self.method.scorer, "step")
+            and (memory is None or self.remembers)
             and self.method.group is None
             and self.method.reuse == 1
             and isinstance(self.method.heads, EqualHeads)
@@ -81,8 +86,7 @@ class Stepper:
 
     def can_grow(self, layer: LayerCache, arrival: Arrival) -> bool:
         """There is room for the new token, but the notes beside the others want to know of it."""
-        remembers = self.method.memory is not None and isinstance(self.budget, int)
-        return remembers and bool(layer) and arrival.is_step and not any(arrival.due) and layer.is_even
+        return self.remembers and bool(layer) and arrival.is_step and not any(arrival.due) and layer.is_even
 
     def begin(self, arrival: Arrival, seen: list[int]) -> None:
         """What all layers of a forward pass share: how far each row is, and where its first tokens belong."""
@@ -120,14 +124,16 @@ class Stepper:
     ) -> Tensor:
         logits = chances = None
         how = (new.query, keys, values, new.scale, new.softcap, new.sinks)
-        if self.method.scorer.looks:
-            output, logits, chances = attend_step(*how)
+        if self.looks:
+            output, *told = attend_step(*how)
+            logits, chances = (each.detach() for each in told)
         else:
             output = attend_even(*how)
         value, rotation = new.value[:, :, 0].detach(), self.rotations.get(index)
         self.went.append(Went(layer, logits, chances, value, *how[3:], rotation, swapped))
         return output
 
+    @torch.no_grad()
     def finish(self) -> None:
         """All layers are through: note what they saw, and let go of what each key head can best do without."""
         for kind, alike in _alike(self.went).items():
@@ -168,7 +174,7 @@ class Stepper:
     def _step(self, alike: Sequence[Went], positions: Tensor, notes: Tensor | None, newest: Tensor) -> Step:
         """Layers alike as one batch."""
         logits, chances = (
-            torch.cat([getattr(one, part) for one in alike]) if self.method.scorer.looks else None
+            torch.cat([getattr(one, part) for one in alike]) if self.looks else None
             for part in ("logits", "chances")
         )
         value = torch.cat([one.value for one in alike])

@@ -37,6 +37,7 @@ class Watch:
             keys, values = arrival.real(new.key, row), arrival.real(new.value, row)
         self.compare(index, new, arrival.real(new.query, row)[:, -1], keys, values)
 
+    @torch.no_grad()
     def compare(self, layer: int, new: Handover, query: Tensor, keys: Tensor, values: Tensor) -> None:
         """Compute one query's output from what was handed over and by the model's own attention; note the difference.
 
@@ -46,10 +47,10 @@ class Watch:
         if layer in self.checked or keys.shape[1] < 2:
             return
         self.checked.add(layer)
-        query, keys, values = query.detach(), *(t[:, -MANY:].detach().to(query.dtype) for t in (keys, values))
+        keys, values = (t[:, -MANY:].to(query.dtype) for t in (keys, values))
         allowed = torch.ones(len(keys), 1, 0, dtype=torch.bool, device=keys.device)  # of the last 0 keys: all are seen
         ours = probabilities(query[:, None], keys, allowed, new.scale, new.softcap, new.sinks) @ values.float()[:, None]
-        theirs = new.stock(query[None, :, None], keys[None], values[None], None)[0].detach().float().flatten()
+        theirs = new.stock(query[None, :, None], keys[None], values[None], None)[0].float().flatten()
         off = (ours.flatten() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6)
         kind = query.device.type  # a GPU may round float32 products to TF32
         exact = query.dtype == torch.float32 and kind == "cpu" and not torch.is_autocast_enabled(kind)

@@ -1,0 +1,121 @@
+"""Every method with every crossing, in every state a cache can be in while it decodes."""
+
+import pytest
+import torch
+from conftest import make_llama
+
+import kvkeep
+from kvkeep.compress.method import parse
+from kvkeep.compress.presets import CROSSINGS, METHODS
+from kvkeep.errors import BadParameter
+
+IDS = torch.randperm(128, generator=torch.Generator().manual_seed(3))[None]
+PROMPT, STEPS, LAYERS, HEADS = 60, 14, 2, 4
+STATES = {"room": (120, None), "full": (32, None), "buffer": (32, 5)}  # budget, schedule
+
+
+def is_legal(spec):
+    """Whatever else goes wrong while a method is made is an error of every test here."""
+    try:
+        return bool(parse(spec))
+    except BadParameter:
+        return False
+
+
+PAIRS = [(name, crossing) for name in METHODS for crossing in CROSSINGS]
+CROSSED = [*METHODS, *(f"{name}+{crossing}" for name, crossing in PAIRS)]
+LEGAL = [spec for spec in CROSSED if is_legal(spec)]
+
+
+def make_cache(model, spec, budget, schedule=None):
+    cache = kvkeep.Cache(model, spec, budget, schedule=schedule)
+    if cache.recaller and cache.recaller.recall.needs:
+        cache.recaller.tell(0, (torch.arange(IDS.shape[1]) % 7 == 6).float())
+    return cache
+
+
+def passes():
+    yield IDS[:, :PROMPT]
+    yield from IDS[:, PROMPT : PROMPT + STEPS].split(1, 1)
+
+
+def held_after(method, budget, step):
+    """Tokens per key head, on average, after so many decode steps over a full cache."""
+    every = method.schedule.every
+    return budget + (step if every is None else step % every)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("spec", LEGAL)
+def test_every_crossing_decodes(spec, state):
+    model = make_llama(num_hidden_layers=LAYERS)
+    budget, schedule = STATES[state]
+    cache = make_cache(model, spec, budget, schedule)
+    logits, held = [], []
+    for ids in passes():
+        logits.append(model(ids, past_key_values=cache).logits)
+        held.append(cache.report().kept_per_head)
+    assert all(each.isfinite().all() for each in logits) and cache.get_seq_length() == PROMPT + STEPS
+    if state == "room" or spec == "full":
+        assert held == [PROMPT + step for step in range(STEPS + 1)]
+        want = model(IDS[:, : PROMPT + STEPS]).logits
+        torch.testing.assert_close(torch.cat(logits, 1), want, atol=1e-4, rtol=0)
+    elif cache.recaller:
+        assert max(held) <= budget
+    else:
+        assert held == [held_after(cache.method, budget, step) for step in range(STEPS + 1)]
+
+
+@pytest.mark.parametrize("spec", [spec for spec in LEGAL if parse(spec).memory])
+@pytest.mark.parametrize("budget", [64, 32])
+def test_a_quick_step_remembers_what_a_slow_one_does(spec, budget, monkeypatch):
+    """The same notes, hence the same choice, whether a step appends and goes on or every token competes."""
+    model = make_llama(num_hidden_layers=LAYERS).double()
+    quick, slow = (make_cache(model, spec, budget, 5) for _ in range(2))
+    for way in ("can_swap", "can_grow"):
+        monkeypatch.setattr(slow.stepper, way, lambda *_: False)
+    for ids in passes():
+        got, want = (model(ids, past_key_values=cache).logits for cache in (quick, slow))
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    assert [quick.kept(i) for i in range(LAYERS)] == [slow.kept(i) for i in range(LAYERS)]
+    for index in range(LAYERS):
+        notes = [cache.store[index].dense(0).notes for cache in (quick, slow)]
+        torch.testing.assert_close(*notes, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_refused_is_refused_by_name():
+    """Nothing but BadParameter says no, and every method that drops takes most crossings."""
+    assert len(LEGAL) < len(CROSSED)
+    for spec in set(CROSSED) - set(LEGAL):
+        with pytest.raises(BadParameter, match="cannot (work|be weighted)"):
+            parse(spec)
+    for name in METHODS:
+        legal = [f"{name}+{crossing}" in LEGAL for crossing in CROSSINGS]
+        assert sum(legal) >= 5 if parse(name).scorer else not any(legal)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_crossings_are_made_or_refused(name):
+    for first in CROSSINGS:
+        for second in CROSSINGS:
+            is_legal(f"{name}+{first}+{second}")
+
+
+def test_a_memory_that_knows_no_steps():
+    """It need not: every token then competes the general way."""
+
+    class Count:
+        width, sees_all = 1, True
+
+        def __call__(self, seen, budget):
+            return seen.notes + seen.new
+
+    model = make_llama(num_hidden_layers=LAYERS)
+    scorer, every_step = (lambda seen, budget: seen.notes[..., 0]), parse("h2o").schedule
+    method = kvkeep.Method("count", scorer, memory=Count(), schedule=every_step)
+    for budget in (120, 32):
+        cache = kvkeep.Cache(model, method, budget)
+        for ids in passes():
+            model(ids, past_key_values=cache)
+        assert cache.report().kept_per_head == min(budget, PROMPT + STEPS)
