@@ -54,8 +54,8 @@ def main() -> None:
     tasks, methods, budgets, lengths = PARTS[options.part]
     budgets, lengths = tuple(options.budgets or budgets), tuple(options.lengths or lengths)
     wanted = Wanted(
-        tuple(tasks), options.out, (*(options.methods or methods), *options.also), budgets, model=options.model, device=options.device,
-        dtype=options.dtype, length=lengths or (4096,),
+        tuple(tasks), options.out, (*(options.methods or methods), *options.also), budgets, model=options.model,
+        device=options.device, dtype=options.dtype, length=lengths or (4096,),
     )  # fmt: skip
     grid = Grid(tuple(name for name in wanted.methods if _allowed(name, budgets)), budgets, tuple(options.protocols))
     places = {name: Path(value) if (value := getattr(options, name)) else None for name in ("data", "haystack")}
