@@ -1,7 +1,8 @@
 """Probabilities a next token is drawn with: temperature, then top-k, then top-p, in that order, as transformers does.
 
 One row of logits, float64. Ties: all tokens that equal the k-th largest logit stay (so top_k may keep more than k);
-where top-p must part equals, the higher token number stays, which is what a stable ascending sort leaves.
+where top-p must part equals, the higher token number stays, which is what a stable ascending sort leaves (transformers
+sorts without asking for stability, so which of the equals stay is not said there; how many is the same).
 """
 
 import math
