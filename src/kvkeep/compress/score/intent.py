@@ -31,7 +31,7 @@ class Intent:
     window: int = 64
     smooth: int = 8
     intention: bool = True  # False: the whole window votes (the paper's ablation)
-    boundary: str = "first"
+    boundary: str = "subsequent"
 
     def __post_init__(self) -> None:
         if self.boundary not in BOUNDARIES:
