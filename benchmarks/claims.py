@@ -7,7 +7,6 @@ Every table is printed as Markdown; docs/CLAIMS.md is this script's output with 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from claims_attention import QUESTIONS, STRETCHES, THRESHOLDS, boundaries, positions
+from claims_attention import hits as answer_hits
 from torch import Tensor
 
 import kvkeep
@@ -25,7 +26,8 @@ from kvkeep.compress.window import Guard
 from kvkeep.model.load import hush, load
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-QUESTION = "What is the special magic number for the lighthouse? Answer with the number only."
+QUESTION = QUESTIONS[0]
+ANSWER = 40  # tokens of an answer: a sentence that repeats the question, 7 digits, and room to spare
 
 
 @dataclass
@@ -42,14 +44,14 @@ class Lab:
         start = random.Random(seed).randrange(len(self.prose) - tokens)
         return self.prose[start : start + tokens]
 
-    def needle(self, seed: int, tokens: int) -> tuple[Tensor, str]:
+    def needle(self, seed: int, tokens: int, question: str = QUESTION) -> tuple[Tensor, str]:
         """A prompt of about this many tokens with a number hidden at one of five depths."""
         number = str(random.Random(seed).randint(1_000_000, 9_999_999))
         sentences = self.tokenizer.decode(self.stretch(seed, tokens - 90)).split(". ")
         cut = int(len(sentences) * DEPTHS[seed % 5])
         hidden = f"\nThe special magic number for the lighthouse is {number}. Remember it.\n"
         text = ". ".join(sentences[:cut]) + ". " + hidden + ". ".join(sentences[cut:])
-        chat = [{"role": "user", "content": f"{text}\n\n{QUESTION}"}]
+        chat = [{"role": "user", "content": f"{text}\n\n{question}"}]
         prompt = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         return self.tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids[0], number
 
@@ -69,21 +71,27 @@ class Lab:
                 rows.to(device),
                 attention_mask=mask.to(device),
                 past_key_values=cache,
-                max_new_tokens=16,
+                max_new_tokens=ANSWER,
                 do_sample=False,
             )
             answers = self.tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
             right += sum(number in answer for answer, (_, number) in zip(answers, drawn, strict=True))
         return right / self.samples
 
-    def surprise(self, method: str | Method, budget: int, tokens: int, ahead: int = 100, **parameters) -> float:
-        """Mean negative log-likelihood of the next tokens of prose, read from the compressed cache."""
+    def surprise(
+        self, method: str | Method, budget: int, tokens: int, ahead: int = 100, steps: bool = False, **parameters
+    ) -> float:
+        """Mean negative log-likelihood of the next tokens of prose, read from the compressed cache.
+
+        steps: one token at a time, as they would be written
+        """
         losses = []
         for seed in range(self.samples):
             ids = torch.tensor(self.stretch(1000 + seed, tokens + ahead), device=self.model.device)[None]
             cache = kvkeep.Cache(self.model, method, budget, **parameters)
             self.model(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
-            logits = self.model(ids[:, tokens:-1], past_key_values=cache).logits[0].float()
+            parts = ids[:, tokens:-1].split(1 if steps else ahead, 1)
+            logits = torch.cat([self.model(part, past_key_values=cache).logits[0].float() for part in parts])
             losses.append(torch.nn.functional.cross_entropy(logits, ids[0, tokens + 1 :]).item())
         return sum(losses) / len(losses)
 
@@ -119,36 +127,49 @@ def needles(lab: Lab) -> str:
 def intent(lab: Lab) -> str:
     budgets = (256, 512)
     tries = [{"block": b} for b in (1, 4, 8, 16, 64, 256)] + [{"window": w} for w in (32, 128)]
-    tries += [{"intention": False}, {"intention": False, "block": 1}, {"smooth": 1}, {"sinks": 4, "recent": 16}]
-    name = lambda t: ", ".join(f"{k}={v}" for k, v in t.items())  # noqa: E731
-    rows = [[name(t), *(lab.found("intentkv", budget, 2000, **t) for budget in budgets)] for t in tries]
+    tries += [{"boundary": b, "smooth": s} for b in ("first", "subsequent") for s in (8, 4, 1)]
+    tries += [{"intention": False}, {"intention": False, "block": 1}, {"sinks": 4, "recent": 16}]
+    rows = [[named(t), *(lab.found("intentkv", budget, 2000, **t) for budget in budgets)] for t in tries]
     return table("IntentKV: block size and ablations (needle, 2,000 tokens)", ["change", *map(str, budgets)], rows)
 
 
-def bias(lab: Lab) -> str:
+def named(options: dict) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items()) or "default"
+
+
+def boundary(lab: Lab) -> str:
+    head = ["reading", "exact", "within 4 rows", "`smooth` before to 4 after", "row 0", "quartiles of the offset"]
+    return table("Where IntentKV begins the question (window 64; query heads of all layers)", head, boundaries(lab))
+
+
+def aha(lab: Lab) -> str:
+    budgets = (256, 512)
+    tries = [{}, {"recent_only": False}, {"step_gain": False}, {"value_prior": False}]
+    tries += [{"decode_prior": True}, {"gain": "multiply"}]
     rows = []
-    for spec, options in [
-        ("h2o", {}),
-        ("snapkv", {}),
-        ("ahakv", {}),
-        ("ahakv", {"step_gain": False}),
-        ("ahakv", {"value_prior": False}),
-    ]:
-        middles, spreads = [], []
-        for seed in range(lab.samples):
-            ids = torch.tensor(lab.stretch(2000 + seed, 1500), device=lab.model.device)[None]
-            cache = kvkeep.Cache(lab.model, spec, 256, **options)
-            lab.model(ids, past_key_values=cache, logits_to_keep=1)
-            recent = 128 if spec == "h2o" else 64 if spec == "snapkv" else 32
-            far = [p for i in cache.owned for head in cache.kept(i)[0] for p in head[: 256 - recent]]
-            middles.append(sum(far) / len(far) / 1500)
-            counts = torch.histc(torch.tensor(far, dtype=torch.float), 20, 0, 1500)
-            share = counts / counts.sum()
-            spreads.append(float(-(share * share.clamp_min(1e-9).log()).sum() / math.log(20)))
-        label = spec + (f" ({next(iter(options))}=False)" if options else "")
-        rows.append([label, sum(middles) / len(middles), sum(spreads) / len(spreads)])
-    head = ["method", "mean position / n of chosen (not recent) tokens", "entropy of their histogram / uniform"]
-    return table("Position bias, 1,500 tokens of prose, budget 256", head, rows)
+    for t in tries:
+        found = [lab.found("ahakv", budget, 2000, **t) for budget in budgets]
+        rows.append([named(t), *found, lab.surprise("ahakv", 256, 1500, steps=True, **t)])
+    head = ["change", *map(str, budgets), "loss of the next 100 tokens, read one by one, budget 256"]
+    return table("AhaKV: its parts (needle, 2,000 tokens; loss after 1,500 tokens of prose)", head, rows)
+
+
+def bias(lab: Lab) -> str:
+    scores, kept, above = positions(lab)
+    tenths = [f"{i * 10}–{i * 10 + 10} %" for i in range(STRETCHES)]
+    where = "3,600 tokens of prose, budget 720, by tenth of the text"
+    texts = [
+        table(f"Share of the eviction score: {where}", ["method", *tenths], scores),
+        table(
+            f"Share of the tokens kept: {where}",
+            ["method", *tenths, "mean place", "entropy / uniform", "the same, but for recent ones", ""], kept,
+        ),
+        table(
+            "Share of tokens with at least this share of their head's highest score",
+            ["score", *(f"{limit:g}" for limit in THRESHOLDS)], above,
+        ),
+    ]  # fmt: skip
+    return "\n".join(texts)
 
 
 def outliers(lab: Lab) -> str:
@@ -187,31 +208,18 @@ def outliers(lab: Lab) -> str:
 
 
 def hits(lab: Lab) -> str:
-    asked = len(lab.tokenizer(QUESTION).input_ids) + 6  # and the template's tail
-
-    def rates(ids: Tensor, where: int):
-        def look(seen):
-            rows = attention(seen, 2 * asked)
-            found = []
-            for part in (rows[:, :, :asked], rows[:, :, asked:]):
-                score = part.mean(2).flatten(0, 1)[:, : len(ids) - 2 * asked]
-                blocks = torch.nn.functional.pad(score, (0, -score.shape[1] % 64)).view(len(score), -1, 64).sum(-1)
-                found.append(
-                    float((blocks.topk(min(10, blocks.shape[1])).indices == where // 64).any(1).float().mean())
-                )
-            return found
-
-        return torch.tensor(lab.watch(look, ids, 2 * asked)).mean(0)
-
-    total = torch.zeros(2)
-    for seed in range(lab.samples):
-        ids, number = lab.needle(seed, 2000)
-        text = lab.tokenizer.decode(ids)
-        total += rates(ids, len(lab.tokenizer(text[: text.index(number)], add_special_tokens=False).input_ids))
-    blocks = 2000 // 64
-    head = ["text before the question", "the question", f"chance (10 of {blocks} blocks)"]
-    return table("How often the answer's block is among the 10 best of 64 tokens (mean over layers and heads)", head,
-                 [[*(total / lab.samples).tolist(), 10 / blocks]])  # fmt: skip
+    head = [
+        "heads",
+        "48–33 before",
+        "32–17 before",
+        "16 before the question",
+        "question",
+        "answer",
+        "random blocks",
+        "size",
+    ]
+    title = "How often the 10 best blocks of 64 hold the answer, by who looks (segments of 16, about 4,466 tokens)"
+    return table(title, head, answer_hits(lab))
 
 
 def intel(lab: Lab) -> str:
@@ -232,7 +240,7 @@ def intel(lab: Lab) -> str:
     )
 
 
-EXPERIMENTS = {f.__name__: f for f in (needles, intent, bias, outliers, hits, intel)}
+EXPERIMENTS = {f.__name__: f for f in (needles, intent, boundary, aha, bias, outliers, hits, intel)}
 
 
 def main() -> None:
@@ -241,11 +249,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--batch", type=int, default=10)
     parser.add_argument("--model", default=None)
+    parser.add_argument("--device", default=None)
     parser.add_argument("--only", nargs="*", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     hush()
-    model, tokenizer = load(options.model, dtype="float32")
+    model, tokenizer = load(options.model, device=options.device, dtype="float32")
     text = "\n\n".join(path.read_text() for path in sorted(options.haystack.glob("*.txt"))[:30])
     lab = Lab(model, tokenizer, tokenizer(text, add_special_tokens=False).input_ids, options.samples, options.batch)
     with torch.inference_mode():

@@ -3,6 +3,7 @@
 import gc
 import json
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -39,7 +40,13 @@ def first_layer(model, ids):
 
 
 @pytest.mark.parametrize(
-    "spec, oracle", [("snapkv", oracle_snapkv), ("intentkv", oracle_intentkv), ("tova", oracle_tova)]
+    "spec, oracle",
+    [
+        ("snapkv", oracle_snapkv),
+        ("intentkv:boundary=first", partial(oracle_intentkv, boundary="first")),
+        ("intentkv:boundary=subsequent", partial(oracle_intentkv, boundary="subsequent")),
+        ("tova", oracle_tova),
+    ],
 )
 @pytest.mark.parametrize("piece", [240, 100, 64, 7])
 def test_a_prompt_in_pieces_is_a_running_competition(tiny, spec, oracle, piece):

@@ -11,11 +11,10 @@ from kvkeep.compress.allocate.heads import AdaptiveHeads
 from kvkeep.compress.group.prototypes import Prototypes
 from kvkeep.compress.method import Method, parse
 from kvkeep.compress.presets import CROSSINGS
-from kvkeep.compress.score.intent import Intent, question
+from kvkeep.compress.score.intent import Intent
 from kvkeep.compress.score.prototype import WindowLogits
 from kvkeep.compress.select import Units, select
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.reference import row_distance
 from kvkeep.types import Observation
 
 METHODS = EVICTING
@@ -174,8 +173,7 @@ def test_intentkv_begins_the_question_where_attention_moves(boundary, smooth, be
     for row in range(6):
         rows[0, row, 1 + row] = 0.5
     rows /= rows.sum(-1, keepdim=True)
-    scorer = Intent(10, smooth, True, boundary)
-    asks = question(scorer._jumps(row_distance(rows, smooth, scorer._stepwise)))[0]
+    asks = Intent(10, smooth, True, boundary).asking(rows)[0]
     assert (asks > 0).tolist() == [row >= begins for row in range(10)]
     assert asks.sum().item() == pytest.approx(1)
 
@@ -183,8 +181,7 @@ def test_intentkv_begins_the_question_where_attention_moves(boundary, smooth, be
 def test_intentkv_asks_with_the_whole_window_where_nothing_moves():
     still, short = torch.full((2, 9, 4), 0.25), torch.eye(4)[None]
     for rows, smooth in ((still, 1), (still, 3), (short, 4), (short, 9)):  # of a short one, no two sums of 4 rows
-        scorer = Intent(9, smooth, True, "subsequent")
-        assert question(scorer._jumps(row_distance(rows, smooth, True))).eq(1 / rows.shape[1]).all()
+        assert Intent(9, smooth, True, "subsequent").asking(rows).eq(1 / rows.shape[1]).all()
 
 
 def test_parameters_fit_in_the_name():

@@ -40,7 +40,7 @@ def kvkeep(window=32, pool=7, block=16, sinks=4, alpha=0.5):
     )
 
 
-def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0, boundary="first"):
+def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0, boundary=Intent.boundary):
     scorer = Intent(window, smooth, intention, boundary)
     return Method("intentkv", scorer, Guard(sinks, recent), Blocks(block), voters=window)
 
@@ -244,6 +244,7 @@ METHODS = Registry("method", {
     ),
     "intentkv": Named(
         intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to",
+        "rows are compared with their neighbours (boundary=first: with the window's first, as the formula has it); "
         "mean, not sum, over the question's rows; budget left by whole blocks goes to the next block's best tokens",
     ),
     "intelllm": Named(

@@ -31,7 +31,7 @@ class Intent:
     window: int = 64
     smooth: int = 8
     intention: bool = True  # False: the whole window votes (the paper's ablation)
-    boundary: str = "first"
+    boundary: str = "subsequent"
 
     def __post_init__(self) -> None:
         if self.boundary not in BOUNDARIES:
@@ -61,8 +61,11 @@ class Intent:
 
     def _asked(self, rows: Tensor) -> Tensor:
         """Mean attention of the question's rows, over a group. [group, w, n] -> [n]"""
-        apart = row_distance(rows, self.smooth, self._stepwise)
-        return (question(self._jumps(apart))[:, None, :] @ rows).squeeze(1).mean(0)
+        return (self.asking(rows)[:, None, :] @ rows).squeeze(1).mean(0)
+
+    def asking(self, rows: Tensor) -> Tensor:
+        """Equal weights for the rows of each head's question, 0 for those before. [heads, w, n] -> [heads, w]"""
+        return question(self._jumps(row_distance(rows, self.smooth, self._stepwise)))
 
     def _jumps(self, apart: Tensor) -> Tensor:
         """How far attention moves behind each row; 0 where it does not count. [heads, w] -> [heads, w]"""

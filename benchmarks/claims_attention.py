@@ -1,0 +1,210 @@
+"""What attention itself shows of the papers' claims: where a question begins, where it looks, whom positions favour.
+
+For claims.py, whose Lab it is given. Every function returns the rows of its tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvkeep.compress.method import Method, parse
+from kvkeep.compress.observe import attention, real, value_sizes
+from kvkeep.compress.pipeline import compress, remember
+from kvkeep.compress.pool import pool
+from kvkeep.compress.score.aha import prior
+from kvkeep.compress.score.intent import Intent
+from kvkeep.types import Observation
+
+QUESTIONS = (
+    "What is the special magic number for the lighthouse? Answer with the number only.",
+    "What is the special magic number?",
+    "Question: Based on the text above, which seven-digit number was given as the special magic number for the old "
+    "lighthouse?",
+    "Tell me the magic number for the lighthouse mentioned in the text.",
+)
+READINGS = (("first", 8), ("first", 1), ("subsequent", 8), ("subsequent", 4), ("subsequent", 1))
+SEGMENT, BLOCK, BEST, SENSITIVE = 16, 64, 10, 0.7  # IntentKV, appendix C.2
+STRETCHES, THRESHOLDS = 10, (1e-4, 1e-3, 1e-2, 1e-1)
+JUDGES = ("h2o", "snapkv", "ahakv", "ahakv:recent_only=false", "ahakv:step_gain=false", "ahakv:value_prior=false")
+
+
+def span(tokenizer: Any, ids: Tensor, words: str) -> tuple[int, int]:
+    """The tokens that hold the last occurrence of these words, from … to (not included)."""
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    again = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    if again.input_ids != ids.tolist():
+        raise ValueError("the prompt does not survive being decoded; places in it cannot be told.")
+    start = text.rindex(words)
+    inside = [i for i, (a, b) in enumerate(again.offset_mapping) if b > start and a < start + len(words)]
+    return inside[0], inside[-1] + 1
+
+
+# IntentKV: where the question begins
+
+
+def boundaries(lab: Any, tokens: int = 2000, window: int = 64) -> list[list]:
+    """Per reading: how often a query head begins the question where it does begin."""
+    offsets: dict[tuple, list[int]] = {each: [] for each in READINGS}
+    zeros = dict.fromkeys(READINGS, 0)
+    for seed in range(lab.samples):
+        question = QUESTIONS[seed % len(QUESTIONS)]
+        ids, _ = lab.needle(seed, tokens, question)
+        begins = span(lab.tokenizer, ids, question)[0] - (len(ids) - window)
+        for layer in lab.watch(lambda seen: [_starts(seen, window, *each) for each in READINGS], ids, window):
+            for each, starts in zip(READINGS, layer, strict=True):
+                offsets[each] += [start - begins for start in starts]
+                zeros[each] += sum(start == 0 for start in starts)
+    return [_found(each, offsets[each], zeros[each]) for each in READINGS]
+
+
+def _starts(seen: Observation, window: int, boundary: str, smooth: int) -> list[int]:
+    """The row each query head's question begins with."""
+    votes = Intent(window, smooth, True, boundary).asking(attention(seen, window).flatten(0, 1))
+    return (votes > 0).int().argmax(1).tolist()
+
+
+def _found(each: tuple[str, int], offsets: list[int], zeros: int) -> list:
+    (boundary, smooth), n = each, len(offsets)
+    share = lambda low, high: sum(low <= offset <= high for offset in offsets) / n  # noqa: E731
+    quartiles = torch.tensor(offsets).float().quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+    return [
+        f"boundary={boundary}, smooth={smooth}", share(0, 0), share(-4, 4), share(-smooth, 4), zeros / n,
+        " / ".join(f"{quartile:+.0f}" for quartile in quartiles),
+    ]  # fmt: skip
+
+
+# IntentKV, appendix C.2: where the question looks
+
+
+def hits(lab: Any, tokens: int = 4466) -> list[list]:
+    """How often a segment's 10 best blocks of 64 hold the whole answer: by segment, for heads sensitive to it or not.
+
+    Segments are 16 tokens: three before the question, the question's last, and what the model writes.
+    """
+    rates, chance = [], []
+    for seed in range(lab.samples):
+        ids, number = lab.needle(seed, tokens)
+        whole = torch.cat([ids, written(lab, ids)])
+        begins, ends = span(lab.tokenizer, ids, QUESTIONS[0])
+        parts = [(begins - SEGMENT * i, begins - SEGMENT * (i - 1)) for i in (3, 2, 1)]
+        parts += [(max(begins, ends - SEGMENT), ends), (len(ids), len(whole))]
+        a, b = span(lab.tokenizer, ids, number)
+        answer = range(a // BLOCK, (b - 1) // BLOCK + 1)
+        voters = len(whole) - parts[0][0]
+        look = partial(_hit, voters=voters, n=len(ids), parts=parts, answer=answer)
+        rates.append(torch.stack(lab.watch(look, whole, voters)))
+        blocks = math.ceil(len(ids) / BLOCK)
+        chance.append(math.comb(blocks - len(answer), BEST - len(answer)) / math.comb(blocks, BEST))
+    each = torch.stack(rates).mean(0).flatten(0, 1)  # [layers · heads, segments]
+    keen = each[:, -1] >= SENSITIVE
+    groups = {"sensitive": each[keen], "insensitive": each[~keen], "all": each}
+    luck = sum(chance) / len(chance)
+    return [
+        [name, *(some.mean(0).tolist() if len(some) else ["–"] * 5), luck, len(some)] for name, some in groups.items()
+    ]
+
+
+def written(lab: Any, ids: Tensor) -> Tensor:
+    """What the model says to a prompt, with all of its cache: at most a segment, without its end mark."""
+    ids = ids.to(lab.model.device)[None]
+    out = lab.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=SEGMENT, do_sample=False
+    )[0, ids.shape[1] :].cpu()  # fmt: skip
+    said = out[out != lab.tokenizer.eos_token_id]
+    return said if len(said) else out
+
+
+def _hit(seen: Observation, voters: int, n: int, parts: Sequence[tuple[int, int]], answer: range) -> Tensor:
+    """Whether all blocks of the answer are among a segment's best. -> [heads, segments] float"""
+    rows, first = attention(seen, voters).flatten(0, 1), seen.cursor - voters
+    found = []
+    for a, b in parts:
+        given = rows[:, a - first : b - first, :n].sum(1)
+        blocks = pad(given, (0, -n % BLOCK)).unflatten(1, (-1, BLOCK)).sum(-1)
+        best = blocks.topk(min(BEST, blocks.shape[1])).indices
+        found.append(torch.stack([(best == block).any(1) for block in answer]).all(0))
+    return torch.stack(found, 1).float().cpu()
+
+
+# AhaKV, figures 2, 5 and 6: whom positions favour
+
+
+def positions(lab: Any, tokens: int = 3600, budget: int = 720) -> tuple[list[list], list[list], list[list]]:
+    """Mean over layers and key heads: each tenth of the text's share of the eviction score (figures 2a, 2b), its share
+    of the kept tokens (2c, 5, 6) with their mean place and entropy, also without those kept for being recent, and 2d's
+    share of tokens above a threshold.
+    """
+    methods = [parse(spec) for spec in JUDGES]
+    scores, kept, above = [], [], []
+    for seed in range(lab.samples):
+        ids = torch.tensor(lab.stretch(2000 + seed, tokens))
+        for judged, passed in lab.watch(
+            lambda seen: (_judged(seen, methods, budget), _passed(seen, budget)), ids, tokens
+        ):
+            scores.append(torch.stack([score for score, _ in judged]))
+            kept.append(torch.stack([places for _, places in judged]))
+            above.append(passed)
+    each = torch.stack(kept).float().mean(0)
+    shares = torch.stack(scores).mean(0).tolist()
+    return (
+        [[spec, *row] for spec, row in zip(JUDGES, shares, strict=True)],
+        [
+            [spec, *all_of.tolist(), *_shape(all_of), *_shape(some)]
+            for spec, (all_of, some) in zip(JUDGES, each, strict=True)
+        ],
+        [
+            [name, *row]
+            for name, row in zip(("h2o", "h2o · value prior"), torch.stack(above).mean(0).tolist(), strict=True)
+        ],
+    )
+
+
+def _shape(share: Tensor) -> tuple[float, float]:
+    """Mean place (0 … 1) of a histogram, and its entropy as a share of the highest."""
+    middles = (torch.arange(STRETCHES) + 0.5) / STRETCHES
+    return float((share * middles).sum()), float(torch.special.entr(share).sum()) / math.log(STRETCHES)
+
+
+def _judged(seen: Observation, methods: Sequence[Method], budget: int) -> list[tuple[Tensor, Tensor]]:
+    """Per method, each stretch's share of the score; of the tokens kept, and of those among them that were chosen.
+
+    [STRETCHES], [2, STRETCHES]
+    """
+    tenth = torch.arange(seen.tokens, device=seen.keys.device) * STRETCHES // seen.tokens
+    found = []
+    for method in methods:
+        noted = noting(seen, method, budget)
+        score = method.scorer(noted, budget).mean(0)
+        kept = tenth[compress(noted, method, budget).index.long()]
+        chosen = kept[:, : budget - method.guard.ends(budget)[1]]  # the others stay for being recent
+        share = torch.zeros(STRETCHES, device=score.device).index_add_(0, tenth, score / score.sum())
+        counts = torch.stack([some.flatten().bincount(minlength=STRETCHES) / some.numel() for some in (kept, chosen)])
+        found.append((share.cpu(), counts.cpu()))
+    return found
+
+
+def noting(seen: Observation, method: Method, budget: int) -> Observation:
+    """The observation of a whole prompt, with what this method notes of its tokens."""
+    if not method.memory:
+        return seen
+    notes = torch.zeros(*seen.keys.shape[:2], method.memory.width, device=seen.keys.device)
+    return remember(replace(seen, notes=notes), method, budget)
+
+
+def _passed(seen: Observation, budget: int) -> Tensor:
+    """Share of tokens whose score is at least a threshold of the head's highest, without and with the value prior."""
+    h2o = parse("h2o")
+    plain = h2o.scorer(noting(seen, h2o, budget), budget)
+    tokens = real(seen)
+    weighted = plain * prior(pool(value_sizes(seen) * tokens, tokens, 5))
+    limits = torch.tensor(THRESHOLDS, device=plain.device)
+    normal = torch.stack([score / score.amax(1, keepdim=True) for score in (plain, weighted)])  # [2, kv_heads, n]
+    return (normal[..., None] >= limits).float().mean((1, 2)).cpu()
