@@ -10,7 +10,7 @@ import argparse
 import random
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from kvkeep.compress.observe import attention
 from kvkeep.compress.outliers import outlier_degree
 from kvkeep.compress.window import Guard
 from kvkeep.model.load import hush, load
+from kvkeep.types import Observation
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 QUESTION = QUESTIONS[0]
@@ -172,20 +173,43 @@ def bias(lab: Lab) -> str:
     return "\n".join(texts)
 
 
-def outliers(lab: Lab) -> str:
-    def share(seen):
-        degree = outlier_degree(seen, 5)
-        top = degree >= degree.quantile(0.9, dim=1, keepdim=True)
-        return float((attention(seen, 32).mean((1, 2)) * top).sum(-1).mean())
+def tenth(attended: Tensor, degree: Tensor) -> float:
+    """Of the attention these tokens get, the share of their tenth of highest degree; mean over key heads."""
+    top = degree >= degree.quantile(0.9, dim=1, keepdim=True)
+    return float(((attended * top).sum(1) / attended.sum(1)).mean())
 
-    shares = torch.tensor(
-        [lab.watch(share, torch.tensor(lab.stretch(3000 + s, 1500)), 32) for s in range(lab.samples)]
-    ).mean(0)
-    thirds = shares.chunk(3)
+
+def decode_shares(seen: Observation, context: int, ahead: int) -> list[float]:
+    """What the last `ahead` queries, those of written tokens, give the context: of that, the parts asked about.
+
+    The tenth of highest degree; the first 4; the tenth of highest degree among the others.
+    """
+    part = dict(keys=seen.keys[:, :context], positions=seen.positions[:, :context])
+    degree = outlier_degree(replace(seen, **part, lengths=(context,) * seen.kv_heads), 5)
+    attended = attention(seen, ahead).mean((1, 2))[:, :context]
+    first = float((attended[:, :4].sum(1) / attended.sum(1)).mean())
+    return [tenth(attended, degree), first, tenth(attended[:, 4:], degree[:, 4:])]
+
+
+def outliers(lab: Lab) -> str:
+    context, ahead, shares = 1500, 32, []
+    for seed in range(lab.samples):
+        ids = torch.tensor(lab.stretch(3000 + seed, context), device=lab.model.device)[None]
+        written = lab.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=ahead, min_new_tokens=ahead, do_sample=False
+        )
+        shares.append(lab.watch(lambda seen: decode_shares(seen, context, ahead), written[0], ahead))
+    thirds = torch.tensor(shares).mean(0).chunk(3)  # [layers, 3] each
+    asked = [
+        "the 10 % of highest outlier degree",
+        "the first 4 tokens",
+        "without the first 4: the 10 % of highest outlier degree",
+    ]
     text = table(
-        "Share of the last 32 queries' attention on the 10 % of tokens of highest outlier degree",
-        ["first layers", "middle layers", "last layers"], [[float(t.mean()) for t in thirds]],
-    )  # fmt: skip
+        f"Share of {ahead} written tokens' attention to a context of {context:,} tokens, by outlier degree",
+        ["tokens of the context", "first layers", "middle layers", "last layers"],
+        [[name, *(float(third[:, row].mean()) for third in thirds)] for row, name in enumerate(asked)],
+    )
 
     def drop_outliers(seen, budget):
         return -outlier_degree(seen, 5)

@@ -3,10 +3,12 @@
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_chat
+import torch
 from typer.testing import CliRunner
 
 from kvkeep.cli import reproduce as command
@@ -20,6 +22,7 @@ from kvkeep.evaluate.recipes.recipe import recipe, shrink
 from kvkeep.evaluate.rows import Rows
 from kvkeep.evaluate.suite import RULER_SAMPLES, Sources, load
 from kvkeep.evaluate.tasks.needle import DEPTHS
+from kvkeep.types import Observation
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -169,3 +172,24 @@ def test_rows_of_a_search_may_hold_any_line_end(monkeypatch, tmp_path):
     row = {"task": "t", "id": "1", "protocol": "aware", "method": "full", "budget": None, "answer": "a\u2028b\u0085c"}
     Rows(tmp_path / "rows.jsonl").add(row)
     assert search.read(tmp_path) == [row] == [json.loads((tmp_path / "rows.jsonl").read_text(encoding="utf-8"))]
+
+
+# --- claims ---
+
+
+def test_outliers_are_counted_on_the_context_and_without_its_first_tokens(monkeypatch):
+    """Of what written tokens give 20 tokens of context: even attention, then all of it on the first token."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("claims_script", BENCHMARKS / "claims.py")
+    claims = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "claims_script", claims)
+    spec.loader.exec_module(claims)
+    keys = torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(0))
+    keys[:, :, 0] = 0
+    where = torch.arange(24).expand(2, -1)
+    even = Observation(torch.zeros(4, 24, 8), keys, keys, where, (24, 24), 24, 24, 1.0)
+    assert claims.decode_shares(even, 20, 4) == pytest.approx([2 / 20, 4 / 20, 2 / 16])
+    keys[:, 0, 0], queries = 9.0, torch.zeros(4, 24, 8)
+    queries[..., 0] = 3.0  # e^27 against 1: the first token gets nearly all there is
+    shares = claims.decode_shares(replace(even, queries=queries), 20, 4)
+    assert shares[1] == pytest.approx(1) and shares[2] == pytest.approx(2 / 16, abs=1e-3)
