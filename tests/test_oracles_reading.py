@@ -58,11 +58,19 @@ def test_the_probe_takes_the_question_while_reading_only():
 
 
 def test_qllm_adds_the_question_and_is_infllm_without_one():
-    keys = [[[1, 0], [3, 0]], [[0, 1], [0, 1]]]
-    assert reading.chunk_scores("infllm", [1, 1], keys, None, 4.0) == [2, 1]
-    assert reading.chunk_scores("qllm", [1, 1], keys, None, 4.0) == [2, 1]
-    assert reading.chunk_scores("qllm", [1, 1], keys, [[0, 1], [1, 2]], 4.0) == [2 + 4 * 1, 1 + 4 * 1.5]
-    assert reading.chunk_scores("infllm", [1, 1], keys, [[0, 1], [1, 2]], 4.0) == [2, 1]
+    keys, chosen = np.array([[[1, 0], [3, 0], [0, 1], [0, 1]]]), [[[0], [1]], [[2], [3]]]
+    asked = [[0, 1], [1, 2]]
+    assert reading.chunk_scores("infllm", [1, 1], keys, chosen, None) == [2, 1]
+    assert reading.chunk_scores("qllm", [1, 1], keys, chosen, None) == [2, 1]
+    assert reading.chunk_scores("qllm", [1, 1], keys, chosen, asked, 4.0) == [2 + 4 * 1, 1 + 4 * 1.5]
+    assert reading.chunk_scores("infllm", [1, 1], keys, chosen, asked, 4.0) == [2, 1]
+
+
+def test_actqkv_adds_the_questions_cosine():
+    keys, chosen = np.array([[[1, 0], [3, 0], [0, 1], [0, 1]]]), [[[0], [1]], [[2], [3]]]
+    assert reading.chunk_scores("actqkv", [3, 4], keys, chosen, [[0, 1], [1, 2]]) == pytest.approx([0.6, 0.8])
+    got = reading.chunk_scores("actqkv", [3, 4], keys, chosen, [[8, 0], [0, 6]], question_weight=0.5)
+    assert got == pytest.approx([0.6 + 0.5 * 0.8, 0.8 + 0.5 * 0.6])
 
 
 # ---------------------------------------------------------------- the whole
@@ -76,8 +84,8 @@ def test_with_room_for_everything_it_is_ordinary_attention(kind):
         out, steps, votes = read(kind, q, k, v, budget=budget)
         np.testing.assert_allclose(out, want, atol=1e-12)
         assert all(step.chosen is None for step in steps)
-        for j in range(60):
-            assert votes[j] == pytest.approx(p.mean(0)[j + 1 : j + 1 + SIZES["local"], j].sum())
+        seen = np.array([p[:, j + 1 : j + 1 + SIZES["local"], j].sum(1) for j in range(60)]).T
+        np.testing.assert_allclose(votes, seen if kind == "actqkv" else seen.mean(0), atol=1e-12)
 
 
 def test_before_anything_can_be_put_away_it_is_ordinary_attention():
@@ -143,7 +151,8 @@ def test_the_obvious_chunk_is_fetched_and_read(kind, prompt):
     assert (at - SIZES["sinks"]) // unit in step.chosen and at in step.far
     assert int(np.argmax(step.scores)) == (at - SIZES["sinks"]) // unit
     if kind != "tokenselect":
-        assert len(step.chosen) == 1 and step.representatives[(at - SIZES["sinks"]) // unit] == [at]
+        known = [[at] * HEADS] if kind == "actqkv" else [at]
+        assert len(step.chosen) == 1 and step.representatives[(at - SIZES["sinks"]) // unit] == known
         assert out[:, asker].min() > 0.9
         assert abs(out[:, asker - 1]).max() < 0.2
 
@@ -162,15 +171,30 @@ def test_representatives_are_the_tokens_looked_at_by_the_queries_after_them():
     assert votes[9] < 0.9
 
 
-def test_representatives_are_settled_when_the_chunk_goes():
+@pytest.mark.parametrize("per_head", [True, False])
+def test_representatives_are_settled_when_the_chunk_goes(per_head):
     q, k, v = random_text(60)
-    _, steps, votes = read("actqkv", q, k, v)
+    _, steps, votes = read("actqkv", q, k, v, per_head=per_head)
     looked = [step for step in steps if step.chosen is not None]
     for earlier, later in zip(looked, looked[1:], strict=False):
         assert later.representatives[: len(earlier.representatives)] == earlier.representatives
     for b, tokens in enumerate(looked[-1].representatives):
         first = SIZES["sinks"] + b * SIZES["chunk"]
-        assert tokens == [first + j for j in r.top(votes[first : first + SIZES["chunk"]], 2)]
+        part = votes[..., first : first + SIZES["chunk"]]
+        if per_head:
+            assert np.array(tokens).T.tolist() == (first + np.argsort(-part)[:, :2]).tolist()
+        else:
+            assert tokens == [first + j for j in r.top(part, 2)]
+
+
+def test_per_head_is_one_for_all_where_every_token_represents():
+    q, k, v = random_text(60)
+    for kind in ("actqkv", "infllm", "qllm"):
+        one, other = (read(kind, q, k, v, representatives=4, per_head=per_head) for per_head in (True, False))
+        np.testing.assert_allclose(one[0], other[0], atol=1e-12)
+        assert [step.chosen for step in one[1]] == [step.chosen for step in other[1]]
+        few, fewer = (read(kind, q, k, v, representatives=2, per_head=per_head) for per_head in (True, False))
+        assert any(a.scores != pytest.approx(b.scores) for a, b in zip(few[1][-7:], fewer[1][-7:], strict=True))
 
 
 @pytest.mark.parametrize("kind", ["actqkv", "infllm", "qllm"])
@@ -195,7 +219,7 @@ def test_scores_are_those_of_the_plain_formulas():
     edge = [[r.rotate(x, SIZES["local"], TURNS) for x in head] for head in q]
     queries, keys = r.joined(edge, KV_HEADS), r.joined(k, KV_HEADS)
     for kind in ("actqkv", "qllm"):
-        _, steps, _ = read(kind, q, k, v, question=question)
+        _, steps, _ = read(kind, q, k, v, question=question, per_head=False)
         read_last = [step for step in steps if step.start < SIZES["prompt"]][-1]
         for step in (read_last, steps[-1]):
             end, decoding = step.start + step.size, step is steps[-1]
@@ -209,6 +233,23 @@ def test_scores_are_those_of_the_plain_formulas():
             else:
                 want = [(mine.mean(0) + 4 * question.mean(0)) @ keys[t].mean(0) for t in tokens]
             assert step.scores == pytest.approx(want)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.7])
+def test_scores_per_head_are_those_of_the_plain_formulas(weight):
+    q, k, v = random_text(60)
+    question = noise(2, KV_HEADS * D, seed=5)
+    _, steps, _ = read("actqkv", q, k, v, question=question, question_weight=weight)
+    step, of_head = steps[-1], np.repeat(np.arange(KV_HEADS), HEADS // KV_HEADS)
+    current = r.joined([[r.rotate(head[step.start], SIZES["local"], TURNS)] for head in q], KV_HEADS)[0]
+    matches = []
+    for sought in (current, question.mean(0)):
+        long = sought.reshape(KV_HEADS, D)[of_head].ravel()  # the probe, once for every query head
+        long = long / np.linalg.norm(long)
+        keys = [[k[of_head, tokens].ravel() for tokens in chunk] for chunk in step.representatives]
+        matches.append([np.mean([long @ key / np.linalg.norm(key) for key in chunk]) for chunk in keys])
+    assert step.scores == pytest.approx(np.array(matches[0]) + weight * np.array(matches[1]))
+    assert any(len(set(tokens)) > 1 for chunk in step.representatives for tokens in chunk)
 
 
 def test_tokenselect_votes_and_places():

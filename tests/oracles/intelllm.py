@@ -96,9 +96,10 @@ def oracle_intelllm(
     return [top(row, budget) for row in scores]
 
 
-def default_gap(budget, near, trained):
-    """gap = min(W - L_comp, max(2·l_tail, W//2))."""
-    return min(trained - (budget - near), max(2 * near, trained // 2))
+def default_gap(far, near, trained, n):
+    """max(near, min(W - far, 3·near, n - far)): no key farther than any of this text's has been, nor inside the near
+    window. `far` and `near` are how many are kept, n the tokens seen so far."""
+    return max(near, min(trained - far, 3 * near, n - far))
 
 
 def placement_intelllm(kept, n, near, trained, gap=None):
@@ -114,7 +115,7 @@ def placement_intelllm(kept, n, near, trained, gap=None):
         return kept
     compressed = len(kept) - near
     if gap is None:
-        gap = default_gap(len(kept), near, trained)
+        gap = default_gap(compressed, near, trained, n)
     if gap + compressed > trained:
         raise ValueError("gap + L_comp must not exceed the trained window")
     current = n - 1

@@ -10,12 +10,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from .common import default_scale, dots, softmax, top
+from .common import default_scale, dots, softmax
+from .representatives import representatives as represent
+from .representatives import unit_scores
 from .retrieval import (
     best_chunks,
-    chunk_scores_cosine,
-    chunk_scores_dot,
-    dot,
     joined,
     layer_budgets,
     mean_probe,
@@ -40,7 +39,7 @@ class Step:
     near: list = field(default_factory=list)
     chosen: list | None = None  # units, ascending; None: nothing has been put away
     scores: list | None = None  # of every unit
-    representatives: list | None = None  # of every chunk, true token numbers
+    representatives: list | None = None  # of every chunk, true token numbers; per head [R][heads], best first
 
 
 def windows(prompt, total, window):
@@ -87,15 +86,24 @@ def window_probe(kind, queries, so_far, question, decoding):
     return probe(list(queries) + asked, *moments(so_far))
 
 
-def chunk_scores(kind, sought, representative_keys, question, beta):
-    """[chunks], of the probe `sought`. representative_keys[b] is [r, D]."""
+def chunk_scores(kind, sought, keys, chosen, question, beta=4.0, question_weight=0.0, question_match="representatives"):
+    """[chunks], of the probe `sought`; chosen[b] is [R][heads], the tokens that represent chunk b.
+
+    actqkv: cosines, and `question_weight` times the mean question's, while reading and while decoding. qllm: dot
+    products, and `beta` times the mean question's dot product.
+    """
     if kind == "actqkv":
-        return chunk_scores_cosine(sought, representative_keys)
-    scores = chunk_scores_dot(sought, representative_keys)
+        return unit_scores(sought, keys, chosen, True, question, question_weight, question_match)
+    scores = unit_scores(sought, keys, chosen, False)
     if kind == "qllm" and question is not None and len(question) > 0:
-        asked = mean_vector(question)
-        scores = [s + beta * dot(asked, mean_vector(keys)) for s, keys in zip(scores, representative_keys, strict=True)]
+        asked = unit_scores(mean_vector(question), keys, chosen, False)
+        scores = [s + beta * a for s, a in zip(scores, asked, strict=True)]
     return scores
+
+
+def told(chosen, per_head):
+    """What a Step tells of the representatives: per chunk [R][heads] best first, or the tokens, ascending."""
+    return [[list(r) for r in one] if per_head else sorted(r[0] for r in one) for one in chosen]
 
 
 def replay_steps(
@@ -115,10 +123,16 @@ def replay_steps(
     question=None,
     beta=4.0,
     writing_counts=False,
+    per_head=None,
+    question_weight=0.0,
+    question_match="representatives",
+    mix_all=False,
 ):
-    """(outputs [heads, N, d], [Step], votes [N]). votes[j]: the probability token j got from the `local` queries after
-    it, mean over query heads, summed over queries."""
+    """(outputs [heads, N, d], [Step], votes [N], or [heads, N] per head). votes[j]: the probability token j got from
+    the `local` queries after it, summed over queries (each token of a chunk has had the same number when it goes),
+    per query head or the mean over them. per_head: True for actqkv, False for the others, unless given."""
     assert kind in KINDS, kind
+    per_head = kind == "actqkv" if per_head is None else per_head
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     heads, total, d = q.shape
     kv_heads, group = len(k), len(q) // len(k)
@@ -129,10 +143,10 @@ def replay_steps(
 
     q_home, k_home = turned(q, range(total), inv_freq), turned(k, range(total), inv_freq)
     q_edge = turned(q, [edge] * total, inv_freq)
-    joined_queries, joined_keys = joined(q_edge, kv_heads), joined(k, kv_heads)
+    joined_queries = joined(q_edge, kv_heads)
 
-    outputs, votes, steps = np.zeros((heads, total, d)), np.zeros(total), []
-    away, chosen_representatives = 0, []
+    outputs, votes, steps = np.zeros((heads, total, d)), np.zeros((heads, total)), []
+    away, speakers = 0, []
     for start, size in windows(prompt, total, window):
         step, end = Step(start, size), start + size
         if end > budget:
@@ -149,16 +163,15 @@ def replay_steps(
                 candidates = slice(sinks, sinks + away)
                 step.scores = tokenselect_votes(q_edge[:, start:end], k[:, candidates], scale).tolist()
             else:
-                for b in range(len(chosen_representatives), units):  # the chunks that go away now
+                for b in range(len(speakers), units):  # the chunks that go away now
                     first = sinks + b * unit
-                    best = top(votes[first : first + unit], representatives)
-                    chosen_representatives.append([first + j for j in best])
-                step.representatives = [list(tokens) for tokens in chosen_representatives]
+                    speakers.append(represent(votes, range(first, first + unit), representatives, per_head, mix_all))
+                step.representatives = told(speakers, per_head)
                 sought = window_probe(
                     kind, joined_queries[start:end], joined_queries[:end], question, decoding=start >= prompt
                 )
-                keys = [joined_keys[tokens] for tokens in chosen_representatives]
-                step.scores = chunk_scores(kind, sought, keys, question, beta)
+                asking = (question, beta, question_weight, question_match)
+                step.scores = chunk_scores(kind, sought, k, speakers, *asking)
             step.chosen = best_chunks(step.scores, count)
             step.far = list(range(sinks))
             for b in step.chosen:
@@ -182,9 +195,9 @@ def replay_steps(
                     scale,
                 )
                 for j in range(max(first_near, i - local), i):
-                    votes[j] += p[j - first_near] / heads
+                    votes[h, j] += p[j - first_near]
         steps.append(step)
-    return outputs, steps, votes
+    return outputs, steps, votes if per_head else votes.mean(axis=0)
 
 
 def replay(
@@ -204,11 +217,13 @@ def replay(
     question=None,
     beta=4.0,
     writing_counts=False,
+    **options,
 ):
     """(outputs [heads, N, d], chosen). chosen[w]: the units window w fetched, ascending, counted from 0 at token
-    `sinks`; None where nothing has been put away. `question`: [x, kv_heads·d], joined, at the edge."""
+    `sinks`; None where nothing has been put away. `question`: [x, kv_heads·d], joined, at the edge. `options`:
+    per_head, question_weight, question_match, mix_all (see replay_steps and representatives.py)."""
     reading = (prompt, budget, sinks, local, window, chunk, representatives, question, beta, writing_counts)
-    outputs, steps, _ = replay_steps(kind, q, k, v, inv_freq, scale, *reading)
+    outputs, steps, _ = replay_steps(kind, q, k, v, inv_freq, scale, *reading, **options)
     return outputs, [step.chosen for step in steps]
 
 
