@@ -408,10 +408,10 @@ def test_shares_by_weight(seed):
     assert sum(shares) == len(weights) * min(budget, tokens)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(60))
 def test_places(seed):
     rng = np.random.default_rng(seed)
-    n = int(rng.integers(40, 400))
+    n = int(rng.integers(31, [60, 400][seed % 2]))
     budget = int(rng.integers(8, 30))
     trained, near = int(rng.integers(60, 500)), int(rng.integers(1, budget))
     kept = sorted({*rng.choice(n - near, budget - near, replace=False).tolist(), *range(n - near, n)})

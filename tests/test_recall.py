@@ -14,6 +14,8 @@ from test_decoding import seen_by
 import kvkeep
 from kvkeep.cache.copies import Copies
 from kvkeep.compress.method import parse
+from kvkeep.compress.recall import fetch
+from kvkeep.engine import recaller
 from kvkeep.engine.recaller import Layer, Piece
 from kvkeep.errors import BadParameter, BudgetTooSmall, CacheMisuse, UnsupportedModel
 
@@ -57,8 +59,11 @@ SETTINGS = {  # budget, sinks, local, window, chunk, representatives, prompt, to
 @pytest.mark.core
 @pytest.mark.parametrize("heads, kv_heads", [(8, 4), (4, 1)])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", ["actqkv", "infllm", "qllm", "tokenselect"])
-def test_reading_and_writing_equal_the_replay(kind, setting, heads, kv_heads):
+@pytest.mark.parametrize(
+    "kind, per_head",
+    [("actqkv", True), ("actqkv", False), ("infllm", True), ("infllm", False), ("qllm", True), ("tokenselect", False)],
+)
+def test_reading_and_writing_equal_the_replay(kind, per_head, setting, heads, kv_heads):
     budget, sinks, local, window, chunk, representatives, prompt, total = SETTINGS[setting]
     model = llama(num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads)
     q, k, v, freq = raw(model, IDS[:, :total])
@@ -67,6 +72,10 @@ def test_reading_and_writing_equal_the_replay(kind, setting, heads, kv_heads):
         options["similar"] = 2.0  # never: the replay asks anew for every token
     else:
         options |= {"representatives": representatives, ("chunk" if kind == "actqkv" else "block"): chunk}
+        options["per_head"] = per_head
+    weight = 0.5 if kind == "actqkv" and setting == "odd windows" else 0.0
+    if weight:
+        options["question_weight"] = weight
     cache = kvkeep.Cache(model, kind, budget, **options)
     question = None
     if kind in ("actqkv", "qllm") and setting != "no sinks":
@@ -89,6 +98,8 @@ def test_reading_and_writing_equal_the_replay(kind, setting, heads, kv_heads):
         representatives,
         question,
         writing_counts=True,
+        per_head=per_head,
+        question_weight=weight,
     )
     got = outputs(model, cache, prompt, total)
     off = np.abs(got - want).max((0, 2))
@@ -208,6 +219,51 @@ def test_layers_share_what_they_fetch_and_never_more():
         assert sum(fetched) <= 4 * 52
         seen.add(tuple(fetched))
     assert len(seen) > 1 and any(len(set(each)) > 1 for each in seen)  # some layers do get more than others
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_shares_follow_density_or_its_reverse(reverse, monkeypatch):
+    """ActQKV, appendix D.3: with 1 / density the layers of lowest density fetch most."""
+    known, shares, share = iter([2.0, 1.5, 3.0, 1.0, 2.5, 0.5, 4.0]), [], recaller.density_share
+    monkeypatch.setattr(fetch, "match_entropy", lambda worth: next(known))
+    monkeypatch.setattr(recaller, "density_share", lambda *given: shares.append(share(*given)) or shares[-1])
+    model = llama(num_hidden_layers=4)
+    cache = kvkeep.Cache(model, "actqkv", 64, chunk=2, sinks=2, local=10, reverse=reverse)
+    model(IDS[:, :300], past_key_values=cache)
+    model(IDS[:, 300:301], past_key_values=cache)
+    now, before = [2.0, 2.5, 0.5, 4.0], [9.0, 1.5, 3.0, 1.0]  # the first layer asks what the later ones had at the end
+    turned = [[1 / x for x in each] if reverse else each for each in (now, before)]
+    assert shares == reading.density_shares(turned[:1], turned[1], 4 * 50, 2)[0]
+    assert shares[0] == (40 if reverse else 52)  # 1/2 : 1/2 + 2/3 + 1/3 + 1, 2 : 2 + 1.5 + 3 + 1, of 200
+
+
+@pytest.mark.parametrize("spec", ["clusterkv", "squeezed", "sentencekv"])
+def test_what_the_first_written_token_fetched_stays(spec):
+    """ProtoKV's table 3, prefilling: chosen once after a prompt, then neither fetched nor put away."""
+    model, budget, prompt, total = llama(num_hidden_layers=1), 48, 200, 270
+    options = {} if spec == "sentencekv" else {"tokens": 4}
+    cache = kvkeep.Cache(model, spec, budget, once=True, **options)
+    if spec == "sentencekv":
+        cache.recaller.tell(0, torch.arange(400) % 7 == 6)
+    outputs(model, cache, prompt, prompt + 1)
+    shelf, first = cache.recaller.shelves[0][0], cache.kept(0)[0]
+    assert prompt in first[0] and shelf.device_tokens <= budget and shelf.fetched.index.shape[1] > 0
+    noted = []
+    hook = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: noted.append(args[0][0]))
+    for t in range(prompt + 1, total):
+        model(IDS[:, t : t + 1], past_key_values=cache)
+        assert cache.kept(0)[0] == [[*row, *range(prompt + 1, t + 1)] for row in first]
+        assert cache.recaller.shelves[0][0].fetched.index is shelf.fetched.index
+    hook.remove()
+    q, k, v = seen_by(model, IDS[:, :total])
+    for h, head in enumerate(torch.cat(noted)[-1].view(8, -1).double().numpy()):
+        tokens = [*first[h // 2], *range(prompt + 1, total)]
+        weights = np.exp(k[h // 2][tokens] @ q[h][total - 1] * model.model.layers[0].self_attn.scaling)
+        assert np.abs(weights @ v[h // 2][tokens] / weights.sum() - head).max() < 1e-4
+    model(IDS[:, total : total + 20], past_key_values=cache)  # another prompt: all of it is read, then chosen anew
+    model(IDS[:, total + 20 : total + 21], past_key_values=cache)
+    again = cache.recaller.shelves[0][0]
+    assert again.device_tokens <= budget and again.fetched.index is not shelf.fetched.index
 
 
 def test_tokenselect_asks_again_only_for_another_question():

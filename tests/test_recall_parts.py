@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from oracles import reading
+from oracles import representatives as known
 from oracles import retrieval as r
 from oracles.common import attention, top
 
@@ -53,6 +54,7 @@ from kvkeep.compress.recall.index import (
     Leaving,
     Representatives,
     chosen_in_units,
+    ranked_in_units,
 )
 from kvkeep.compress.recall.probe import Moments, activation_bias, joined
 from kvkeep.engine.turns import Turns
@@ -195,9 +197,34 @@ def test_the_best_of_each_unit(seed):
 
 
 @pytest.mark.core
+@many(60)
+def test_the_best_of_each_unit_to_every_head(seed):
+    rng = np.random.default_rng(seed)
+    n, count, heads = int(rng.integers(1, 40)), int(rng.choice([1, 2, 4, 50])), int(rng.integers(1, 5))
+    member = cut_up(rng, n)
+    mass = rng.integers(0, 3, (heads, n)).astype(float) if seed % 2 else noise(rng, heads, n)
+    got = ranked_in_units(single(mass), torch.from_numpy(member), member.max() + 1, count)
+    units = tokens_of(member)
+    assert got.shape == (heads, len(units), min(count, max(map(len, units))))
+    for unit, tokens in enumerate(units):
+        mine = got[:, unit, : min(count, len(tokens))].tolist()
+        assert got[:, unit, len(mine[0]) :].eq(-1).all()
+        if count < len(tokens):
+            assert mine == [known.ranked(row, tokens, count) for row in mass]
+        else:  # nobody chooses
+            assert all(row == mine[0] and sorted(row) == tokens.tolist() for row in mine)
+
+
+@pytest.mark.core
 def test_the_best_of_units_that_nobody_is_in():
     got = chosen_in_units(torch.tensor([1.0, 1.0, 2.0, 0.0]), torch.tensor([3, 3, 1, 1]), 6, 1)
     assert got.tolist() == [False, True, True, False]
+
+
+def reversed_probe(window, mean, variance):
+    """ActQKV, appendix D.3: weights 1 / the sum of a query's bias."""
+    weights = [1 / max(w, 1e-30) for w in r.activation(window, mean, variance)]
+    return np.array([r.dot(weights, column) / math.fsum(weights) for column in zip(*window, strict=True)])
 
 
 INDEXES = {
@@ -206,6 +233,12 @@ INDEXES = {
     "qllm": Representatives(count=2, weight=4.0),
     "actqkv": Representatives(count=3, cosine=True, bias=True, joins=True),
     "actqkv, mean probe": Representatives(count=50, cosine=True),
+    "infllm, by head": Representatives(per_head=True),
+    "qllm, by head": Representatives(count=2, weight=4.0, per_head=True),
+    "actqkv, by head": Representatives(count=3, cosine=True, bias=True, joins=True, per_head=True),
+    "actqkv, by head, asked": Representatives(count=1, cosine=True, bias=True, joins=True, weight=0.7, per_head=True),
+    "actqkv, all by head": Representatives(count=50, cosine=True, per_head=True),
+    "actqkv, reversed": Representatives(count=2, cosine=True, bias=True, joins=True, per_head=True, reverse=True),
 }
 
 
@@ -217,22 +250,30 @@ def test_representatives(name, asked, seed):
     index, (rng, q, k) = INDEXES[name], draw(seed)
     kv_heads, n, dim = k.shape
     member, question = cut_up(rng, n), None if asked == "nobody asks" else noise(rng, 3, kv_heads * dim)
-    mass = rng.integers(0, 3, n).astype(float) if seed % 3 == 0 else rng.random(n).astype(np.float32).astype(float)
+    mass = rng.random((len(q), n)).astype(np.float32).astype(float)
+    if seed % 3 == 0:
+        mass = rng.integers(0, 3, (len(q), n)).astype(float)
+    if not index.per_head:
+        mass = np.repeat(mass[:1], len(q), 0)  # as if their mean
     if seed % 5 == 0:
         k[:, rng.integers(n)] = 0.0
     so_far = np.concatenate([noise(rng, int(rng.integers(0, 20)), kv_heads * dim), r.joined(q, kv_heads)])
 
-    speakers = [r.joined(k, kv_heads)[t[top(mass[t], index.count)]] for t in tokens_of(member)]
+    speakers = [known.representatives(mass, t.tolist(), index.count, index.per_head) for t in tokens_of(member)]
     window = list(r.joined(q, kv_heads))
     if question is not None and asked == "reading" and index.bias:
         window += list(question)
     sought = r.probe(window, *r.moments(so_far)) if index.bias else r.mean_probe(window)
-    want = (r.chunk_scores_cosine if index.cosine else r.chunk_scores_dot)(sought, speakers)
+    if index.reverse:
+        sought = reversed_probe(window, *r.moments(so_far))
+    want = known.unit_scores(sought, k, speakers, index.cosine)
     if question is not None and index.weight:
-        want = np.add(want, index.weight * np.array(r.chunk_scores_dot(r.mean_vector(question), speakers)))
+        want = np.add(
+            want, index.weight * np.array(known.unit_scores(r.mean_vector(question), k, speakers, index.cosine))
+        )
 
     units = torch.from_numpy(member)[None]
-    about = index.describe(Leaving(single(k), single(mass), units, len(speakers)))
+    about = index.describe(Leaving(single(k), single(mass if index.per_head else mass[0]), units, len(speakers)))
     question = None if question is None else single(question)
     moments = in_windows(rng, so_far) if index.bias else None
     asking = Asking(single(q), kv_heads, dim**-0.5, moments, question, asked == "reading")
@@ -249,7 +290,8 @@ def test_equal_stretches_are_described_as_any_units(index, seed):
     rng = np.random.default_rng(seed)
     size, count, heads = int(rng.choice([1, 4, 9, 15])), int(rng.integers(1, 9)), int(rng.integers(1, 4))
     keys = single(noise(rng, heads, size * count, 8)).to([torch.float32, torch.bfloat16][seed % 2])
-    mass = single(rng.integers(0, 3, size * count) if seed % 3 else rng.random(size * count))
+    shape = (heads * int(rng.integers(1, 4)), size * count) if getattr(index, "per_head", False) else size * count
+    mass = single(rng.integers(0, 3, shape) if seed % 3 else rng.random(shape))
     member = (torch.arange(size * count) // size)[None]
     got, want = (index.describe(Leaving(keys, mass, units, count)) for units in (None, member))
     assert got.equal(want) and Leaving(keys, mass, None, count).units.equal(member)
@@ -824,29 +866,28 @@ def decided(spec, seed, budget=32, **options):
     return q, k, kept, sizes.sinks, end, sizes, recall.cut
 
 
-def represented(spec, q, k, begin, end, sizes):
+def represented(spec, q, k, begin, end, sizes, per_head):
     """[chunks]: what they are worth to the last query, by two representatives each."""
-    n, chances = k.shape[1], attention(q, k).mean(0)
-    mass = [sum(chances[i, j] for i in range(j + 1, min(n, j + sizes.near + 1))) for j in range(n)]
-    keys = r.joined(k, len(k))
+    n, chances = k.shape[1], attention(q, k)
+    mass = np.array([[sum(row[j + 1 : j + sizes.near + 1, j]) for j in range(n)] for row in chances])
     chunks = [range(first, first + sizes.unit) for first in range(begin, end, sizes.unit)]
-    speakers = [keys[[chunk[i] for i in top([mass[j] for j in chunk], 2)]] for chunk in chunks]
-    matched = r.chunk_scores_cosine if spec == "actqkv" else r.chunk_scores_dot
-    return matched(r.joined(q[:, -1:], len(k))[0], speakers)
+    speakers = [known.representatives(mass, chunk, 2, per_head) for chunk in chunks]
+    return known.unit_scores(r.joined(q[:, -1:], len(k))[0], k, speakers, spec == "actqkv")
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("spec", ["infllm", "actqkv", "quest", "tokenselect"])
-@many(12)
+@many(24)
 def test_units_are_fetched_for_the_last_query(spec, seed):
-    options = {"representatives": 2} if spec in ("infllm", "actqkv") else {}
+    per_head = seed >= 12
+    options = {"representatives": 2, "per_head": per_head} if spec in ("infllm", "actqkv") else {}
     q, k, kept, begin, end, sizes, _ = decided(spec, seed, **options)
     if spec == "quest":
         scores = r.quest_scores(q[:, -1], k[:, begin:end], sizes.unit)
     elif spec == "tokenselect":
         scores = [r.tokenselect_votes(q[:, -1:], k[:, begin:end], None)] * len(k)
     else:
-        scores = [represented(spec, q, k, begin, end, sizes)] * len(k)
+        scores = [represented(spec, q, k, begin, end, sizes, per_head)] * len(k)
     n = k.shape[1]
     room = (32 - begin - (n - end)) // sizes.unit
     for row, score in zip(kept, scores, strict=True):

@@ -137,11 +137,13 @@ def actqkv(
     density=True,
     per_head=True,
     question_weight=0.0,
+    reverse=False,
 ):
     check_probe(probe)
-    index = Representatives(representatives, True, probe == "bias", True, question_weight, per_head)
+    index = Representatives(representatives, True, probe == "bias", True, question_weight, per_head, reverse)
+    shared = "reverse" if density and reverse else density
     return Method(
-        "actqkv", None, recall=Recall(Chunks(chunk, 32), index, window, sinks=sinks, near=local, density=density)
+        "actqkv", None, recall=Recall(Chunks(chunk, 32), index, window, sinks=sinks, near=local, density=shared)
     )
 
 
@@ -195,19 +197,24 @@ def quest(page: int | None = None, sinks=0, local: int | None = None):
     return Method("quest", None, recall=Recall(Chunks(page, 16), Bounds(), None, "true", sinks, local, usual=(0, 16)))
 
 
-def clusterkv(tokens=80, iterations=20, sinks: int | None = None, local: int | None = None, pack: int | None = None):
-    recall = Recall(Clusters(tokens, pack, iterations), Centres(), None, "true", sinks, local, usual=(16, 128))
+def clusterkv(
+    tokens=80, iterations=20, sinks: int | None = None, local: int | None = None, pack: int | None = None, once=False
+):
+    cut = Clusters(tokens, pack, iterations)
+    recall = Recall(cut, Centres(), None, "true", sinks, local, usual=(16, 128), once=once)
     return Method("clusterkv", None, recall=recall)
 
 
-def squeezed(tokens=20, iterations=20, window: int | None = None, threshold=0.05, pack: int | None = None):
-    index = Centres(estimate=True, threshold=threshold)
-    recall = Recall(Clusters(tokens, pack, iterations), index, None, "true", 0, window, usual=(0, 100))
+def squeezed(tokens=20, iterations=20, window: int | None = None, threshold=0.05, pack: int | None = None, once=False):
+    cut, index = Clusters(tokens, pack, iterations), Centres(estimate=True, threshold=threshold)
+    recall = Recall(cut, index, None, "true", 0, window, usual=(0, 100), once=once)
     return Method("squeezed", None, recall=recall)
 
 
-def sentencekv(sinks: int | None = None, local: int | None = None, longest=128):
-    recall = Recall(Marked(longest), Centres(), None, "true", sinks, local, usual=(32, 32), needs="sentences")
+def sentencekv(sinks: int | None = None, local: int | None = None, longest=128, once=False):
+    recall = Recall(
+        Marked(longest), Centres(), None, "true", sinks, local, usual=(32, 32), needs="sentences", once=once
+    )
     return Method("sentencekv", None, recall=recall)
 
 
@@ -234,6 +241,7 @@ def by_value(power=1.0, value_pool=5):
 
 
 GROUPED = "the query heads of a key head vote with their average"
+FIRST = "once=True (ProtoKV's table 3, prefilling): the first token written decides what stays, all after it stays"
 ONCE = "layers are compared once, when all are read, and held whole until then"
 SIGN = "equation 5's sign follows the text"
 RANGES = "a range of text for every 16 tokens, 500 at most (chunks=500: as the paper's)"
@@ -287,11 +295,13 @@ METHODS = Registry("method", {
     ),
     "actqkv": Named(
         actqkv, "ActQKV", "everything; chunks are fetched for a probe of surprising queries",
-        "statistics per layer and sequence; the question's queries join the window's (the authors' code adds a term)",
+        "statistics per layer and sequence; the question's queries join the window's, the authors' further term has "
+        "weight 0 (question_weight); query heads choose their representatives, but one probe per key head asks; "
+        "reverse=True is the ablation of appendix D.3, a query's weight 1 / the sum of its bias",
     ),
     "infllm": Named(
         infllm, "arXiv:2402.04617", "everything; blocks are fetched for the mean query of a window",
-        "representatives and blocks are one choice for all heads",
+        "blocks are one choice for all heads; representatives are chosen by attention, not by products",
     ),
     "qllm": Named(
         qllm, "arXiv:2406.07528", "everything; blocks are fetched for the window and, above all, for the question",
@@ -311,15 +321,15 @@ METHODS = Registry("method", {
     ),
     "clusterkv": Named(
         clusterkv, "arXiv:2412.03213", "everything; clusters of keys are fetched by their centre, for every token",
-        f"first centres lie at equal distances; no layer is exempt; {GROUPED}",
+        f"first centres lie at equal distances; no layer is exempt; {GROUPED}; {FIRST}",
     ),
     "squeezed": Named(
         squeezed, "arXiv:2411.09688", "everything; clusters whose centre passes a threshold are fetched",
-        "the threshold is a share of even attention, within the budget; the authors calibrate one",
+        f"the threshold is a share of even attention, within the budget; the authors calibrate one; {FIRST}",
     ),
     "sentencekv": Named(
         sentencekv, "arXiv:2504.00970", "everything; sentences are fetched by their mean key, for every token",
-        "nothing is dropped first; the query alone asks, not its sentence's mean",
+        f"nothing is dropped first; the query alone asks, not its sentence's mean; {FIRST}",
     ),
 })  # fmt: skip
 

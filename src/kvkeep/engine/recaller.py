@@ -17,7 +17,7 @@ from torch.nn.functional import cosine_similarity
 from kvkeep.cache.host import Host, Pair, Purse
 from kvkeep.cache.shelf import Fetched, Pile, Shelf, grown
 from kvkeep.compress.method import Method
-from kvkeep.compress.recall.fetch import by_unit, density_share, match_entropy, spend, spend_even
+from kvkeep.compress.recall.fetch import by_unit, density, density_share, spend, spend_even
 from kvkeep.compress.recall.index import Asking, EachToken, Leaving
 from kvkeep.compress.recall.probe import joined, surprised
 from kvkeep.engine.arrival import Arrival
@@ -80,10 +80,10 @@ class Recaller:
             output, shelf = layer.window(shelf, piece, start, min(start + size, q.shape[1]), quiet)
             outputs.append(output)
         budget = self.method.tokens(self.budget, shelf.seen)
-        if shelf.seen > budget:
+        if shelf.seen > budget and not layer.settled(shelf):
             shelf = layer.put_away(shelf, piece, budget)
-        if shelf.device_tokens > budget:
-            shelf = shelf.but(fetched=None)  # for a window with less near it
+            if shelf.device_tokens > budget:
+                shelf = shelf.but(fetched=None)  # for a window with less near it
         if shelf.nearby < piece.near[0].shape[1]:  # a part of what is no longer needed
             shelf = shelf.but(near=tuple(part.clone() for part in shelf.near))
         if quiet or not outputs:
@@ -139,8 +139,11 @@ class Recaller:
         for j in layers:
             shelf = self.shelves[j][row]
             if shelf.worth is not None:  # a number only now that somebody asks: a GPU would have to be waited for
-                self.shelves[j][row] = shelf.but(worth=None, density=(match_entropy(shelf.worth), 0))
-        return [density and density[0] for density in (self.shelves[j][row].density for j in layers)]
+                self.shelves[j][row] = shelf.but(worth=None, density=(self.density(shelf.worth), 0))
+        return [known and known[0] for known in (self.shelves[j][row].density for j in layers)]
+
+    def density(self, worth: Tensor) -> float:
+        return density(worth, self.recall.density == "reverse")
 
     def take(self, rows: Sequence[int]) -> None:
         self.shelves = {i: [shelves[row] for row in rows] for i, shelves in self.shelves.items()}
@@ -198,13 +201,13 @@ class Layer:
         budget = self.all.method.tokens(self.all.budget, seen)
         sizes, far = recall.sizes(budget), None
         reading_whole = recall.window is None and not self.writing
-        if seen > budget and not reading_whole:
+        if seen > budget and not reading_whole and not self.settled(shelf):
             shelf = self.put_away(shelf, piece, budget)
         turned = piece.turned(start, end, sizes.near)
         probe = None
         if recall.index.wants_moments:
             question = None if self.writing or not recall.index.joins else self.all.question.get(self.index)
-            moments, probe = surprised(turned, piece.near[0].shape[0], shelf.moments, question)
+            moments, probe = surprised(turned, len(piece.near[0]), shelf.moments, question, recall.index.reverse)
             shelf = shelf.but(moments=moments)
         if shelf.host.tokens:
             shelf = shelf.but(fetched=None) if reading_whole else self._choose(shelf, turned, probe, budget)
@@ -223,6 +226,10 @@ class Layer:
             rest = new.scale, new.softcap, new.sinks, band, shelf.mass, recall.index.per_head
             output, mass = attend_apart(q, meets, far, near, *rest)
         return output, shelf.but(near=near, mass=mass, seen=seen)
+
+    def settled(self, shelf: Shelf) -> bool:
+        """What this text's first written token fetched stays, and so does all that is near."""
+        return self.recall.once and self.writing and shelf.fetched is not None
 
     def put_away(self, shelf: Shelf, piece: Piece, budget: int) -> Shelf:
         """Let go of what is no longer near, in whole units."""
@@ -303,6 +310,8 @@ class Layer:
 
     def _choose(self, shelf: Shelf, turned: Tensor, asks: Tensor | None, budget: int) -> Shelf:
         """Let the window's queries say which units they want; asks: their probe, where it is known."""
+        if self.settled(shelf):
+            return shelf
         recall, last, kv_heads = self.recall, shelf.fetched, shelf.near[0].shape[0]
         probe = joined(turned, kv_heads).mean(0) if recall.similar is not None else None
         again = last is not None and probe is not None and self.writing
@@ -335,7 +344,7 @@ class Layer:
         """While writing, layers share what all of them may fetch; ActQKV's information density."""
         if not self.writing:
             return shelf.but(worth=worth), quota
-        now, layers = match_entropy(worth), self.all.owned
+        now, layers = self.all.density(worth), self.all.owned
         left = self.all.left.setdefault(self.row, len(layers) * quota)
         later = self.all.densities(layers[layers.index(self.index) + 1 :], self.row)
         share = density_share(

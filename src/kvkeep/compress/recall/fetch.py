@@ -66,6 +66,12 @@ def density_share(now: float, later: list[float], left: int, unit: int) -> int:
     return min(left, int(part * left / unit + 1e-9) * unit)
 
 
+def density(worth: Tensor, reverse: bool = False) -> float:
+    """What a layer's share goes by: the entropy of its matches; reverse: 1 / that (ActQKV, appendix D.3)."""
+    entropy = match_entropy(worth)
+    return 1 / max(entropy, 1e-9) if reverse else entropy
+
+
 def match_entropy(worth: Tensor) -> float:
     """Of the softmax over units. worth [1, units]"""
     chances = worth[0].softmax(0)

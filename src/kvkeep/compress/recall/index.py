@@ -66,9 +66,10 @@ def _speakers(keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, 
     -> [1, units, kv_heads * dim] float32; `cosine`: the mean of their directions
     """
     if mass.dim() == 2:
-        best = best_first(mass.view(len(mass), units, -1))[..., :count]
-        start = torch.arange(units, device=keys.device) * (keys.shape[1] // units)
-        return _by_head(keys, best + start[:, None], cosine)
+        size = keys.shape[1] // units
+        mass = mass.view(len(mass), units, size) if count < size else mass.new_zeros(len(mass), units, size)
+        start = torch.arange(units, device=keys.device) * size
+        return _by_head(keys, best_first(mass)[..., :count] + start[:, None], cosine)
     together = joined(keys, len(keys)).view(units, -1, len(keys) * keys.shape[-1])
     best = best_first(mass.view(together.shape[:2]))[:, :count].sort(1).values
     speak = together.gather(1, best[..., None].expand(-1, -1, together.shape[-1]))
@@ -82,6 +83,7 @@ def _by_head(keys: Tensor, ranked: Tensor, cosine: bool) -> Tensor:
 
     The r-th representative of a unit is the r-th choice of every query head, one after the other; with `cosine` it has
     length 1. Averaged within groups its product with a probe is the same, and the description as small as one choice's.
+    Where all tokens of a unit speak nobody chooses, and a representative is the same token for all heads.
     keys [kv_heads, n, dim], ranked [heads, units, r] tokens, best first, -1: no more -> [1, units, kv_heads * dim]
     """
     kv_heads, _, dim = keys.shape
@@ -136,6 +138,7 @@ class Representatives:
     joins: bool = False  # while a prompt is read, the question's queries are part of every window
     weight: float = 0.0  # of the question beside the window, while reading and writing
     per_head: bool = False
+    reverse: bool = False  # the least surprising queries count most
     wants_mass = True
     wants_sizes = False
 
@@ -179,7 +182,7 @@ class Representatives:
         window, question = joined(asking.queries, asking.kv_heads), asking.question
         if question is not None and asking.reading and self.joins:
             window = torch.cat([window, question])
-        return activation_bias(window, asking.moments) if self.bias else window.mean(0)
+        return activation_bias(window, asking.moments, self.reverse) if self.bias else window.mean(0)
 
 
 @dataclass(frozen=True)
@@ -258,26 +261,27 @@ class Centres:
 
 def chosen_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> Tensor:
     """Which tokens are among the `count` best of their unit; the later of equals. scores, member [n] -> [n] bool"""
-    order, rank, _ = _unit_by_unit(scores, member, units)
+    order, rank = _unit_by_unit(scores, member, torch.bincount(member, minlength=units))
     return torch.empty_like(rank).scatter(0, order, rank) < count
 
 
 def ranked_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> Tensor:
     """The `count` best tokens of each unit, best first, the later of equals; -1 where it has fewer.
 
+    A unit that has no more than `count` is ranked alike by all heads.
     scores [heads, n], member [n] -> [heads, units, count], or the size of the largest unit if that is less
     """
-    order, rank, sizes = _unit_by_unit(scores, member, units)
+    sizes = torch.bincount(member, minlength=units)
+    order, rank = _unit_by_unit(scores.masked_fill(sizes[member] <= count, 0), member, sizes)
     count = min(count, int(sizes.max()))
     place = torch.where(rank < count, member[order] * count + rank, units * count)  # others into one place too many
     table = order.new_full((len(scores), units * count + 1), -1).scatter(1, place, order)
     return table[:, :-1].view(len(scores), units, count)
 
 
-def _unit_by_unit(scores: Tensor, member: Tensor, units: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens unit after unit, best first, and the rank of each in its unit [..., n]; tokens of each unit [units]"""
+def _unit_by_unit(scores: Tensor, member: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens unit after unit, best first, and the rank of each in its unit. scores [..., n] -> twice [..., n]"""
     best = best_first(scores)
     order = best.gather(-1, member[best].sort(dim=-1, stable=True).indices)
-    sizes = torch.bincount(member, minlength=units)
     first = sizes.cumsum(0) - sizes
-    return order, torch.arange(len(member), device=order.device) - first[member[order]], sizes
+    return order, torch.arange(len(member), device=order.device) - first[member[order]]

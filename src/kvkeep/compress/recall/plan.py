@@ -35,9 +35,10 @@ class Recall:
     sinks: int | None = None
     near: int | None = None
     usual: tuple[int, int] = (64, 512)  # sinks and near tokens where nobody says: a 16th, a quarter of it at most
-    density: bool = False  # while decoding, layers share what they fetch by the entropy of their matches
+    density: bool | Literal["reverse"] = False  # while decoding, layers share what they fetch by the entropy of matches
     neighbours: float = 0.0  # this share of what is fetched are units beside the best
     similar: float | None = None  # while decoding, fetch again only when the query is less like the last one that did
+    once: bool = False  # the first token written decides: nothing is fetched or put away until the next prompt
     needs: str = ""  # what only the text can tell: "surprise" or "sentences"
 
     def __post_init__(self) -> None:

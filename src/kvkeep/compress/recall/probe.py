@@ -44,21 +44,30 @@ def joined(vectors: Tensor, kv_heads: int) -> Tensor:
     return vectors.float().view(kv_heads, -1, n, dim).mean(1).transpose(0, 1).reshape(n, -1)
 
 
-def activation_bias(window: Tensor, moments: Moments) -> Tensor:
+def activation_bias(window: Tensor, moments: Moments, reverse: bool = False) -> Tensor:
     """ActQKV's probe: queries weighted by how far they lie from the mean of all, in units of its variance.
 
     window [w, dim] -> [dim]; a number that never varied counts for nothing
+    reverse: weighted by 1 / that, the ablation of the paper's appendix D.3
     """
     still = moments.variance <= 1e-12 * moments.mean.square().clamp_min(1e-30)
     spread = moments.variance.masked_fill(still, torch.inf)
     surprise = ((window - moments.mean).square() / spread).sum(1)
+    if reverse:
+        surprise = 1 / surprise.clamp_min(1e-30)
     total = surprise.sum()
     weight = torch.where(total > 0, surprise / total.clamp_min(1e-30), 1 / len(window))
     return weight @ window
 
 
 def _surprised(
-    queries: Tensor, kv_heads: int, count: int, mean: Tensor | None, variance: Tensor | None, question: Tensor | None
+    queries: Tensor,
+    kv_heads: int,
+    count: int,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    question: Tensor | None,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Moments of `count` queries brought up to date with a window, and what it asks for, a question's queries with it.
 
@@ -69,16 +78,17 @@ def _surprised(
     if mean is not None and variance is not None:
         moments = Moments(count, mean, variance).joined(moments)
     asked = window if question is None else torch.cat([window, question])
-    return moments.mean, moments.variance, activation_bias(asked, moments)
+    return moments.mean, moments.variance, activation_bias(asked, moments, reverse)
 
 
 _best_surprised = Best("surprised", "probe", lambda queries, *_: queries.stride(-1) == 1, _surprised)
 
 
 def surprised(
-    queries: Tensor, kv_heads: int, so_far: Moments | None, question: Tensor | None = None
+    queries: Tensor, kv_heads: int, so_far: Moments | None, question: Tensor | None = None, reverse: bool = False
 ) -> tuple[Moments, Tensor]:
     """Moments of all queries, this window's included, and its probe. Shapes as above"""
     count, mean, variance = (so_far.count, so_far.mean, so_far.variance) if so_far else (0, None, None)
-    mean, variance, probe = _best_surprised(queries, kv_heads, count, mean, variance, question)
+    given = queries, kv_heads, count, mean, variance, question
+    mean, variance, probe = _surprised(*given, True) if reverse else _best_surprised(*given)
     return Moments(count + queries.shape[1], mean, variance), probe

@@ -18,6 +18,8 @@ def speakers(keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, r
     about = room
     if about is None:
         about = torch.empty(1, units, kv_heads * dim, dtype=torch.float32, device=keys.device)
+    if mass.dim() == 2 and count >= size:
+        mass = mass[0]  # all speak, whoever chooses
     if mass.dim() == 2:
         group = len(mass) // kv_heads
         width = power(kv_heads) * power(group)
