@@ -136,7 +136,7 @@ class Cache(AdaptedCache):
             whole = self.contest.enter(index, rows)
             self.peak = max(self.peak, self.nbytes + whole)
         else:
-            self.observer.note_step(index, new.query)
+            self.observer.note_step(index, new.query, arrival)
 
     def begin(self) -> None:
         self._undo()
