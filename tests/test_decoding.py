@@ -209,6 +209,31 @@ def test_padding_does_not_vote_while_a_buffer_fills(spec, cut, schedule):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("order", [[1, 0], [1, 1], [0, 1, 1]])
+@pytest.mark.parametrize("spec", ["snapkv", "kvkeep", "cake", "protokv", "h2o", "tova"])
+def test_rows_take_their_buffered_queries_along(spec, order):
+    """Rows change places while queries wait for the next contest: each is then judged by its own."""
+    model, texts = make_llama(num_hidden_layers=2).double(), (IDS[:, :100], IDS[:, 150:250].flip(1))
+
+    def feed(cache, batch, start, stop):
+        for part in (batch[:, t : t + 1] for t in range(start, stop)):
+            model(part, past_key_values=cache)
+
+    together, alone, batch = kvkeep.Cache(model, spec, 32, schedule=20), [], torch.cat(texts)
+    model(batch[:, :60], past_key_values=together)
+    feed(together, batch, 60, 75)  # 15 of 20: nothing was decided since the prompt
+    together.reorder_cache(torch.tensor(order))
+    feed(together, batch[order], 75, 82)
+    for text in texts:
+        alone.append(kvkeep.Cache(model, spec, 32, schedule=20))
+        model(text[:, :60], past_key_values=alone[-1])
+        feed(alone[-1], text, 60, 82)
+    assert alone[0].kept(0) != alone[1].kept(0) and alone[0].report().kept_per_head == 34
+    for new, old in enumerate(order):
+        assert all(together.kept(i)[new] == alone[old].kept(i)[0] for i in range(2))
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("spec", ["h2o", "ahakv", "tova", "streamingllm", "snapkv"])
 def test_turns_forks_and_files_carry_what_was_noted(spec, tmp_path):
     model, options = make_llama(), {"schedule": 10} if spec == "snapkv" else {}
