@@ -203,6 +203,93 @@ def test_padded_rows_step_as_they_do_alone(spec):
         assert all(together.kept(i)[row] == alone.kept(i)[0] for i in range(4))
 
 
+class Stop(Exception):
+    pass
+
+
+def due_in(cache, real):
+    """Whose tokens would compete after a pass: one that is cut short then leaves nothing to go on with."""
+    return [cache.arrivals._due(row, int(count)) for row, count in enumerate(real.sum(1))]
+
+
+def cut_short(model, ids, **how):
+    broken = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Stop()))
+    with pytest.raises(Stop):
+        model(ids, **how)
+    broken.remove()
+
+
+VOTING = [spec for spec in [*EVICTING, "snapkv+adakv", "tova+cake", "h2o+entropy"] if parse(spec).voters]
+# which of a pass's columns are real, for each of two rows: they take turns, wait, and come beside padding
+UNEVEN = [((1,), (1,)), ((1,), (0,)), ((0, 1), (1, 0)), ((0,), (1,)), ((1,), (1,)), ((0, 0, 1), (0, 1, 0))]
+UNEVEN += [((1,), (0,))] * 20 + [((1,), (1,)), ((0,), (1,)), ((0, 1), (0, 0))] * 4
+
+
+def uneven_batch(rows, prompts):
+    """Passes of a batch as (ids, mask of all columns so far): a left-padded prompt, then the steps above."""
+    longest, taken, mask = max(prompts), [0, 0], torch.zeros(2, 0, dtype=torch.long)
+    columns = [[0] * (longest - n) + [1] * n for n in prompts]
+    for real in (columns, *UNEVEN):
+        ids = torch.zeros(2, len(real[0]), dtype=torch.long)
+        for row, spots in enumerate(real):
+            for column in (c for c, is_real in enumerate(spots) if is_real):
+                ids[row, column] = rows[row][taken[row]]
+                taken[row] += 1
+        mask = torch.cat([mask, torch.tensor(real)], 1)
+        yield ids, mask
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("schedule", [4, 11])
+@pytest.mark.parametrize("spec, cut", [*((spec, False) for spec in VOTING), ("snapkv", True)])
+def test_padding_does_not_vote_while_a_buffer_fills(spec, cut, schedule):
+    """Rows that get their tokens in different passes end as they do alone, and say the same on the way."""
+    model = make_llama(num_hidden_layers=2).double()
+    rows, prompts = (IDS[0, :150], IDS[0, 200:350].flip(0)), (70, 45)
+    together = kvkeep.Cache(model, spec, 32, schedule=schedule)
+    said = ([], [])
+    for ids, mask in uneven_batch(rows, prompts):
+        places = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        how = {"attention_mask": mask, "position_ids": places, "past_key_values": together}
+        if cut and together.seen and not any(due_in(together, mask[:, -ids.shape[1] :])):
+            cut_short(model, ids, **how)
+        logits = model(ids, **how).logits
+        for row in range(2):
+            said[row].append(logits[row][mask[row, -ids.shape[1] :].bool()])
+    for row, count in enumerate(prompts):
+        alone, want = kvkeep.Cache(model, spec, 32, schedule=schedule), []
+        seen = sum(map(len, said[row]))
+        for part in (rows[row][:count], *rows[row][count:seen].split(1)):
+            want.append(model(part[None], past_key_values=alone).logits[0])
+        torch.testing.assert_close(torch.cat(said[row]), torch.cat(want), atol=1e-5, rtol=0)
+        assert all(together.kept(i)[row] == alone.kept(i)[0] for i in range(2))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("order", [[1, 0], [1, 1], [0, 1, 1]])
+@pytest.mark.parametrize("spec", ["snapkv", "kvkeep", "cake", "protokv", "h2o", "tova"])
+def test_rows_take_their_buffered_queries_along(spec, order):
+    """Rows change places while queries wait for the next contest: each is then judged by its own."""
+    model, texts = make_llama(num_hidden_layers=2).double(), (IDS[:, :100], IDS[:, 150:250].flip(1))
+
+    def feed(cache, batch, start, stop):
+        for part in (batch[:, t : t + 1] for t in range(start, stop)):
+            model(part, past_key_values=cache)
+
+    together, alone, batch = kvkeep.Cache(model, spec, 32, schedule=20), [], torch.cat(texts)
+    model(batch[:, :60], past_key_values=together)
+    feed(together, batch, 60, 75)  # 15 of 20: nothing was decided since the prompt
+    together.reorder_cache(torch.tensor(order))
+    feed(together, batch[order], 75, 82)
+    for text in texts:
+        alone.append(kvkeep.Cache(model, spec, 32, schedule=20))
+        model(text[:, :60], past_key_values=alone[-1])
+        feed(alone[-1], text, 60, 82)
+    assert alone[0].kept(0) != alone[1].kept(0) and alone[0].report().kept_per_head == 34
+    for new, old in enumerate(order):
+        assert all(together.kept(i)[new] == alone[old].kept(i)[0] for i in range(2))
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     "spec", ["h2o", "ahakv", "ahakv:decode_prior=true", "ahakv:recent_only=false", "tova", "streamingllm", "snapkv"]
@@ -240,10 +327,6 @@ def test_an_older_file_goes_on_by_the_rule_it_was_written_by(spec, parameter, be
     for t in range(70, 90):
         got, want = (model(IDS[:, t : t + 1], past_key_values=each).logits for each in (loaded, cache))
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-
-
-class Stop(Exception):
-    pass
 
 
 @pytest.mark.core

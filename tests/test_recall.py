@@ -166,6 +166,35 @@ def test_the_device_holds_the_budget_and_the_host_the_rest(spec):
     assert "put away" in str(report) and cache.get_seq_length() == 300
 
 
+def tokens_in_memory(shelf):
+    """Tokens per key head that the device really holds, by the storages of all keys a shelf refers to."""
+    keys = [shelf.near[0], *(pair[0] for pair in (shelf.sinks, shelf.fetched and shelf.fetched.pair) if pair)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in keys if t.numel()}
+    return sum(storages.values()) // keys[0][:, :1].nbytes
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("budget", [64, 160])
+@pytest.mark.parametrize("spec", FETCHING)
+def test_the_device_holds_the_budget_after_every_prompt(spec, budget):
+    """Not only once decoding goes on: whole, in pieces, and of any length."""
+    model = llama(num_hidden_layers=2)
+    for pieces in ((budget + 1,), (250,), (400,), (150, 2, 90, 40, 33)):
+        cache = kvkeep.Cache(model, spec, budget)
+        if cache.recaller.recall.needs:
+            cache.recaller.tell(0, (torch.arange(400) % 7 == 6).float())
+        start = 0
+        for piece in pieces:
+            model(IDS[:, start : start + piece], past_key_values=cache)
+            start += piece
+            for (shelf,) in cache.recaller.shelves.values():
+                sinks = shelf.sinks[0].shape[1] if shelf.sinks else 0
+                held = tokens_in_memory(shelf)
+                assert held <= budget + sinks  # those fetched lie behind a copy of the sinks
+                assert shelf.device_tokens <= min(budget, start) and shelf.host.tokens >= start - budget
+                assert all(len(set(head)) == len(head) == shelf.device_tokens for head in shelf.positions())
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("spec", ALONE)
 def test_pieces_forks_and_rows(spec):

@@ -24,13 +24,15 @@ class Observer:
         self.wanted = 0 if method.memory and method.memory.sees_all else method.voters
         self.decoding = decoding and self.wanted > 1 and not method.memory
         self.voters: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries [heads, w, dim]
-        self.steps: dict[int, deque[Tensor]] = {}  # layer -> the queries of single steps since, all rows
+        # layer -> the queries of single steps since: all rows together, or row by row where some got no token
+        self.steps: dict[int, deque[Tensor | list[Tensor]]] = {}
         self.noted: set[int] = set()  # layers whose last such queries are of the pass under way
 
     @property
     def nbytes(self) -> int:
-        queries = [*self.voters.values(), *(query for steps in self.steps.values() for query in steps)]
-        return sum(query.untyped_storage().nbytes() for query in queries)
+        steps = [step for kept in self.steps.values() for step in kept]
+        queries = [row for step in steps for row in ([step] if isinstance(step, Tensor) else step)]
+        return sum(query.untyped_storage().nbytes() for query in [*self.voters.values(), *queries])
 
     def begin(self, counts: Sequence[int]) -> None:
         """A row that gets a single token is decoding: its prompt is over, and nobody may need its queries any more."""
@@ -39,11 +41,19 @@ class Observer:
             over = {row for row, count in enumerate(counts) if count == 1}
             self.voters = {who: queries for who, queries in self.voters.items() if who[1] not in over}
 
-    def note_step(self, index: int, query: Tensor) -> None:
-        """Remember a single step's queries, as cheaply as can be. query [rows, heads, 1, dim]"""
-        if self.decoding:
-            self.steps.setdefault(index, deque(maxlen=self.wanted + 1)).append(query.detach())
-            self.noted.add(index)
+    def note_step(self, index: int, query: Tensor, arrival: Arrival) -> None:
+        """Remember a single step's queries, as cheaply as can be; padding's are nobody's. query [rows, heads, q, dim]
+
+        Rows that go on must not push out the queries of one that waits, so nothing stays beside an uneven step.
+        """
+        if not self.decoding:
+            return
+        steps, uneven = self.steps.setdefault(index, deque(maxlen=self.wanted + 1)), arrival.columns is not None
+        if uneven or (steps and isinstance(steps[-1], list)):
+            self._gather(index, steps)
+        query = query.detach()
+        steps.append([arrival.real(query, row) for row in range(len(query))] if uneven else query)
+        self.noted.add(index)
 
     def forget_step(self) -> None:
         """The pass under way did not go through."""
@@ -54,13 +64,14 @@ class Observer:
     def gather(self) -> None:
         """Put the single steps' queries behind the voters they follow."""
         for index, steps in self.steps.items():
-            if not steps:
-                continue
-            together = torch.cat(list(steps), 2)
-            for row, queries in enumerate(together):
-                self._voters(index, row, queries)
+            self._gather(index, steps)
         self.steps = {}
         self.noted.clear()
+
+    def _gather(self, index: int, steps: deque[Tensor | list[Tensor]]) -> None:
+        for row in range(len(steps[0]) if steps else 0):
+            self._voters(index, row, torch.cat([step[row] for step in steps], 1))
+        steps.clear()
 
     def take(self, rows: Sequence[int]) -> None:
         self.gather()
