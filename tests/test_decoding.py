@@ -11,7 +11,6 @@ from oracles.protokv import oracle_protokv
 from oracles.snapkv import oracle_snapkv
 
 import kvkeep
-from kvkeep.cache import file
 from kvkeep.compress.method import Method, parse
 from kvkeep.compress.score.aha import gain
 from kvkeep.errors import BadParameter
@@ -308,25 +307,6 @@ def test_turns_forks_and_files_carry_what_was_noted(spec, tmp_path):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
             assert [other.kept(i) for i in range(4)] == [cache.kept(i) for i in range(4)]
     assert cache.report().kept_per_head <= 30 + 9
-
-
-@pytest.mark.parametrize(
-    "spec, parameter, before", [("ahakv", "decode_prior", True), ("intentkv", "boundary", "first")]
-)
-def test_an_older_file_goes_on_by_the_rule_it_was_written_by(spec, parameter, before, tmp_path):
-    """What was noted then lacks the values' weight; a file from before there was a choice does not say so."""
-    model = make_llama(num_hidden_layers=2)
-    cache = kvkeep.Cache(model, spec, 30, **{parameter: before})
-    model(IDS[:, :70], past_key_values=cache)
-    cache.save(tmp_path / "cache")
-    tensors, facts = file.read(tmp_path / "cache")
-    assert facts["parameters"].pop(parameter) == before
-    file.write(tmp_path / "cache", tensors, facts)
-    loaded = kvkeep.Cache.load(tmp_path / "cache", model)
-    assert loaded.method.parameters[parameter] == before
-    for t in range(70, 90):
-        got, want = (model(IDS[:, t : t + 1], past_key_values=each).logits for each in (loaded, cache))
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.core
