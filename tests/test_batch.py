@@ -264,7 +264,7 @@ def test_prompts_share_what_the_host_may_hold(at_once):
 
 @pytest.mark.parametrize("spec", ["h2o", "infllm"])
 def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
-    engine, read, feed = precise(spec), kvkeep.Engine.read, Abreast.feed
+    engine, read, feed = precise(spec), kvkeep.Engine.prefill, Abreast.feed
     want = engine.generate(PROMPTS, max_new_tokens=5)
     alive = living(monkeypatch)
 
@@ -279,10 +279,10 @@ def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
         return feed(self, ids)
 
     at_once.clear()
-    monkeypatch.setattr(kvkeep.Engine, "read", reading)
+    monkeypatch.setattr(kvkeep.Engine, "prefill", reading)
     assert engine.generate(PROMPTS, max_new_tokens=5) == want and max(at_once) == 3
     at_once.clear()
-    monkeypatch.setattr(kvkeep.Engine, "read", read)
+    monkeypatch.setattr(kvkeep.Engine, "prefill", read)
     monkeypatch.setattr(Abreast, "feed", feeding)
     assert engine.generate(PROMPTS, max_new_tokens=5) == want and at_once[0] == 4 and at_once[-1] <= 2
     full = Mock(side_effect=torch.OutOfMemoryError("no"))

@@ -16,7 +16,7 @@ import kvkeep.cli.inputs
 from kvkeep.cli import app
 from kvkeep.cli.ask import told
 from kvkeep.cli.show import busy
-from kvkeep.engine.generate import Progress
+from kvkeep.engine.progress import Progress
 from kvkeep.errors import BadInput
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "lighthouse.txt"

@@ -1,6 +1,7 @@
 """Engine.read: one text, many questions."""
 
 import warnings
+from pathlib import Path
 
 import families
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import kvkeep
 from kvkeep.compress.method import parse
 from kvkeep.errors import BadCacheFile, BadInput, BadParameter, CacheMisuse, QueryAwareWarning
+from kvkeep.model.load import load
 from kvkeep.model.prompt import context_ids, encode, question_ids
 
 TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 29 == 0 else "") for i in range(300))
@@ -51,6 +53,17 @@ def test_a_context_answers_as_generate_does(chat):
     hot = {"temperature": 1.5, "top_k": 40, "seed": 5, **SHORT}
     assert context.ask("Why?", **hot) == one.generate(TEXT, question="Why?", **hot)
     assert "".join(context.stream("Why?", **hot)) == context.ask("Why?", **hot)
+
+
+@pytest.mark.real
+def test_the_default_model_answers_as_generate_does():
+    one = kvkeep.Engine(*load(), "full", None)
+    text = (Path(__file__).parents[1] / "examples" / "lighthouse.txt").read_text()[:2000]
+    context = one.read(text)
+    for question in ("Where is the light?", "Who wrote this report?"):
+        whole = one.encode(text, question)
+        assert context.ask(question, max_new_tokens=8) == one.generate(text, question=question, max_new_tokens=8)
+        assert context._engine.fed == whole[: len(context)].tolist() and len(whole) - len(context) < 20
 
 
 @pytest.mark.parametrize("spec", [*EVICTING, *FETCHING])
@@ -171,7 +184,7 @@ def test_a_question_not_seen_is_warned_of_once_where_it_matters(chat, spec):
 
 def test_the_warning_names_what_was_kept_and_the_way_out(chat):
     (said,) = warned(engine(chat, "snapkv", 100).read(TEXT))
-    assert f"'snapkv' kept 100 of {len(TEXT) + 1} tokens" in said and "question=" in said and "'actqkv'" in said
+    assert f"'snapkv' kept 100 of {len(TEXT) + 1} tokens" in said and "question=" in said and "'tokenselect'" in said
 
 
 def test_a_report_of_what_is_fetched_names_its_parts(chat):
@@ -232,7 +245,7 @@ def test_a_context_is_saved_and_loaded(chat, tmp_path):
 def test_a_context_says_what_it_is(chat):
     context = engine(chat, "snapkv", 100).read(TEXT)
     held = f"100 of the context kept per key head, {kvkeep.engine.report.human(context.report().bytes)}"
-    assert repr(context) == f"<kvkeep.Context snapkv, budget 100: {len(TEXT) + 1} tokens read, {held}>"
+    assert repr(context) == f"<kvkeep.Context snapkv, budget 100: {len(TEXT) + 1} tokens seen, {held}>"
     said = repr(context)
     quietly(context, "Why?")
     assert repr(context) == said

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.engine import saving
 from kvkeep.engine.progress import Progress
-from kvkeep.engine.report import Report, human, told
+from kvkeep.engine.report import Report
 from kvkeep.engine.sample import Generation
 from kvkeep.engine.session import Cache
 from kvkeep.engine.unread import check_can_unread, unread
@@ -35,30 +35,27 @@ class Context:
 
     def __init__(self, engine: Engine, text: str, known: frozenset[str] = frozenset()):
         """engine: one of its own, that has read the text; known: questions that decided what was kept"""
-        self._engine, self.text, self.known = engine, text, known
         engine.cache.arrivals.mark_context()
-        self.answer = engine.answer  # the last one
-        self._report = engine.cache.report()
-        self._warned = False
+        self._engine, self.text, self.known, self._warned = engine, text, known, False
+        self.answer, self._report = engine.answer, engine.cache.report()  # of the last question, once there is one
 
     @classmethod
     def read(cls, engine: Engine, text: str, question: str | None, progress: Watching) -> Context:
         """engine: one that has read nothing; a question takes part in the choice, and is taken back"""
         check_text("text", text)
-        ids, rest, known = context_ids(engine.tokenizer, text), [], frozenset()
+        ids, rest = context_ids(engine.tokenizer, text), []
         engine.check_length(len(ids), 1)
         if question is not None:
             check_text("question", question)
-            known = frozenset({question.strip()})
             engine.read_for(question, len(ids))
-        if known and engine.method.query_aware:
-            check_can_unread(engine.cache)
-            rest = question_ids(engine.tokenizer, text, question, ids)
+            if engine.method.query_aware:
+                check_can_unread(engine.cache)
+                rest = question_ids(engine.tokenizer, text, question, ids)
         engine.prefill(torch.tensor(ids + rest), progress)
         if rest:
             unread(engine.cache, len(ids))
         engine.fed = ids
-        return cls(engine, text, known)
+        return cls(engine, text, frozenset({question.strip()} if question else ()))
 
     def ask(self, question: str, **options: Any) -> str:
         """The answer to a question about the text; options as in `Engine.stream`."""
@@ -90,10 +87,9 @@ class Context:
         warnings.warn(
             f"'{method.name}' kept {kept:,.0f} of {self.tokens:,} tokens before it knew this question, by the last "
             "queries of what it read; what is asked for may be gone. Give a question that is known to "
-            "engine.read(text, question=…), or use a method that drops nothing, such as 'actqkv' or 'infllm'.",
-            QueryAwareWarning,
-            stacklevel=4,
-        )
+            "engine.read(text, question=…), or use a method that drops nothing, such as 'tokenselect' or 'sentencekv'.",
+            QueryAwareWarning, stacklevel=4,
+        )  # fmt: skip
 
     def fork(self) -> Context:
         """An independent copy."""
@@ -114,19 +110,15 @@ class Context:
             raise BadCacheFile(f"{path} was saved with another tokenizer or chat template; load it with that one.")
         return cls(engine, found["text"], frozenset(found["known"]))
 
-    @property
-    def tokens(self) -> int:
-        """Of the text, with what the chat template puts before it."""
+    def __len__(self) -> int:
+        """Tokens of the text, with what the chat template puts before it."""
         return len(self._engine.fed)
 
-    def __len__(self) -> int:
-        return self.tokens
+    tokens = property(__len__)
 
     def report(self) -> Report:
         """What is held of the text; after a question, what was held of text, question and answer at the end of it."""
         return self._report
 
     def __repr__(self) -> str:
-        engine, kept = self._engine, told({"context": self._report.kept["context"]})
-        held = f"{self.tokens:,} tokens read, {kept} kept per key head, {human(engine.cache.nbytes)}"
-        return f"<kvkeep.Context {engine.method.name}, budget {engine.budget}: {held}>"
+        return repr(self._engine.cache).replace("kvkeep.Cache", "kvkeep.Context", 1)
