@@ -249,6 +249,7 @@ def test_a_context_says_what_it_is(chat):
     said = repr(context)
     quietly(context, "Why?")
     assert repr(context) == said
+    assert repr(engine(chat, "infllm", 64).read(TEXT)).endswith(" kB offloaded>")
 
 
 def test_an_engine_goes_on_beside_its_contexts(chat):

@@ -247,7 +247,8 @@ class Cache(AdaptedCache):
     def __repr__(self) -> str:
         report, name = self.report(), type(self).__name__
         held = f"{sum(self.arrivals.seen):,} tokens seen, {told(report.kept)} kept per key head, {human(report.bytes)}"
-        return f"<kvkeep.{name} {self.method.name}, budget {self.budget}: {held}>"
+        away = f", {human(report.host_bytes)} offloaded" if report.host_bytes else ""
+        return f"<kvkeep.{name} {self.method.name}, budget {self.budget}: {held}{away}>"
 
     def fork(self) -> Cache:
         """An independent copy: one compressed context, many questions."""
