@@ -72,7 +72,7 @@ def run(engine: Any, ids: torch.Tensor, new: int, quiet: bool = False) -> dict:
                 f"{progress.done:>9,} tokens  {seconds:7.1f} s  {progress.done / seconds:9,.0f} /s  {text}", flush=True
             )
 
-    logits = engine.read(ids, note)
+    logits = engine.prefill(ids, note)
     settle(engine)
     reading = time.perf_counter() - began
     for _ in range(new):

@@ -36,8 +36,8 @@ def test_engines_side_by_side_say_what_each_says_alone(chat, spec):
     ids = chat[1](TEXT, return_tensors="pt").input_ids[0]
     alone = [kvkeep.Engine(*chat, spec, budget) for budget in BUDGETS] + [kvkeep.Engine(*chat, "full")]
     for number, engine in enumerate(alone):
-        engine.read(ids[3 * number :])  # none has read as much as another
-    several = Abreast(alone[0].model, [engine.fork() for engine in alone])
+        engine.prefill(ids[3 * number :])  # none has read as much as another
+    several = Abreast(alone[0].model, [engine._fork() for engine in alone])
     passes = torch.Generator().manual_seed(1)
     for number, tokens in enumerate([5, 1, 1, 1, 4, *[1] * 20]):
         new = torch.randint(3, 60, (len(alone), tokens), generator=passes)
@@ -54,8 +54,8 @@ def test_layers_left_to_transformers_keep_engines_apart():
     model, ids = build("gemma3_text", "sdpa"), prompt(60)[0]
     alone = [kvkeep.Engine(model, tiny_chat.tokenizer(), "snapkv", budget) for budget in (16, 24)]
     for engine in alone:
-        engine.read(ids)
-    several = Abreast(alone[0].model, [engine.fork() for engine in alone])
+        engine.prefill(ids)
+    several = Abreast(alone[0].model, [engine._fork() for engine in alone])
     assert not several.shares
     for token in range(5, 12):
         new = torch.tensor([[token], [token + 1]])

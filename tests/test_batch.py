@@ -1,5 +1,6 @@
 """Many prompts at once say what each says alone."""
 
+import math
 import weakref
 from unittest.mock import Mock
 
@@ -16,6 +17,7 @@ from kvkeep.engine.batch import Batch, Request
 from kvkeep.engine.draw import draw
 from kvkeep.engine.many import can_batch
 from kvkeep.engine.pool import Pool
+from kvkeep.engine.sample import Sampler
 from kvkeep.engine.words import Unfolding
 from kvkeep.errors import BadInput, BadParameter
 
@@ -128,6 +130,57 @@ def test_drawing():
     assert set(many[:, 2].tolist()) == set(order[:most].tolist())
 
 
+def plain_chances(logits, temperature, top_p, top_k):
+    """Sampling told token by token: the top_k likeliest, of these the likeliest until top_p is made up."""
+    each = [math.exp(x / temperature) for x in logits]
+    order = sorted(range(len(each)), key=lambda token: (-each[token], token))[: top_k or len(each)]
+    whole, kept, total = sum(each[token] for token in order), [], 0.0
+    for token in order:
+        if total >= top_p:
+            break
+        kept.append(token)
+        total += each[token] / whole
+    left = sum(each[token] for token in kept)
+    return {token: each[token] / left for token in kept}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"),
+    [(1.0, 1.0, 3), (1.0, 1.0, 1), (0.7, 0.8, 5), (2.0, 0.3, 4), (1.0, 1.0, 0), (1.0, 0.6, 500), (1.0, 1.0, 20)],
+)
+def test_one_and_many_sample_as_a_plain_loop_does(temperature, top_p, top_k):
+    torch.manual_seed(0)
+    logits, many = torch.randn(20).mul(2).round(decimals=1), 20_000  # some are equal
+    want = plain_chances(logits.tolist(), temperature, top_p, top_k)
+    source, ones = torch.Generator().manual_seed(1), torch.ones(many)
+    drawn = draw(logits.expand(many, -1), temperature * ones, top_p * ones, source, torch.full((many,), top_k))
+    sampler = Sampler(temperature, top_p, 2, top_k)
+    for found, count in ((drawn.tolist(), many), ([sampler(logits) for _ in range(4000)], 4000)):
+        assert set(found) <= set(want)
+        for token, chance in want.items():
+            assert abs(found.count(token) / count - chance) < 5 * (chance / count) ** 0.5 + 1e-3
+
+
+def test_rows_keep_their_own_top_k():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 50)
+    heat, most = torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([5, 1, 2, 0])
+    source = torch.Generator().manual_seed(1)
+    many = torch.stack([draw(logits, heat, torch.ones(4), source, most) for _ in range(3000)])
+    assert [len(set(column.tolist())) for column in many.T][:3] == [1, 1, 2]
+    assert many[:, 1].eq(logits[1].argmax()).all() and len(set(many[:, 3].tolist())) > 40
+
+
+@pytest.mark.parametrize("spec", ["snapkv", "h2o"])  # from one pool, and side by side
+def test_of_one_token_there_is_one_answer(spec):
+    """top_k=1 is greedy however hot, for a prompt alone and among others."""
+    one, texts = kvkeep.Engine(*tiny_chat.sharp(), spec, 64), ["one and two " * 9, "three, four " * 8]
+    cold = [one.generate(text, max_new_tokens=8) for text in texts]
+    hot = {"temperature": 5.0, "top_k": 1, "max_new_tokens": 8}
+    assert one.generate(texts, **hot) == [one.generate(text, **hot) for text in texts] == cold
+    assert one.generate(texts, **{**hot, "top_k": 0}) != cold
+
+
 def test_stretches():
     free = Stretches(10)
     a, b, c = free.take(3), free.take(3), free.take(4)
@@ -211,7 +264,7 @@ def test_prompts_share_what_the_host_may_hold(at_once):
 
 @pytest.mark.parametrize("spec", ["h2o", "infllm"])
 def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
-    engine, read, feed = precise(spec), kvkeep.Engine.read, Abreast.feed
+    engine, read, feed = precise(spec), kvkeep.Engine.prefill, Abreast.feed
     want = engine.generate(PROMPTS, max_new_tokens=5)
     alive = living(monkeypatch)
 
@@ -226,10 +279,10 @@ def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
         return feed(self, ids)
 
     at_once.clear()
-    monkeypatch.setattr(kvkeep.Engine, "read", reading)
+    monkeypatch.setattr(kvkeep.Engine, "prefill", reading)
     assert engine.generate(PROMPTS, max_new_tokens=5) == want and max(at_once) == 3
     at_once.clear()
-    monkeypatch.setattr(kvkeep.Engine, "read", read)
+    monkeypatch.setattr(kvkeep.Engine, "prefill", read)
     monkeypatch.setattr(Abreast, "feed", feeding)
     assert engine.generate(PROMPTS, max_new_tokens=5) == want and at_once[0] == 4 and at_once[-1] <= 2
     full = Mock(side_effect=torch.OutOfMemoryError("no"))

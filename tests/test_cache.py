@@ -12,6 +12,7 @@ from oracles.intentkv import oracle_intentkv
 from oracles.snapkv import oracle_snapkv
 from oracles.streams import stream
 from oracles.tova import oracle_tova
+from transformers.cache_utils import Cache as TransformersCache
 
 import kvkeep
 from kvkeep.compress.method import Method
@@ -136,7 +137,7 @@ def test_a_report_prints_and_counts(tiny):
     report = fed(tiny, "snapkv", 60).report()
     assert json.loads(json.dumps(report.as_dict()))["kept_per_head"] == 60
     assert report.bytes * 4 == report.full_bytes
-    assert "60.0 on average" in str(report) and "25.0%" in str(report)
+    assert "60 of the prompt (4 layers" in str(report) and "25.0%" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -251,3 +252,90 @@ def test_a_cache_nobody_holds_is_freed_at_once(spec):
     del cache
     gc.enable()
     assert gone() is None
+
+
+# what is held, in words
+
+
+def test_a_report_parts_what_was_kept_of_the_prompt_from_what_was_generated(tiny, tmp_path):
+    """Old: 'kept 78' at a budget of 60."""
+    cache = fed(tiny, "snapkv", 60)
+    assert cache.report().kept == {"prompt": 60, "generated": 0}
+    for i in range(18):
+        tiny(IDS[:, i : i + 1], past_key_values=cache)
+    report = cache.report()
+    assert report.kept == {"prompt": 60, "generated": 18} and report.kept_per_head == 78
+    assert "kept per key head 60 of the prompt + 18 generated (4 layers × 4 heads, on average)" in str(report)
+    cache.save(tmp_path / "c")
+    assert kvkeep.Cache.load(tmp_path / "c", tiny).report().kept == report.kept == cache.fork().report().kept
+    tiny(IDS[:, :30], past_key_values=cache)  # a second turn: what was generated is part of its prompt
+    assert cache.report().kept == {"prompt": 60, "generated": 0}
+
+
+def test_generated_tokens_that_were_dropped_do_not_count(tiny):
+    cache = fed(tiny, "h2o", 60)
+    for i in range(40):
+        tiny(IDS[:, i : i + 1], past_key_values=cache)
+    kept, cut = cache.report().kept, IDS.shape[1]
+    heads = [head for layer in cache.owned for head in cache.kept(layer)[0]]
+    assert kept["prompt"] == sum(p < cut for head in heads for p in head) / len(heads)
+    assert kept["prompt"] + kept["generated"] == 60 and 0 < kept["generated"] <= 40
+
+
+def test_rows_of_a_batch_have_prompts_of_their_own(tiny):
+    cache = kvkeep.Cache(tiny, "full")
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[1, :25] = 0
+    tiny(IDS[:, :40].repeat(2, 1), attention_mask=mask, past_key_values=cache)
+    for i in range(3):
+        mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+        tiny(IDS[:, i : i + 1].repeat(2, 1), attention_mask=mask, past_key_values=cache)
+    assert cache.report().kept == {"prompt": (40 + 15) / 2, "generated": 3}
+    assert "27.5 of the prompt + 3 generated" in str(cache.report())
+    cache.batch_select_indices(torch.tensor([1]))
+    assert cache.report().kept == {"prompt": 15, "generated": 3}
+
+
+def test_a_cache_says_in_a_line_what_it_is(tiny):
+    cache = kvkeep.Cache(tiny, "snapkv", 60)
+    assert repr(cache) == "<kvkeep.Cache snapkv, budget 60: 0 tokens seen, 0 of the prompt kept per key head, 0 B>"
+    tiny(IDS, past_key_values=cache)
+    tiny(IDS[:, :1], past_key_values=cache)
+    held = "60 of the prompt + 1 generated kept per key head"
+    size = kvkeep.engine.report.human(cache.nbytes)
+    assert repr(cache) == f"<kvkeep.Cache snapkv, budget 60: {IDS.shape[1] + 1} tokens seen, {held}, {size}>"
+
+
+@pytest.mark.parametrize("ratio", [0.75, "high", 2])
+def test_a_ratio_of_kvpress_is_answered_with_a_budget(tiny, ratio):
+    q, kv = torch.randn(8, 30, 8), torch.randn(4, 30, 8)
+    method = kvkeep.methods["snapkv"]
+    for make in (
+        lambda: kvkeep.Cache(tiny, "snapkv", compression_ratio=ratio),
+        lambda: kvkeep.Cache(tiny, method, 60, compression_ratio=ratio),
+        lambda: kvkeep.Engine(tiny, None, "snapkv", compression_ratio=ratio),
+        lambda: kvkeep.select("snapkv", q, kv, kv, compression_ratio=ratio),
+        lambda: kvkeep.compress.method.parse(f"snapkv:compression_ratio={ratio}+adakv"),
+    ):
+        with pytest.raises(BadParameter, match=r"budget=: tokens per.*compression_ratio=0\.75 .* is budget=0\.25"):
+            make()
+    with pytest.raises(BadParameter, match=r"compression_ratio=0\.9 in kvpress is budget=0\.1\b"):
+        kvkeep.Cache(tiny, "snapkv", compression_ratio=0.9)
+    with pytest.raises(BadParameter, match="'snapkv' needs a budget"):
+        kvkeep.select("snapkv", q, kv, kv)
+    assert kvkeep.select("full", q, kv, kv).tolist() == [list(range(30))] * 4
+
+
+@pytest.mark.parametrize("spec", ["full", "snapkv", "infllm"])
+@pytest.mark.parametrize("guess", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_assisted_generation_is_refused_before_a_token_is_read(tiny, spec, guess, monkeypatch):
+    """Old: the prompt was read and tokens were guessed before crop() was called."""
+    if not hasattr(TransformersCache, "activate_past_recording"):
+        pytest.skip("this version of transformers says nothing before it crops")
+    cache, helper = kvkeep.Cache(tiny, spec, 60), {"assistant_model": make_llama(1), "prompt_lookup_num_tokens": 3}
+    monkeypatch.setattr(tiny, "forward", lambda *_, **__: pytest.fail("the model was run"))
+    with pytest.raises(CacheMisuse, match=r"assisted generation and prompt lookup \(assistant_model=, prompt_lookup"):
+        tiny.generate(IDS, past_key_values=cache, max_new_tokens=4, do_sample=False, **{guess: helper[guess]})
+    assert cache.seen == 0
+    monkeypatch.undo()
+    assert tiny.generate(IDS, past_key_values=cache, max_new_tokens=4, do_sample=False).shape[1] == IDS.shape[1] + 4

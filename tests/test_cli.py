@@ -16,7 +16,7 @@ import kvkeep.cli.inputs
 from kvkeep.cli import app
 from kvkeep.cli.ask import told
 from kvkeep.cli.show import busy
-from kvkeep.engine.generate import Progress
+from kvkeep.engine.progress import Progress
 from kvkeep.errors import BadInput
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "lighthouse.txt"
@@ -65,6 +65,29 @@ def test_run_prints_the_answer_and_what_was_saved(tiny, document):
         assert words in done.stdout
     assert done.stderr == ""
     assert tiny[0]["name"] == "default"
+
+
+def test_what_is_kept_of_the_prompt_is_told_from_the_answer(tiny, document):
+    """Old: 104 kept at a budget of 100."""
+    args = ("run", document, "How many?", "--budget", 100, "--max-new-tokens", 5)
+    found = json.loads(kvkeep_(*args, "--json").stdout)
+    assert found["kept"] == {"prompt": 100, "generated": found["new_tokens"] - 1} and found["new_tokens"] > 1
+    assert f"100 of the prompt + {found['new_tokens'] - 1} generated" in kvkeep_(*args).stdout
+
+
+def test_an_answer_can_be_sampled(tiny, document):
+    def answer(*options):
+        done = kvkeep_("run", document, "How many?", "--max-new-tokens", 8, "--json", *options)
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)["answer"]
+
+    cold, hot = answer(), ("--temperature", 3)
+    assert answer(*hot, "--top-k", 1) == answer(*hot, "--top-p", "1e-6") == cold
+    assert answer(*hot, "--seed", 1) != cold and answer(*hot, "--seed", 1) != answer(*hot, "--seed", 2)
+    assert answer(*hot, "--top-k", 40, "--seed", 1) == answer(*hot, "--top-k", 40, "--seed", 1)
+    for wrong in (["--top-k", -1], ["--top-p", 0], ["--temperature", "nan"]):
+        done = kvkeep_("run", document, "How many?", *wrong)
+        assert done.exit_code == 2 and wrong[0].strip("-")[:3] in done.stderr
 
 
 def test_run_reads_standard_input(tiny):

@@ -7,7 +7,7 @@ from conftest import EVICTING, FETCHING
 
 import kvkeep
 from kvkeep.compress.method import parse
-from kvkeep.engine.sample import Sampler
+from kvkeep.engine.sample import Generation, Sampler
 from kvkeep.engine.words import Sentences, Unfolding
 from kvkeep.errors import BadInput, BadParameter, StoreFull
 
@@ -87,7 +87,7 @@ def test_a_question_known_before_changes_what_is_fetched(chat):
             one.cache = one._fresh()
             one.fed = []
             one.read_for(question, 1024)
-            list(one._answer(one.encode(TEXT, None), 1, Sampler(), None))
+            list(one.answer_to(one.encode(TEXT, None), Generation(1)))
             kept[spec, question] = one.cache.kept(1) == plain
     assert kept == {("qllm", "Why?"): False, ("qllm", "zzzz qqqq"): False} | {
         ("infllm", question): True for question in ("Why?", "zzzz qqqq")

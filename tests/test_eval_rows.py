@@ -74,9 +74,9 @@ def test_choices_are_weighed_from_what_is_fetched(chat, tmp_path):
 def test_choices_are_weighed_as_they_would_be_written(spec):
     model, words = tiny_chat.sharp()
     engine = kvkeep.Engine(model, words, spec, BUDGET)
-    after = engine.read(torch.tensor(words(CONTEXT).input_ids))
+    after = engine.prefill(torch.tensor(words(CONTEXT).input_ids))
     question, ids = (torch.tensor(words(text).input_ids) for text in ("Which?", " no, it is not"))
-    weighed = loglikelihoods(Abreast(model, [engine.fork()]), after[None], question, ids)
+    weighed = loglikelihoods(Abreast(model, [engine._fork()]), after[None], question, ids)
     logits, want = engine.feed(question)[-1], 0.0
     for token in ids:
         want += float(logits.log_softmax(-1)[token])
@@ -88,7 +88,7 @@ def test_choices_are_weighed_as_they_would_be_written(spec):
 @pytest.mark.parametrize("more", [0, 3, 17])
 def test_a_prompt_ends_within_the_budget(chat, spec, more):
     one = kvkeep.Engine(*chat, spec, 96, piece=128)
-    one.read(torch.tensor(chat[1](CONTEXT[: 500 + more]).input_ids))
+    one.prefill(torch.tensor(chat[1](CONTEXT[: 500 + more]).input_ids))
     assert one.cache.report().kept_per_head <= 96
 
 
@@ -149,7 +149,7 @@ def test_what_is_read_beyond_the_window_is_answered_as_an_engine_does(narrow, tm
     grid = Grid((spec,), (BUDGET,), ("aware",))
     (row,) = run(Answerer(*narrow, grid.cells, beyond_window=True), [sample()], grid, tmp_path)
     engine = kvkeep.Engine(model, words, spec, BUDGET, schedule=None if parse(spec).recall else "prompt")
-    logits, ids = engine.read(render(words, sample(), "aware", 2**31).context), []
+    logits, ids = engine.prefill(render(words, sample(), "aware", 2**31).context), []
     while len(ids) < 6 and int(logits.argmax()) != words.eos_token_id:
         ids.append(int(logits.argmax()))
         logits = engine.feed(torch.tensor(ids[-1:]))[-1]

@@ -281,3 +281,24 @@ def test_padding_comes_after_every_unit_however_many_there_are():
     real, none = scores > float("-inf"), torch.zeros(2, 3, dtype=torch.bool)
     units = Units(torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.tensor([[9.0, 1.0, 2.0] + [5.0] * 9] * 2))
     assert select(scores, none, real, units, [2, 2]).tolist() == [[0, 2], [0, 1]]
+
+
+@pytest.mark.parametrize("spec", EVICTING)
+def test_a_method_says_whether_the_question_decides(spec):
+    """Other queries at the end: another choice where a method is query-aware, the same where no query counts."""
+    method, alone = parse(spec), parse(spec.partition("+")[0])
+    if method.query_aware and not alone.query_aware:
+        assert method.layers.weigh  # the window shares out among layers, which one layer alone cannot show
+        return
+    queries, keys, values = draw(300)
+    asked = [kvkeep.select(spec, torch.cat([queries[:, :-8], end], 1), keys, values, 64).tolist()
+             for end in (queries[:, -8:], queries[:, -8:].flip(0) * -1)]  # fmt: skip
+    if method.memory is None or method.query_aware:
+        assert (asked[0] != asked[1]) == method.query_aware
+
+
+def test_where_every_query_counts_or_nothing_is_dropped_the_question_does_not_decide():
+    aware = {name for name, method in kvkeep.methods.items() if method.query_aware}
+    assert aware == {"kvkeep", "intentkv", "intelllm", "ahakv", "protokv", "tova", "snapkv", "pyramidkv", "chunkkv",
+                     "nacl", "cake"}  # fmt: skip
+    assert not parse("protokv+recall").query_aware and parse("snapkv+adakv").query_aware

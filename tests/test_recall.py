@@ -387,7 +387,7 @@ def test_what_was_said_of_a_pass_that_was_cut_short_is_forgotten():
     text = words("A. Bb c. Ddd ee. " * 20, return_tensors="pt").input_ids[0]
     engine, other = (kvkeep.Engine(model, words, "sentencekv", 64) for _ in range(2))
     for one in (engine, other):
-        one.read(text[:200])
+        one.prefill(text[:200])
     attend = engine.cache.recaller.attend
 
     def interrupted(index, *how):

@@ -182,7 +182,7 @@ def test_the_engine_answers_many_as_it_answers_one(spec):
     assert engine.cache.nbytes < engine.cache.report().kept_per_head * 4 * 0.8 * 2 * 8 * 4  # of 4 heads, 8 numbers each
     requests = [Request(engine.encode(prompt), Unfolding(words), 3) for prompt in prompts]
     pool = batch_for(engine, requests, 2).pool
-    assert all(pool.holds(engine.read_alone(request.ids)[0], 3) for request in requests)
+    assert all(pool.holds(engine.prefill_sequence(request.ids)[0], 3) for request in requests)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

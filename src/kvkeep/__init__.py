@@ -6,11 +6,12 @@ from typing import Any
 __version__ = "0.1.0"
 _HOME = {  # imported when first used, so that `import kvkeep` costs nothing
     "Cache": "kvkeep.engine.session",
+    "Context": "kvkeep.engine.context",
     "Engine": "kvkeep.engine.generate",
     "Method": "kvkeep.compress.method",
     "select": "kvkeep.compress.decide",
 }
-__all__ = ["Cache", "Engine", "Method", "methods", "select"]
+__all__ = ["Cache", "Context", "Engine", "Method", "methods", "select"]
 
 
 def __getattr__(name: str) -> Any:

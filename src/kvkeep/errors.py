@@ -13,6 +13,9 @@ KvkeepError
 ├── ModelUnavailable    a model that could not be fetched or loaded
 ├── MissingExtra        an optional package that is not installed
 └── StoreFull           no room left for tokens that are put away
+
+UserWarning
+└── QueryAwareWarning   a question about a text that was compressed before it was known
 """
 
 
@@ -65,4 +68,8 @@ class MissingExtra(KvkeepError, ImportError):
 
 
 class StoreFull(KvkeepError, MemoryError):
+    pass
+
+
+class QueryAwareWarning(UserWarning):
     pass

@@ -90,6 +90,11 @@ class LayerCache:
         """Tokens per key head of one row."""
         return self.lengths[row * self.kv_heads : (row + 1) * self.kv_heads]
 
+    def positions(self) -> list[list[Tensor]]:
+        """Where the tokens stood in the text, ascending: [row][key head] -> [n]"""
+        heads = [self.flat.positions[start : start + n] for start, n in self.segments]
+        return [heads[row * self.kv_heads : (row + 1) * self.kv_heads] for row in range(self.rows)]
+
     def row(self, row: int) -> list[Tokens]:
         """One row's tokens, per key head, in order of position: views, except of keys and values that rest."""
         self.settle()

@@ -73,6 +73,9 @@ def run(
     budget: Annotated[str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1.")] = "512",
     model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop the answer after this many tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Sample the answer; 0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
     chunk: Annotated[int | None, typer.Option(min=1, help="Read the prompt this many tokens at a time.")] = None,
     storage: Annotated[str | None, typer.Option(help="int8 or int4: keep keys and values in fewer bits.")] = None,
@@ -80,7 +83,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="For methods that draw at random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="For sampling, and methods that draw at random.")] = 0,
 ) -> None:
     """Answer a question about a document from a compressed cache, and say what that saved."""
     text, question = inputs.prompt(document, question)
@@ -88,7 +91,9 @@ def run(
     if compare:
         plans.append(inputs.plan("full", budget, []))
     from kvkeep.cli.ask import Asker
+    from kvkeep.engine.sample import Generation
 
+    how = Generation(max_new_tokens, temperature, top_p, top_k, seed)
     with show.busy("starting", quiet=as_json) as say:
         asker = Asker.load(model, device, dtype, say)
         engines = [asker.engine(plan, chunk) for plan in plans]
@@ -96,7 +101,7 @@ def run(
             engine.check_length(engine.length(text, question), max_new_tokens)
         asker.warm_up(seed)
     outcomes = [
-        asker.ask(engine, plan, text, question, max_new_tokens, None if as_json or number else sys.stdout)
+        asker.ask(engine, plan, text, question, asdict(how), None if as_json or number else sys.stdout)
         for number, (engine, plan) in enumerate(zip(engines, plans, strict=True))
     ]
     if as_json:

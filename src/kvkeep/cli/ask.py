@@ -12,9 +12,11 @@ import torch
 import kvkeep
 from kvkeep.cli.inputs import Plan
 from kvkeep.cli.show import Outcome, busy
-from kvkeep.engine.generate import Progress
+from kvkeep.engine.progress import Progress
 from kvkeep.model.adapter import trained_window
 from kvkeep.model.load import hush, load
+
+SHOWN = "kept_per_head", "kept", "bytes", "full_bytes", "index_bytes", "host_bytes"  # of a report
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,15 @@ class Asker:
         how = {"piece": chunk, "storage": plan.storage, **plan.parameters}
         return kvkeep.Engine(self.model, self.tokenizer, plan.method, plan.budget, **how)
 
-    def ask(self, engine: Any, plan: Plan, document: str, question: str, max_new_tokens: int, out: Any) -> Outcome:
-        """out: where the answer is written as it comes, or None."""
+    def ask(self, engine: Any, plan: Plan, document: str, question: str, options: dict[str, Any], out: Any) -> Outcome:
+        """options: of the answer; out: where it is written as it comes, or None."""
         clock = Clock()
         with busy(f"{plan.method}: reading", quiet=out is None) as say:
             pieces = engine.stream(
                 document,
                 question=question,
-                max_new_tokens=max_new_tokens,
                 progress=lambda progress: say(f"{plan.method}: {told(progress)}"),
+                **options,
             )
             for piece in pieces:
                 if not clock.written:
@@ -63,7 +65,7 @@ class Asker:
             prompt_tokens=engine.answer.prompt_tokens,
             window=trained_window(self.model),
             new_tokens=len(engine.answer.ids),
-            **{key: report[key] for key in ("kept_per_head", "bytes", "full_bytes", "index_bytes", "host_bytes")},
+            **{key: report[key] for key in SHOWN},
             **clock.speed(len(engine.answer.ids)),
         )
 

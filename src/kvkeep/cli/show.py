@@ -25,6 +25,7 @@ class Outcome:
     window: int  # tokens the model was trained to see at once
     new_tokens: int
     kept_per_head: float
+    kept: dict[str, float]  # the same, of the prompt and of the answer
     bytes: int
     full_bytes: int
     index_bytes: int
@@ -140,11 +141,11 @@ def _too_long(task: str, rows: list[dict[str, Any]]) -> str:
 
 
 def print_outcomes(outcomes: list[Outcome]) -> None:
-    from kvkeep.engine.report import human
+    from kvkeep.engine.report import human, told
 
     rows = [
         ["prompt tokens", *(_length(each) for each in outcomes)],
-        ["kept per key head", *(f"{each.kept_per_head:,.0f}" for each in outcomes)],
+        ["kept per key head", *(told(each.kept) for each in outcomes)],
         ["cache holds", *(f"{human(each.bytes)} ({each.bytes / each.full_bytes:.0%})" for each in outcomes)],
         *(
             [["put away", *(human(each.host_bytes) for each in outcomes)]]

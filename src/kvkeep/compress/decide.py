@@ -19,7 +19,7 @@ def select(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    budget: int | float,
+    budget: int | float | None = None,
     *,
     scale: float | None = None,
     layer: int = 0,

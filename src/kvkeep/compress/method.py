@@ -50,6 +50,14 @@ class Method:
         """It never lets a query see further than a window the model was trained on."""
         return self.recall.moves if self.recall else self.place is not None
 
+    @property
+    def query_aware(self) -> bool:
+        """What is dropped depends on the newest queries, so on a question at the end: the next one may want the rest.
+
+        False where every query counts alike (h2o) or none does, and where nothing is dropped (full, retrieval).
+        """
+        return self.recall is None and self.scorer is not None and self.voters > 0
+
     def __post_init__(self) -> None:
         if self.reuse < 1:
             raise BadParameter(f"reuse={self.reuse} must be 1 (every layer chooses) or more.")
@@ -58,8 +66,11 @@ class Method:
                 f"'{self.name}' cannot work: raw logits of different heads are not on one scale; use votes=softmax."
             )
 
-    def check(self, budget: int | float) -> int | float:
-        """Refuse a budget that can never hold what this method always keeps."""
+    def check(self, budget: int | float | None) -> int | float:
+        """Refuse a budget that can never hold what this method always keeps; what keeps everything needs none."""
+        if budget is None and (self.scorer or self.recall):
+            raise BadParameter(f"'{self.name}' needs a budget: tokens per key head (512) or a fraction (0.1).")
+        budget = 1.0 if budget is None else budget
         budget = check_budget(budget)
         if isinstance(budget, int):
             (self.recall or self.guard).check(budget, self.name)
@@ -118,6 +129,8 @@ def check_budget(budget: int | float) -> int | float:
 
 def parse(spec: str | Method, /, **parameters: Any) -> Method:
     """The method called "snapkv", or a crossing such as "snapkv:window=32+adakv", with these parameters."""
+    if "compression_ratio" in parameters:
+        raise BadParameter(_ratio(parameters["compression_ratio"]))
     if isinstance(spec, Method):
         if parameters:
             raise BadParameter(
@@ -145,6 +158,15 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
     return replace(method, name=spec, paper=parts[0].paper, keeps=keeps, deviates=deviates, parameters=used)
 
 
+def _ratio(value: Any) -> str:
+    """kvpress says how much is dropped, kvkeep how much is kept."""
+    dropped = value if isinstance(value, float) and 0 < value < 1 else 0.75
+    return (
+        f"compression_ratio={value!r}: kvkeep takes budget=: tokens per key head, or a fraction kept; "
+        f"compression_ratio={dropped:g} in kvpress is budget={1 - dropped:g}."
+    )
+
+
 def _settings(part: str) -> tuple[str, dict[str, Any]]:
     """ "snapkv:window=32:pool=7" as its name and its parameters."""
     name, *settings = part.split(":")
@@ -170,6 +192,8 @@ def _share_out(parts: list[Named], parameters: Mapping[str, Any], spec: str) -> 
     """Give each part the parameters it knows; refuse those none of them does."""
     known = [name for part in parts for name in part.defaults]
     for name in parameters:
+        if name == "compression_ratio" and name not in known:
+            raise BadParameter(_ratio(parameters[name]))
         if name not in known:
             have = f"it has {', '.join(known)}" if known else "it has none"
             raise BadParameter(f"'{spec}' has no parameter '{name}'; {have}.{did_you_mean(name, known)}")

@@ -109,14 +109,14 @@ class SideBySide:
         try:
             if self.question is not None:
                 twin.read_for(self.question, len(request.ids))
-            logits = twin.read(request.ids)
+            logits = twin.prefill(request.ids)
         except FULL as error:
             if self.at_work:
                 self.rows = len(self.at_work)
                 return False
             request.refuse(error)
         else:
-            sampler = Sampler(request.temperature, request.top_p, self.seed)
+            sampler = Sampler(request.temperature, request.top_p, self.seed, request.top_k)
             self.at_work.append(Writer(request, twin, logits, sampler))
         return True
 

@@ -66,11 +66,15 @@ class Arrivals:
         self.held: list[int] = []  # of these, how many the budget leaves to each key head on average
         self.columns = 0  # tokens of each row so far, padding included
         self.shown: Tensor | None = None  # [rows, columns] the last padding mask, if any
+        self.prompt: list[int] = []  # of each row's tokens, how many came before those generated last
+        self.context = 0  # of these, how many were there before the question
+        self.closed = False  # what comes from now on is held and competes with nothing
 
     def next(self, rows: int, q: int, padding: Tensor | None, device: torch.device) -> Arrival:
         if self.seen and len(self.seen) != rows:
             raise CacheMisuse(f"this cache holds {len(self.seen)} rows, but {rows} came; a cache serves one batch.")
         self.seen, self.held = self.seen or [0] * rows, self.held or [0] * rows
+        self.prompt = self.prompt or [0] * rows
         columns = self._real_columns(None if padding is None else padding.to(device), q)
         counts = [q] * rows if columns is None else [len(c) for c in columns]
         positions = [
@@ -81,6 +85,8 @@ class Arrivals:
 
     def _due(self, row: int, count: int) -> bool:
         """A prompt always competes, a single token when the schedule says so."""
+        if self.closed:
+            return False
         if count == 1 and self.seen[row]:
             return self.schedule.due(self.held[row] + 1, self.tokens(self.seen[row] + 1))
         return count > 0
@@ -102,7 +108,9 @@ class Arrivals:
         return None if bool(fresh.all()) else [row.nonzero().squeeze(1) for row in fresh]
 
     def settle(self, arrival: Arrival, q: int, padding: Tensor | None) -> None:
-        """The forward pass went through: its tokens count."""
+        """The forward pass went through: its tokens count. Single ones that follow others were generated."""
+        before = zip(self.seen, self.prompt, arrival.counts, strict=True)
+        self.prompt = [s + n if n > 1 or not s else prompt for s, prompt, n in before]
         self.seen = [s + n for s, n in zip(self.seen, arrival.counts, strict=True)]
         grown = [h + n for h, n in zip(self.held, arrival.counts, strict=True)]
         limits = [self.tokens(s) if due else h for s, h, due in zip(self.seen, grown, arrival.due, strict=True)]
@@ -110,7 +118,30 @@ class Arrivals:
         self.columns += q
         self.shown = padding if padding is not None else self.shown
 
+    def mark_prompt(self) -> None:
+        """What came so far is the prompt, a last piece of a single token included."""
+        self.prompt = list(self.seen)
+
+    def mark_context(self) -> None:
+        """What came so far is a text; a question about it and an answer follow, and compete with nothing."""
+        self.mark_prompt()
+        self.context, self.closed = self.columns, True
+
+    @property
+    def parts(self) -> dict[str, list[int]]:
+        """Each row's tokens up to the end of each part, in order."""
+        if not self.context:
+            return {"prompt": self.prompt, "generated": self.seen}
+        return {"context": [self.context] * len(self.seen), "question": self.prompt, "generated": self.seen}
+
+    @property
+    def has_parts(self) -> bool:
+        """More than the first part has come."""
+        first = next(iter(self.parts.values()))
+        return first != self.seen
+
     def take(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
+        self.prompt = [self.prompt[row] for row in rows]
         self.seen, self.held = [self.seen[row] for row in rows], [self.held[row] for row in rows]
         self.shown = None if self.shown is None else self.shown[list(rows)]

@@ -17,10 +17,10 @@ from torch import Tensor
 from kvkeep.engine.draw import draw
 from kvkeep.engine.graph import Replay
 from kvkeep.engine.pool import Pool
-from kvkeep.engine.sample import check_sampling
+from kvkeep.engine.sample import check_new_tokens, check_sampling
 from kvkeep.engine.session import Cache
 from kvkeep.engine.words import Unfolding
-from kvkeep.errors import BadInput, BadParameter
+from kvkeep.errors import BadInput
 from kvkeep.model.adapter import runs_on
 
 
@@ -33,14 +33,14 @@ class Request:
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
     pieces: deque[str] = field(default_factory=deque)  # not read yet
     done: bool = False
     refused: str = ""  # why there is no answer, or only part of one
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise BadParameter(f"max_new_tokens={self.max_new_tokens}: an answer has at least one.")
-        check_sampling(self.temperature, self.top_p)
+        check_new_tokens(self.max_new_tokens)
+        check_sampling(self.temperature, self.top_p, self.top_k)
 
     @property
     def text(self) -> str:
@@ -100,6 +100,7 @@ class Batch:
         self.tokens = torch.zeros(pool.rows, 1, dtype=torch.int64, **place)
         self.positions = torch.zeros(pool.rows, 1, dtype=torch.int64, **place)
         self.heat, self.share = torch.zeros(pool.rows, **place), torch.ones(pool.rows, **place)
+        self.most = torch.zeros(pool.rows, dtype=torch.int64, **place)  # top_k
         self.passes: dict[int, Replay] = {}  # by how many rows
         self.flight: Flight | None = None
         self.source = torch.Generator(runs_on(model)).manual_seed(seed)
@@ -155,8 +156,7 @@ class Batch:
         if not self.pool.fits(cache, request.max_new_tokens):
             request.refused, request.done = self._too_large(cache, request), True
             return
-        heat, share = logits.new_tensor([request.temperature]), logits.new_tensor([request.top_p])
-        first = draw(logits[None], heat, share, self.source) if request.temperature else logits.argmax()
+        first = self._first(request, logits) if request.temperature else logits.argmax()
         request.add(int(first), self.ends)
         if request.done:
             return
@@ -164,7 +164,12 @@ class Batch:
         self.pool.admit(row, cache, request.max_new_tokens)
         self.at_work[row] = request
         self.tokens[row], self.positions[row] = first, len(request.ids)
-        self.heat[row], self.share[row] = request.temperature, request.top_p
+        self.heat[row], self.share[row], self.most[row] = request.temperature, request.top_p, request.top_k
+
+    def _first(self, request: Request, logits: Tensor) -> Tensor:
+        heat, share = logits.new_tensor([request.temperature]), logits.new_tensor([request.top_p])
+        most = torch.tensor([request.top_k], device=logits.device)
+        return draw(logits[None], heat, share, self.source, most)
 
     def _too_large(self, cache: Cache, request: Request) -> str:
         layers, room = self.pool.owned, request.max_new_tokens
@@ -185,7 +190,8 @@ class Batch:
             self.pool.open(rows)
             logits = self.passes[rows]()
             if any(request.temperature for request in self.at_work.values()):
-                self.tokens[:rows, 0] = draw(logits, self.heat[:rows], self.share[:rows], self.source)
+                how = self.heat[:rows], self.share[:rows], self.source, self.most[:rows]
+                self.tokens[:rows, 0] = draw(logits, *how)
             return Flight.of(self.at_work, self.tokens[:rows, 0])
 
     def _pass(self, rows: int) -> Replay:

@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -15,57 +14,27 @@ from torch import Tensor
 
 from kvkeep.cache.trim import trim
 from kvkeep.compress.method import Method, parse
+from kvkeep.engine.context import Context
 from kvkeep.engine.listen import listen
 from kvkeep.engine.many import together
-from kvkeep.engine.sample import Sampler
+from kvkeep.engine.progress import Progress
+from kvkeep.engine.sample import Generation, check_count
 from kvkeep.engine.session import Cache
-from kvkeep.engine.words import Sentences, Unfolding
-from kvkeep.errors import BadInput, BadParameter
+from kvkeep.engine.words import Answer, Sentences, Unfolding
+from kvkeep.errors import BadInput, CacheMisuse
 from kvkeep.model.adapter import runs_on, trained_window
-from kvkeep.model.prompt import encode, ends
+from kvkeep.model.prompt import check_messages, check_text, encode, ends, joined
 from kvkeep.model.slices import TOKENS, sliced
 
 PIECE = 1024  # tokens read at a time: what a forward pass of a long prompt costs in memory
 GPU_PIECE = 4096  # where windows fetch: a GPU is done with less before it is told what comes next
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a prompt is read."""
-
-    done: int
-    total: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.done / self.seconds if self.seconds else 0.0
-
-    @property
-    def left(self) -> float:
-        """Seconds, if it goes on like this."""
-        return (self.total - self.done) / self.rate if self.rate else 0.0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What was written last."""
-
-    words: Unfolding
-    prompt_tokens: int
-
-    @property
-    def text(self) -> str:
-        return self.words.text
-
-    @property
-    def ids(self) -> list[int]:
-        return self.words.ids
-
-
 class Engine:
-    """Answers from compressed caches: `generate` and `stream` for a prompt, `chat` for a conversation."""
+    """Answers from compressed caches.
+
+    `generate` and `stream` for a prompt, `read` for a text with many questions, `chat` for a conversation.
+    """
 
     def __init__(
         self,
@@ -85,8 +54,8 @@ class Engine:
 
         The rest as in `kvkeep.Cache`.
         """
-        if piece is not None and piece < 1:
-            raise BadParameter(f"piece={piece}: a prompt is read at least one token at a time.")
+        if piece is not None:
+            check_count("piece", piece, 1, "a prompt is read at least one token at a time; give a whole number")
         self.model, self.tokenizer, self.piece = model, tokenizer, piece
         self.options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         self.method, self.budget = parse(method, **parameters), budget
@@ -94,6 +63,7 @@ class Engine:
         self.fed: list[int] = []  # what it has read
         self.answer = Answer(Unfolding(tokenizer), 0)
         self.sentences = Sentences(tokenizer)
+        self.waiting = False  # tokens were prefilled that nobody has asked about yet
         self.expected: Tensor | None = None  # logits after the token read last, where surprise is asked for
 
     def _fresh(self) -> Cache:
@@ -112,16 +82,35 @@ class Engine:
             return "".join(self.stream(prompt, **options))
         return together(self, prompt, **options)
 
-    def read_alone(self, ids: Tensor) -> tuple[Cache, Tensor]:
+    def read(
+        self, text: str, *, question: str | None = None, progress: Callable[[Progress], None] | None = None
+    ) -> Context:
+        """Read a text once, to ask any number of questions about it.
+
+        question: one that is known before: query-aware methods keep what it needs, and others may be asked, too
+        """
+        return Context.read(self.apart(), text, question, progress)
+
+    def load_context(self, path: str | Path) -> Context:
+        """A `Context` that was saved, with the method and budget it was read with."""
+        return Context.load(self.apart(), path)
+
+    def prefill_sequence(self, ids: Tensor) -> tuple[Cache, Tensor]:
         """A cache of its own that has read a prompt, and the logits after it."""
         twin = self.apart()
         twin.check_length(len(ids), 1)
-        return twin.cache, twin.read(ids)
+        return twin.cache, twin.prefill(ids)
 
     def apart(self) -> Engine:
         """Another engine that has read nothing yet."""
         twin = copy.copy(self)
-        twin.cache, twin.fed = self._fresh(), []
+        twin.cache, twin.fed, twin.waiting = self._fresh(), [], False
+        return twin
+
+    def _fork(self) -> Engine:
+        """Another engine that has read the same, and goes on by itself."""
+        twin = copy.copy(self)
+        twin.cache, twin.fed = self.cache.fork(), list(self.fed)
         return twin
 
     def stream(
@@ -129,35 +118,47 @@ class Engine:
         prompt: str,
         *,
         question: str | None = None,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
         progress: Callable[[Progress], None] | None = None,
+        **options: Any,
     ) -> Iterator[str]:
         """The answer piece by piece.
 
         question: what the prompt is read for; it is asked after the prompt, and query-aware methods know it before.
+        options: max_new_tokens=256, temperature=0.0 (the likeliest token), top_p=1.0, top_k=0 (all tokens), seed=0
         """
-        ids, sampler = self.encode(prompt, question), Sampler(temperature, top_p, seed)
+        self._check_unread()
+        return self._stream(self.encode(prompt, question), question, Generation.of(options), progress)
+
+    def _stream(
+        self, ids: Tensor, question: str | None, how: Generation, progress: Callable[[Progress], None] | None
+    ) -> Iterator[str]:
         self.cache, self.fed = self._fresh(), []  # nobody goes on with it before it is done
         own = copy.copy(self)  # the engine may be used for something else between two pieces
         own.fed = []
         try:
             if question is not None:
                 own.read_for(question, len(ids))
-            for piece in own._answer(ids, max_new_tokens, sampler, progress):
+            for piece in own.answer_to(ids, how, progress):
                 self.answer = own.answer
                 yield piece
         finally:
             if self.cache is own.cache:
                 self.fed, self.answer, self.expected = own.fed, own.answer, own.expected
 
+    def _check_unread(self) -> None:
+        """Refuse to begin again where that would drop what was prefilled by hand."""
+        if self.waiting:
+            raise CacheMisuse(
+                f"this engine has prefilled {len(self.fed)} tokens, and a new prompt would drop them; "
+                "use engine.read(text).ask(question), or another engine."
+            )
+
     def encode(self, prompt: str, question: str | None = None) -> Tensor:
         """A prompt as the model reads it. -> [n]"""
-        text = f"{prompt}\n\n{question}" if question and question.strip() else prompt
-        if not text.strip():
-            raise BadInput("the prompt is empty; give the model something to read.")
+        check_text("prompt", prompt, empty=True)
+        check_text("question", question or "", empty=True)
+        text = joined(prompt, question) if question and question.strip() else prompt
+        check_text("prompt", text)
         return encode(self.tokenizer, text)[0]
 
     def length(self, prompt: str, question: str | None = None) -> int:
@@ -168,20 +169,17 @@ class Engine:
         self,
         messages: list[dict[str, str]],
         *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
         progress: Callable[[Progress], None] | None = None,
+        **options: Any,
     ) -> str:
-        """The answer to a conversation. What continues the last one goes on with its cache."""
-        if not messages or messages[-1].get("role") == "assistant":
-            raise BadInput("a chat ends with a message to answer; give at least one, the last not the assistant's.")
+        """The answer to a conversation, options as in `stream`. What continues the last one goes on with its cache."""
+        how = Generation.of(options)
+        check_messages(messages)
         ids = encode(self.tokenizer, messages)[0]
-        sampler = Sampler(temperature, top_p, seed)
         if not self._continues(ids):
+            self._check_unread()
             self.cache, self.fed = self._fresh(), []
-        return "".join(self._answer(ids, max_new_tokens, sampler, progress)).strip()
+        return "".join(self.answer_to(ids, how, progress)).strip()
 
     def _continues(self, ids: Tensor) -> bool:
         """Whether these begin with what the cache has read, no pass of which was cut short."""
@@ -196,22 +194,23 @@ class Engine:
             edge = self.method.recall.sizes(self.cache.method.tokens(self.cache.budget, tokens)).near
             recaller.question = listen(self.model, ids.to(runs_on(self.model)), self.cache.rotations, edge)
 
-    def _answer(
-        self, ids: Tensor, max_new_tokens: int, sampler: Sampler, progress: Callable[[Progress], None] | None
+    def answer_to(
+        self, ids: Tensor, how: Generation, progress: Callable[[Progress], None] | None = None
     ) -> Iterator[str]:
-        if max_new_tokens < 1:
-            raise BadParameter(f"max_new_tokens={max_new_tokens}: an answer has at least one.")
-        self.check_length(len(ids), max_new_tokens)
-        logits = self.read(ids, progress)
+        """Read what is not read yet of a prompt, and write what follows. ids [n]"""
+        self.check_length(len(ids), how.max_new_tokens)
+        sampler = how.sampler
+        logits = self.prefill(ids, progress)
+        self.waiting = False
         text, last = Unfolding(self.tokenizer), ends(self.model, self.tokenizer)
         self.answer = Answer(text, len(ids))
-        for number in range(max_new_tokens):
+        for number in range(how.max_new_tokens):
             token = sampler(logits)
             if token in last:
                 break
             if piece := text.add(token):
                 yield piece
-            if number + 1 < max_new_tokens:
+            if number + 1 < how.max_new_tokens:
                 logits = self._pass(torch.tensor([token]))[-1]
         if rest := text.end():
             yield rest
@@ -226,7 +225,7 @@ class Engine:
                 f"or use a method that reads any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
             )
 
-    def read(self, ids: Tensor, progress: Callable[[Progress], None] | None = None) -> Tensor:
+    def prefill(self, ids: Tensor, progress: Callable[[Progress], None] | None = None) -> Tensor:
         """Feed what is not fed yet, piece by piece. ids [n] -> logits after the last token [vocabulary]"""
         began, start = time.perf_counter(), len(self.fed)
         size = self._piece(len(ids))
@@ -238,6 +237,8 @@ class Engine:
             if progress:
                 progress(Progress(min(first + size, len(ids)) - start, len(ids) - start, time.perf_counter() - began))
         assert logits is not None
+        self.cache.arrivals.mark_prompt()
+        self.waiting = True
         return logits
 
     def _piece(self, tokens: int) -> int:
@@ -253,6 +254,7 @@ class Engine:
 
     def feed(self, ids: Tensor, keep: int = 1) -> Tensor:
         """Read on. ids [q] -> logits of the last `keep` tokens, 0: of all [keep, vocabulary]"""
+        self.waiting = True
         size = self._piece(len(ids))
         return torch.cat([self._pass(ids[first : first + size], keep) for first in range(0, len(ids), size)])[-keep:]
 
@@ -280,12 +282,6 @@ class Engine:
         if self._needs == "surprise":
             self.cache.recaller.tell(0, self._surprise(logits, ids))
         self.fed += ids.tolist()
-
-    def fork(self) -> Engine:
-        """Another engine that has read the same: one text, many questions."""
-        twin = copy.copy(self)
-        twin.cache, twin.fed = self.cache.fork(), list(self.fed)
-        return twin
 
     def _surprise(self, logits: Tensor, ids: Tensor) -> Tensor:
         """-ln of what each token was expected with; the first of all counts as no surprise. [n]"""

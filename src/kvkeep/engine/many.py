@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.compress.allocate.heads import EqualHeads
@@ -12,8 +13,9 @@ from kvkeep.engine.abreast import SideBySide
 from kvkeep.engine.batch import Batch, Request
 from kvkeep.engine.pool import SHARE, Pool, free_bytes, row_bytes
 from kvkeep.engine.report import human
+from kvkeep.engine.sample import Generation, check_count
 from kvkeep.engine.words import Unfolding
-from kvkeep.errors import BadInput
+from kvkeep.errors import BadInput, BadParameter
 from kvkeep.kernels.packed import GROUP
 from kvkeep.model.adapter import key_shape, runs_on
 from kvkeep.model.prompt import ends
@@ -28,21 +30,37 @@ def together(
     *,
     question: str | None = None,
     rows: int = 16,
-    seed: int = 0,
     **options: Any,
 ) -> list[str]:
-    """Answers to all prompts, so many of them written at a time; options: max_new_tokens, temperature, top_p.
+    """Answers to all prompts, `rows` of them decoded at a time; options as in `Engine.stream`, but for progress.
 
     question: asked about every one of them, as in `Engine.stream`
     """
-    requests = [Request(engine.encode(prompt, question), Unfolding(engine.tokenizer), **options) for prompt in prompts]
+    check_count("rows", rows, 1, "at least one prompt is answered at a time; give a whole number")
+    how = Generation.of(options)
+    sampling = how.max_new_tokens, how.temperature, how.top_p, how.top_k
+    requests = [
+        Request(engine.encode(each, question), Unfolding(engine.tokenizer), *sampling) for each in texts(prompts)
+    ]
     _raise(_too_long(engine, request) for request in requests)
     if requests and can_batch(engine):
-        _pooled(engine, requests, min(rows, len(requests)), seed)
+        _pooled(engine, requests, min(rows, len(requests)), how.seed)
     elif requests:
-        SideBySide(engine, question, min(rows, len(requests)), seed).write(requests)
+        SideBySide(engine, question, min(rows, len(requests)), how.seed).write(requests)
     _raise(request.refused for request in requests)
     return [request.text for request in requests]
+
+
+def texts(prompts: Any) -> list[str]:
+    """Several prompts, or a refusal of what is none."""
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise BadParameter(f"prompt={reprlib.repr(prompts)} is a {kind}; give a text, or a list of texts.")
+    found = list(prompts)
+    for number, each in enumerate(found):
+        if not isinstance(each, str):
+            raise BadParameter(f"prompt {number} of {len(found)} is {reprlib.repr(each)}; give a list of texts.")
+    return found
 
 
 def _raise(wrongs: Iterable[str]) -> None:
@@ -86,7 +104,7 @@ def batch_for(engine: Engine, requests: Sequence[Request], rows: int, seed: int 
     rows = min(rows, fit)
     slots = max(rows * (usual + new), min(most + new, fit * (usual + new)))  # who takes far more may wait for others
     pool = Pool(engine.model, rows, kv_heads * slots, longest + room, storage)
-    return Batch(engine.model, engine.read_alone, ends(engine.model, engine.tokenizer), pool, seed)
+    return Batch(engine.model, engine.prefill_sequence, ends(engine.model, engine.tokenizer), pool, seed)
 
 
 def _that_fit(engine: Engine, tokens: int) -> int:

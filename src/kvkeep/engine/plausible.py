@@ -41,6 +41,13 @@ def check(cache: Cache, tensors: Tensors, facts: Mapping[str, Any]) -> None:
     _need(used == set(tensors), f"tensors {', '.join(sorted(used ^ set(tensors)))[:80]}")
 
 
+def check_context(context: Mapping[str, Any], seen: Sequence[int]) -> None:
+    """ValueError, saying what cannot be. context: a text, its ids and the questions that decided what was kept"""
+    _need(isinstance(context["text"], str), f"text {str(context['text'])[:80]!r}")
+    _need(len(seen) == 1 and _numbers(context["ids"], seen[0]), f"ids of a text of {seen} tokens")
+    _need(isinstance(context["known"], list) and all(isinstance(each, str) for each in context["known"]), "questions")
+
+
 def _need(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(f"{what}: cannot be")
@@ -57,6 +64,8 @@ def _check_counts(facts: Mapping[str, Any], shown: Tensor | None) -> None:
     _need(_numbers([facts["peak"], columns], 2), f"peak {facts['peak']!r}, columns {columns!r}")
     _need(isinstance(seen, list) and _numbers(seen, len(seen)) and _numbers(held, len(seen)), "seen and held")
     _need(all(h <= s <= columns for h, s in zip(held, seen, strict=True)), f"held {held}, seen {seen} of {columns}")
+    prompt = facts["prompt"]
+    _need(_numbers(prompt, len(seen)) and all(p <= s for p, s in zip(prompt, seen, strict=True)), f"prompts {prompt!r}")
     if shown is not None:
         _need(shown.dtype == torch.bool and shown.ndim == 2 and len(shown) == len(seen), "a mask of this shape")
     unpadded = columns if shown is None else columns - shown.shape[1]

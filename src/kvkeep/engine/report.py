@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from kvkeep.cache.layer import LayerCache
 from kvkeep.cache.shelf import Shelf
@@ -26,6 +28,8 @@ class Report:
     layers: int  # compressed layers; sliding-window and linear ones are not counted
     kv_heads: int
     tokens: list[list[list[int]]]  # [layer][row][key head]
+    kept: dict[str, float] = field(default_factory=dict)  # kept_per_head, of the prompt and generated since; or of a
+    # context, of the question about it and generated. Tokens that came one by one count as generated.
 
     @classmethod
     def of(
@@ -94,10 +98,37 @@ class Report:
         return "\n".join([
             f"{self.method}, budget {self.budget}",
             f"  tokens seen       {seen}",
-            f"  kept per key head {self.kept_per_head:.1f} on average ({self.layers} layers × {self.kv_heads} heads)",
+            f"  kept per key head {told(self.kept)} ({self.layers} layers × {self.kv_heads} heads, on average)",
             f"  keys and values   {human(self.bytes)} of {human(self.full_bytes)} ({share}), at most {most}",
             *away,
         ])  # fmt: skip
+
+
+def by_part(
+    parts: Mapping[str, Sequence[int]], kept: float, layers: Sequence[Sequence[Sequence[Tensor]]]
+) -> dict[str, float]:
+    """Tokens per key head of each part of the text, on average.
+
+    parts: where each ends, per row; kept: of all parts; layers: [layer][row][key head] -> positions, none if all that
+    is kept is of the first part
+    """
+    first, *others = parts
+    if not layers:
+        return {first: kept} | dict.fromkeys(others, 0.0)
+    ends = zip(*parts.values(), strict=True)  # of each row
+    held = [(head, end) for row, end in enumerate(ends) for layer in layers for head in layer[row]]
+    upto = [sum(int((head < end[part]).sum()) for head, end in held) for part in range(len(parts))]
+    return {name: (now - before) / len(held) for name, now, before in zip(parts, upto, [0, *upto], strict=False)}
+
+
+def told(kept: Mapping[str, float]) -> str:
+    """512 of the prompt + 18 generated"""
+    shown = [name for number, name in enumerate(kept) if not number or kept[name]]
+    return " + ".join(f"{_short(kept[name])} {'' if name == 'generated' else 'of the '}{name}" for name in shown)
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number == round(number) else f"{number:,.1f}"
 
 
 def human(size: float) -> str:

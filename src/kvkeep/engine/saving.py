@@ -12,7 +12,7 @@ from kvkeep.cache import file
 from kvkeep.cache.coded import Coded
 from kvkeep.compress.method import parse
 from kvkeep.compress.schedule import Schedule
-from kvkeep.engine.plausible import CODES, PARTS, SHAPE, TAILS, check
+from kvkeep.engine.plausible import CODES, PARTS, SHAPE, TAILS, check, check_context
 from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError
 from kvkeep.kernels.packed import Packed
 from kvkeep.model.adapter import OwnedLayer, devices, fingerprint
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from kvkeep.engine.session import Cache
 
 
-def save(cache: Cache, path: str | Path) -> None:
+def save(cache: Cache, path: str | Path, **more: Any) -> None:
+    """more: facts that are written beside the cache's own"""
     if cache.underway is not None:
         raise CacheMisuse("a forward pass on this cache was cut short; reset() it, or go on with it, before saving.")
     if cache.recaller:
@@ -54,12 +55,14 @@ def save(cache: Cache, path: str | Path) -> None:
         "seen": cache.arrivals.seen,
         "held": cache.arrivals.held,
         "columns": cache.arrivals.columns,
+        "prompt": cache.arrivals.prompt,
         "peak": cache.peak,
         "schedule": cache.method.schedule.every,
         "storage": cache.storage,
         "coded": {str(i): {name: getattr(each, name) for name in ("firsts", "room")} for i, each in coded.items()},
         "layers": {str(i): _shape(layer) for i, layer in cache.store.items()},
         "stock": _stock(cache, tensors),
+        **more,
     }
     if cache.arrivals.shown is not None:
         tensors["shown"] = cache.arrivals.shown
@@ -82,6 +85,22 @@ def _stock(cache: Cache, tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def load(kind: type[Cache], path: str | Path, model: Any) -> Cache:
+    return _load(kind, path, model)[0]
+
+
+def load_context(kind: type[Cache], path: str | Path, model: Any) -> tuple[Cache, dict[str, Any]]:
+    """A cache of a text, and the text."""
+    cache, facts = _load(kind, path, model)
+    if "context" not in facts:
+        raise BadCacheFile(f"{path} is a cache without its text; load it with Cache.load(path, model).")
+    try:
+        check_context(facts["context"], facts["seen"])
+    except (AttributeError, LookupError, TypeError, ValueError) as e:
+        raise BadCacheFile(f"{path} does not describe a text that was read ({e}); save it again.") from e
+    return cache, facts["context"]
+
+
+def _load(kind: type[Cache], path: str | Path, model: Any) -> tuple[Cache, dict[str, Any]]:
     tensors, facts = file.read(path)
     if facts.get("dtype") != str(model.dtype):
         raise BadCacheFile(
@@ -96,7 +115,7 @@ def load(kind: type[Cache], path: str | Path, model: Any) -> Cache:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, KvkeepError) as e:
         raise BadCacheFile(f"{path} does not describe a cache this version understands ({e}); save it again.") from e
     _restore(cache, tensors, facts)
-    return cache
+    return cache, facts
 
 
 def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -104,7 +123,7 @@ def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) ->
     tensors = {name: t.to(where.get(_layer_of(name), cache.model.device)) for name, t in tensors.items()}
     cache.arrivals.seen, cache.arrivals.held = facts["seen"], facts["held"]
     cache.arrivals.columns, cache.peak = facts["columns"], facts["peak"]
-    cache.arrivals.shown = tensors.get("shown")
+    cache.arrivals.shown, cache.arrivals.prompt = tensors.get("shown"), facts["prompt"]
     for i, layer in cache.store.items():
         for name in SHAPE:
             setattr(layer, name, facts["layers"][str(i)][name])

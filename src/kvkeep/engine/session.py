@@ -28,7 +28,7 @@ from kvkeep.engine.arrival import Arrival, Arrivals
 from kvkeep.engine.contest import Contest
 from kvkeep.engine.observer import Observer
 from kvkeep.engine.recaller import Recaller
-from kvkeep.engine.report import Report
+from kvkeep.engine.report import Report, by_part, human, told
 from kvkeep.engine.stepper import Stepper
 from kvkeep.engine.watch import Watch
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
@@ -62,9 +62,7 @@ class Cache(AdaptedCache):
         self.method = parse(method, **parameters)
         if schedule is not None:
             self.method = replace(self.method, schedule=as_schedule(schedule))
-        if budget is None and (self.method.scorer or self.method.recall):
-            raise BadParameter(f"'{self.method.name}' needs a budget: tokens per key head (512) or a fraction (0.1).")
-        self.budget = self.method.check(1.0 if budget is None else budget)
+        self.budget = self.method.check(budget)
         super().__init__(model)
         self.storage, self.bits = storage, self.method.bits(storage)
         if self.bits == 4 and (size := key_shape(self.model)[1]) % 2:
@@ -103,6 +101,9 @@ class Cache(AdaptedCache):
         self.underway[index] = layer.pause()
         if self.recaller:
             result = self.recaller.attend(index, new, arrival)
+            self.watch.check(index, new, arrival, layer)
+        elif self.arrivals.closed:
+            result = new.outcome(self._over_cache(layer, new, arrival))
             self.watch.check(index, new, arrival, layer)
         elif self.stepper.can_swap(layer, arrival):
             result = new.outcome(self.stepper.swap(index, layer, new))
@@ -219,9 +220,7 @@ class Cache(AdaptedCache):
             raise CacheMisuse(f"layer {layer} is not compressed; the compressed ones are {self.owned}.")
         if self.recaller:
             return [shelf.positions() for shelf in self.recaller.shelves.get(layer, [])]
-        store = self.store[layer]
-        heads = [store.flat.positions[start : start + n].tolist() for start, n in store.segments]
-        return [heads[row * store.kv_heads : (row + 1) * store.kv_heads] for row in range(store.rows)]
+        return [[head.tolist() for head in row] for row in self.store[layer].positions()]
 
     @property
     def nbytes(self) -> int:
@@ -232,10 +231,25 @@ class Cache(AdaptedCache):
 
     def report(self) -> Report:
         """What is held, and what a full cache would hold."""
+        who = self.method.name, self.budget, self.arrivals.seen
         if self.recaller:
-            return Report.recalled(self.method.name, self.budget, self.arrivals.seen, self.recaller.shelves, self.peak)
-        layers = [self.store[i] for i in self.owned]
-        return Report.of(self.method.name, self.budget, self.arrivals.seen, layers, self.observer.nbytes, self.peak)
+            found = Report.recalled(*who, self.recaller.shelves, self.peak)
+        else:
+            found = Report.of(*who, [self.store[i] for i in self.owned], self.observer.nbytes, self.peak)
+        layers = [self._positions(i) for i in self.owned] if self.arrivals.has_parts else []
+        return replace(found, kept=by_part(self.arrivals.parts, found.kept_per_head, layers))
+
+    def _positions(self, layer: int) -> list[list[Tensor]]:
+        """Where the tokens a layer attends to stood: [row][key head] -> [n]"""
+        if self.recaller:
+            return [[torch.tensor(head) for head in row] for row in self.kept(layer)]
+        return self.store[layer].positions()
+
+    def __repr__(self) -> str:
+        report, name = self.report(), type(self).__name__
+        held = f"{sum(self.arrivals.seen):,} tokens seen, {told(report.kept)} kept per key head, {human(report.bytes)}"
+        away = f", {human(report.host_bytes)} offloaded" if report.host_bytes else ""
+        return f"<kvkeep.{name} {self.method.name}, budget {self.budget}: {held}{away}>"
 
     def fork(self) -> Cache:
         """An independent copy: one compressed context, many questions."""
@@ -304,6 +318,13 @@ class Cache(AdaptedCache):
         self._undo()
         for layer in self.stock_layers:
             getattr(layer, name)(argument)
+
+    def activate_past_recording(self) -> None:
+        """transformers calls this before assisted generation reads anything, so that it can crop later."""
+        raise CacheMisuse(
+            "assisted generation and prompt lookup (assistant_model=, prompt_lookup_num_tokens=) take back tokens that "
+            "were guessed wrongly, and a compressed cache cannot give back what it dropped for them; leave them out."
+        )
 
     def crop(self, *_: Any, **__: Any) -> None:
         raise CacheMisuse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +45,22 @@ class Unfolding:
 
     def _decoded(self, first: int) -> str:
         return self.tokenizer.decode(self.ids[first:], skip_special_tokens=True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was written last."""
+
+    words: Unfolding
+    prompt_tokens: int
+
+    @property
+    def text(self) -> str:
+        return self.words.text
+
+    @property
+    def ids(self) -> list[int]:
+        return self.words.ids
 
 
 class Sentences:

@@ -95,7 +95,7 @@ def _alone(model: Any, tokenizer: Any, ids: Tensor, cell: Cell, long: bool, ques
     engine = _engine(model, tokenizer, cell, long)
     if question:
         engine.read_for(question, len(ids))
-    logits = engine.read(ids)
+    logits = engine.prefill(ids)
     seconds, own = now(model.device) - began, long or engine.method.recall
     return Held(cell, engine.cache, engine.cache.report(), logits, seconds, 1, engine if own else None)
 
@@ -121,7 +121,7 @@ def rows(
         yield numbers, Together(model, [held[number].cache for number in numbers], room)
     own = [number for number, one in enumerate(held) if one.engine]
     for numbers in [own] if share and own else [[number] for number in own]:
-        engines = [held[number].engine.fork() for number in numbers]
+        engines = [held[number].engine._fork() for number in numbers]
         for engine in engines if question else ():
             engine.read_for(question, engine.cache.seen)
         yield numbers, Abreast(model, engines)

@@ -9,7 +9,6 @@ follows, and a question that begins otherwise than in the whole prompt is one th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from kvkeep.errors import BadInput, NoData
 from kvkeep.evaluate.sample import Sample
+from kvkeep.model.prompt import around, beginning, ids_of, shared
 
 PROTOCOLS = ("agnostic", "aware")
 HALVES, AGAIN = "middle of the prompt, halves decoded", "; then middle of the ids, to fit the window"
@@ -46,10 +46,12 @@ def render(tokenizer: Any, sample: Sample, protocol: str, window: int, max_lengt
     """
     sample, halved = _halves(tokenizer, sample, window, max_length) if sample.margin is not None else (sample, 0)
     template = "chat" if sample.chat and tokenizer.chat_template else "plain"
-    before, after = _around(tokenizer, sample.context) if template == "chat" else (_bos(tokenizer), "")
+    before, after = beginning(tokenizer), ""
+    if template == "chat":  # models that can think aloud do not
+        before, after = around(tokenizer, enable_thinking=False)
     context, question = before + sample.context, sample.question + after + sample.prefix
     bare = context.rstrip() if protocol == "agnostic" and question else context + question
-    first, second = (_ids(tokenizer, text) for text in (bare, (context + question).removeprefix(bare)))
+    first, second = (ids_of(tokenizer, text) for text in (bare, (context + question).removeprefix(bare)))
     ids, seam = first + second, len(first)
     limit = window - sample.max_new_tokens
     if sample.margin is None:
@@ -93,7 +95,7 @@ def _halves(tokenizer: Any, sample: Sample, window: int, max_length: int | None)
     if len(ids) <= limit:
         return sample, 0
     half = limit // 2
-    seams = [_shared(ids, tokenizer("".join(parts[:n])).input_ids) for n in (1, 2)]
+    seams = [shared(ids, tokenizer("".join(parts[:n])).input_ids) for n in (1, 2)]
     kept = [_parted(tokenizer, ids, seams, *ends) for ends in ((0, half), (len(ids) - half, len(ids)))]
     context, question, prefix = map("".join, zip(*kept, strict=True))
     return replace(sample, context=context, question=question, prefix=prefix), len(ids) - 2 * half
@@ -115,34 +117,8 @@ def _parted(tokenizer: Any, ids: list[int], seams: list[int], start: int, end: i
     """The text of some of the ids, cut at the seams that are in it; no letter is lost or cut in two."""
     text = tokenizer.decode(ids[start:end], skip_special_tokens=True)
     befores = [tokenizer.decode(ids[start : max(start, min(seam, end))], skip_special_tokens=True) for seam in seams]
-    first, second = sorted(_shared(text, before) for before in befores)
+    first, second = sorted(shared(text, before) for before in befores)
     return [text[:first], text[first:second], text[second:]]
-
-
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How much of their beginning two have in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
-
-
-def _around(tokenizer: Any, context: str) -> tuple[str, str]:
-    """What the chat template puts before a user's message and after it; models that can think aloud do not."""
-    longest = max(map(len, re.findall("#+", context)), default=0)
-    mark = "#" * (longest + 7)
-    chat = [{"role": "user", "content": mark}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, enable_thinking=False)
-    before, after = text.split(mark)
-    return before, after
-
-
-def _bos(tokenizer: Any) -> str:
-    """The beginning of a text, if this tokenizer puts one there."""
-    ids = tokenizer("a").input_ids
-    return tokenizer.bos_token if tokenizer.bos_token and ids[0] == tokenizer.bos_token_id else ""
 
 
 def _leading(ids: list[int], token: int | None):

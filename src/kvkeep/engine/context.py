@@ -1,0 +1,124 @@
+"""A text read once, and any number of questions about it: `Engine.read`.
+
+Every question is asked on a fork of what was kept of the text, so none disturbs another. Nothing of a question or an
+answer is dropped, whatever the method: only the text is compressed, as in the query-agnostic protocol of `kvkeep eval`.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.engine import saving
+from kvkeep.engine.progress import Progress
+from kvkeep.engine.report import Report
+from kvkeep.engine.sample import Generation
+from kvkeep.engine.session import Cache
+from kvkeep.engine.unread import check_can_unread, unread
+from kvkeep.errors import BadCacheFile, QueryAwareWarning
+from kvkeep.model.prompt import check_text, context_ids, question_ids
+
+if TYPE_CHECKING:
+    from kvkeep.engine.generate import Engine
+
+Watching = Callable[[Progress], None] | None
+
+
+class Context:
+    """What an engine kept of a text. Made by `Engine.read` and `Engine.load_context`."""
+
+    def __init__(self, engine: Engine, text: str, known: frozenset[str] = frozenset()):
+        """engine: one of its own, that has read the text; known: questions that decided what was kept"""
+        engine.cache.arrivals.mark_context()
+        self._engine, self.text, self.known, self._warned = engine, text, known, False
+        self.answer, self._report = engine.answer, engine.cache.report()  # of the last question, once there is one
+
+    @classmethod
+    def read(cls, engine: Engine, text: str, question: str | None, progress: Watching) -> Context:
+        """engine: one that has read nothing; a question takes part in the choice, and is taken back"""
+        check_text("text", text)
+        ids, rest = context_ids(engine.tokenizer, text), []
+        engine.check_length(len(ids), 1)
+        if question is not None:
+            check_text("question", question)
+            engine.read_for(question, len(ids))
+            if engine.method.query_aware:
+                check_can_unread(engine.cache)
+                rest = question_ids(engine.tokenizer, text, question, ids)
+        engine.prefill(torch.tensor(ids + rest), progress)
+        if rest:
+            unread(engine.cache, len(ids))
+        engine.fed = ids
+        return cls(engine, text, frozenset({question.strip()} if question else ()))
+
+    def ask(self, question: str, **options: Any) -> str:
+        """The answer to a question about the text; options as in `Engine.stream`."""
+        return "".join(self.stream(question, **options))
+
+    def stream(self, question: str, *, progress: Watching = None, **options: Any) -> Iterator[str]:
+        """The same, piece by piece."""
+        how = Generation.of(options)
+        check_text("question", question)
+        ids = self._engine.fed + question_ids(self._engine.tokenizer, self.text, question, self._engine.fed)
+        self._engine.check_length(len(ids), how.max_new_tokens)
+        self._warn(question)
+        return self._stream(question, torch.tensor(ids), how, progress)
+
+    def _stream(self, question: str, ids: Tensor, how: Generation, progress: Watching) -> Iterator[str]:
+        engine = self._engine._fork()
+        try:
+            engine.read_for(question, self.tokens)
+            yield from engine.answer_to(ids, how, progress)
+        finally:
+            self.answer, self._report = engine.answer, engine.cache.report()
+
+    def _warn(self, question: str) -> None:
+        """Once, where what was dropped was chosen without this question."""
+        method, kept = self._engine.method, self._report.kept["context"]
+        if self._warned or not method.query_aware or kept >= self.tokens or question.strip() in self.known:
+            return
+        self._warned = True
+        warnings.warn(
+            f"'{method.name}' kept {kept:,.0f} of {self.tokens:,} tokens before it knew this question, by the last "
+            "queries of what it read; what is asked for may be gone. Give a question that is known to "
+            "engine.read(text, question=…), or use a method that drops nothing, such as 'tokenselect' or 'sentencekv'.",
+            QueryAwareWarning, stacklevel=4,
+        )  # fmt: skip
+
+    def fork(self) -> Context:
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin._engine = self._engine._fork()
+        return twin
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a folder; model and tokenizer are not part of it."""
+        facts = {"text": self.text, "ids": self._engine.fed, "known": sorted(self.known)}
+        saving.save(self._engine.cache, path, context=facts)
+
+    @classmethod
+    def load(cls, engine: Engine, path: str | Path) -> Context:
+        engine.cache, found = saving.load_context(Cache, path, engine.model)
+        engine.method, engine.budget, engine.fed = engine.cache.method, engine.cache.budget, found["ids"]
+        if context_ids(engine.tokenizer, found["text"]) != engine.fed:
+            raise BadCacheFile(f"{path} was saved with another tokenizer or chat template; load it with that one.")
+        return cls(engine, found["text"], frozenset(found["known"]))
+
+    def __len__(self) -> int:
+        """Tokens of the text, with what the chat template puts before it."""
+        return len(self._engine.fed)
+
+    tokens = property(__len__)
+
+    def report(self) -> Report:
+        """What is held of the text; after a question, what was held of text, question and answer at the end of it."""
+        return self._report
+
+    def __repr__(self) -> str:
+        return repr(self._engine.cache).replace("kvkeep.Cache", "kvkeep.Context", 1)
