@@ -184,3 +184,24 @@ def test_parameters_fit_in_the_name():
 def test_names_that_make_no_sense(spec, says):
     with pytest.raises(BadParameter, match=says):
         parse(spec)
+
+
+@pytest.mark.parametrize("spec", EVICTING)
+def test_a_method_says_whether_the_question_decides(spec):
+    """Other queries at the end: another choice where a method is query-aware, the same where no query counts."""
+    method, alone = parse(spec), parse(spec.partition("+")[0])
+    if method.query_aware and not alone.query_aware:
+        assert method.layers.weigh  # the window shares out among layers, which one layer alone cannot show
+        return
+    queries, keys, values = draw(300)
+    asked = [kvkeep.select(spec, torch.cat([queries[:, :-8], end], 1), keys, values, 64).tolist()
+             for end in (queries[:, -8:], queries[:, -8:].flip(0) * -1)]  # fmt: skip
+    if method.memory is None or method.query_aware:
+        assert (asked[0] != asked[1]) == method.query_aware
+
+
+def test_where_every_query_counts_or_nothing_is_dropped_the_question_does_not_decide():
+    aware = {name for name, method in kvkeep.methods.items() if method.query_aware}
+    assert aware == {"kvkeep", "intentkv", "intelllm", "ahakv", "protokv", "tova", "snapkv", "pyramidkv", "chunkkv",
+                     "nacl", "cake"}  # fmt: skip
+    assert not parse("protokv+recall").query_aware and parse("snapkv+adakv").query_aware

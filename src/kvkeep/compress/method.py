@@ -50,6 +50,14 @@ class Method:
         """It never lets a query see further than a window the model was trained on."""
         return self.recall.moves if self.recall else self.place is not None
 
+    @property
+    def query_aware(self) -> bool:
+        """What is dropped depends on the newest queries, so on a question at the end: the next one may want the rest.
+
+        False where every query counts alike (h2o) or none does, and where nothing is dropped (full, retrieval).
+        """
+        return self.recall is None and self.scorer is not None and self.voters > 0
+
     def __post_init__(self) -> None:
         if self.reuse < 1:
             raise BadParameter(f"reuse={self.reuse} must be 1 (every layer chooses) or more.")
