@@ -311,6 +311,7 @@ def test_a_missing_package_is_not_a_damaged_model(home, fake_fetch, monkeypatch,
 
 def test_nothing_is_lacking_where_no_import_failed():
     assert lacking(ValueError("unexpected keyword")) is None
+    assert lacking(ValueError("unknown architecture; `pip install --upgrade transformers`")) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 3000])

@@ -16,11 +16,20 @@ def lacking(error: BaseException) -> str | None:
     for each in reversed(behind):  # the first to fail knows best
         if isinstance(each, ImportError) and each.name:
             return _command(each.name.partition(".")[0], each)
-        asked = ASKED.search(str(each)) if isinstance(each, ImportError | ValueError) else None
-        if asked:
-            return _command((asked[1] or asked[2]).lower(), each)
+        if absent := _asked_for(each):
+            return _command(absent, each)
     broken = next((each for each in behind if isinstance(each, ImportError)), None)
     return broken and f"a package could not be imported ({first_line(broken)}); install it again."
+
+
+def _asked_for(error: BaseException) -> str | None:
+    """The module of a package that an error's words ask for, if it is not there."""
+    found = ASKED.search(str(error)) if isinstance(error, ImportError | ValueError) else None
+    if found is None:
+        return None
+    package = (found[1] or found[2]).lower()
+    module = {pip: module for module, pip in PACKAGES.items()}.get(package, package.replace("-", "_"))
+    return module if find_spec(module) is None else None
 
 
 def _command(module: str, error: BaseException) -> str:
