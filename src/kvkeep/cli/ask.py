@@ -12,9 +12,21 @@ import torch
 import kvkeep
 from kvkeep.cli.inputs import Plan
 from kvkeep.cli.show import Outcome, busy
-from kvkeep.engine.generate import Progress
+from kvkeep.compress.method import parse
+from kvkeep.engine.generate import Progress, as_asked, check_length
 from kvkeep.model.adapter import trained_window
-from kvkeep.model.load import hush, load
+from kvkeep.model.load import hush, load, load_tokenizer, load_window
+from kvkeep.model.prompt import encode
+
+
+def check_lengths(
+    name: str, plans: list[Plan], document: str, question: str, max_new_tokens: int, say: Callable[[str], None]
+) -> None:
+    """Refuse a prompt that is too long for a method before the weights are loaded: tokenizer and window tell."""
+    hush()
+    tokens = encode(load_tokenizer(name, say), as_asked(document, question)).shape[1]
+    for plan in plans:
+        check_length(parse(plan.method, **plan.parameters), load_window(name), tokens, max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -40,12 +52,13 @@ class Asker:
     def ask(self, engine: Any, plan: Plan, document: str, question: str, max_new_tokens: int, out: Any) -> Outcome:
         """out: where the answer is written as it comes, or None."""
         clock = Clock()
-        with busy(f"{plan.method}: reading", quiet=out is None) as say:
+        with busy("starting") as say:
+            say(f"{plan.method}: reading the document")
             pieces = engine.stream(
                 document,
                 question=question,
                 max_new_tokens=max_new_tokens,
-                progress=lambda progress: say(f"{plan.method}: {told(progress)}"),
+                progress=lambda progress: say.often(f"{plan.method}: {told(progress)}"),
             )
             for piece in pieces:
                 if not clock.written:

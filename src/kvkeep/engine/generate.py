@@ -64,6 +64,25 @@ class Answer:
         return self.words.ids
 
 
+def as_asked(prompt: str, question: str | None = None) -> str:
+    """A prompt and, after a blank line, the question."""
+    text = f"{prompt}\n\n{question}" if question and question.strip() else prompt
+    if not text.strip():
+        raise BadInput("the prompt is empty; give the model something to read.")
+    return text
+
+
+def check_length(method: Method, window: int, prompt: int, max_new_tokens: int) -> None:
+    """Refuse a prompt of so many tokens that goes beyond a model's window, unless the method reads on."""
+    over = prompt + max_new_tokens - window
+    if over > 0 and not method.endless:
+        raise BadInput(
+            f"the prompt has {prompt} tokens and the answer may take {max_new_tokens}, but the model's window is "
+            f"{window} and '{method.name}' leaves keys where they stood: shorten the prompt by {over} tokens, "
+            f"or use a method that reads any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
+        )
+
+
 class Engine:
     """Answers from compressed caches: `generate` and `stream` for a prompt, `chat` for a conversation."""
 
@@ -155,10 +174,7 @@ class Engine:
 
     def encode(self, prompt: str, question: str | None = None) -> Tensor:
         """A prompt as the model reads it. -> [n]"""
-        text = f"{prompt}\n\n{question}" if question and question.strip() else prompt
-        if not text.strip():
-            raise BadInput("the prompt is empty; give the model something to read.")
-        return encode(self.tokenizer, text)[0]
+        return encode(self.tokenizer, as_asked(prompt, question))[0]
 
     def length(self, prompt: str, question: str | None = None) -> int:
         """Tokens of a prompt as the model reads it."""
@@ -218,13 +234,7 @@ class Engine:
 
     def check_length(self, prompt: int, max_new_tokens: int) -> None:
         """Refuse what goes beyond the model's window, unless the method reads on in constant memory."""
-        window, over = trained_window(self.model), prompt + max_new_tokens - trained_window(self.model)
-        if over > 0 and not self.method.endless:
-            raise BadInput(
-                f"the prompt has {prompt} tokens and the answer may take {max_new_tokens}, but the model's window is "
-                f"{window} and '{self.method.name}' leaves keys where they stood: shorten the prompt by {over} tokens, "
-                f"or use a method that reads any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
-            )
+        check_length(self.method, trained_window(self.model), prompt, max_new_tokens)
 
     def read(self, ids: Tensor, progress: Callable[[Progress], None] | None = None) -> Tensor:
         """Feed what is not fed yet, piece by piece. ids [n] -> logits after the last token [vocabulary]"""

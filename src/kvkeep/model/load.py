@@ -43,8 +43,7 @@ def load(
     progress: called with one line of text at each step.
     """
     say = progress or (lambda text: None)
-    place = _device(device)
-    kind = _dtype(dtype, place)
+    place, kind = check_place(device, dtype)
     ours = name is None or name in ("default", DEFAULT)
     source = str(fetch_default(say)) if ours else _source(name)
     say(f"loading {DEFAULT if ours else name}")
@@ -89,6 +88,12 @@ def hush() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def check_place(device: Any = None, dtype: Any = None) -> tuple[Any, Any]:
+    """Where a model goes and in what, or why not: known before anything is fetched."""
+    place = _device(device)
+    return place, _dtype(dtype, place)
 
 
 def _device(device: Any) -> Any:

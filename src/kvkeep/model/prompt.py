@@ -15,7 +15,8 @@ def encode(tokenizer: Any, text: str | list[dict[str, str]]) -> Tensor:
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     elif not isinstance(text, str):
         text = "\n\n".join(message["content"] for message in chat) + "\n\n"
-    return tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template).input_ids
+    how = {"return_tensors": "pt", "add_special_tokens": not tokenizer.chat_template}
+    return tokenizer(text, verbose=False, **how).input_ids  # verbose: warns of lengths that callers check, or allow
 
 
 def ends(model: Any, tokenizer: Any) -> set[int]:
