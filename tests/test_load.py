@@ -446,3 +446,21 @@ def test_a_tokenizer_read_wrongly_is_refused(smollm, monkeypatch):
     monkeypatch.setattr(default, "GOLDEN_IDS", [0])
     with pytest.raises(ModelUnavailable, match=r"reads the tokenizer of .* wrongly.*Delete that folder"):
         load()
+
+
+def test_lengths_that_are_checked_here_are_not_warned_of(caplog):
+    """transformers' "sequence length is longer than the specified maximum", where methods read any length."""
+    from transformers.utils import logging
+
+    from kvkeep.model.prompt import encode
+
+    tokenizer = tiny_chat.tokenizer()
+    tokenizer.model_max_length = 8
+    logging.enable_propagation()
+    try:
+        assert encode(tokenizer, "longer than eight bytes").shape[1] > 8
+        assert not caplog.records
+        tokenizer("longer than eight bytes")  # it does warn otherwise
+        assert "longer than the specified maximum" in caplog.text
+    finally:
+        logging.disable_propagation()
