@@ -4,15 +4,17 @@ PYTHON ?= python3
 JOBS ?= 2
 DOCUMENT := examples/lighthouse.txt
 QUESTION := What is the serial number of the replacement lamp motor?
+ANSWER := 4827163
+TORCH = "$$(grep '^torch==' constraints.txt)"
 
 compat_oldest := transformers==5.10.4
 compat_newest := transformers>=5.10,<6
 
 .DELETE_ON_ERROR:
-.PHONY: help run test gpu-test lint model compat clean
+.PHONY: help run test first-run gpu-test lint model compat clean
 
 help:  ## list these commands
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / /' | awk '{ n = $$1; $$1 = ""; printf "  make %-8s%s\n", n, $$0 }'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / /' | awk '{ n = $$1; $$1 = ""; printf "  make %-10s%s\n", n, $$0 }'
 
 run: model  ## set up, fetch the default model, answer a question about a long document
 	.venv/bin/kvkeep run $(DOCUMENT) "$(QUESTION)"
@@ -20,10 +22,20 @@ run: model  ## set up, fetch the default model, answer a question about a long d
 test: lint model  ## set up, then the linter and the whole test suite
 	.venv/bin/python -m pytest -n $(JOBS) -q
 
+first-run:  ## as a newcomer has it: an empty environment, no extras, a fresh model folder, one question
+	rm -rf .venv-first
+	$(PYTHON) -m venv .venv-first
+	.venv-first/bin/pip install -q $(TORCH)
+	.venv-first/bin/pip install -q -c constraints.txt .
+	KVKEEP_HOME="$(CURDIR)/.venv-first/home" .venv-first/bin/kvkeep run $(DOCUMENT) "$(QUESTION)" > .venv-first/said
+	cat .venv-first/said
+	grep -q $(ANSWER) .venv-first/said
+	rm -rf .venv-first
+
 gpu-test:  ## on a machine with a GPU and torch: the kernels, and the rest of what differs there
 	PYTHONPATH=src python -m pytest -q tests/kernel_cases.py tests/kernel_cases_more.py tests/kernel_cases_packed.py tests/kernel_cases_gather.py tests/kernel_cases_apart.py tests/test_gpu.py tests/test_slots.py
 
-lint: .venv/.ready  ## ruff
+lint: .venv/.dev  ## ruff
 	.venv/bin/ruff check .
 
 model: .venv/.ready  ## fetch the default model (once)
@@ -34,21 +46,25 @@ compat: .venv-compat-oldest/.ready .venv-compat-newest/.ready  ## the core tests
 	.venv-compat-newest/bin/python -m pytest -n $(JOBS) -q -m core
 
 clean:  ## remove environments and caches; the fetched model stays
-	rm -rf .venv .venv-compat-oldest .venv-compat-newest build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-first .venv-compat-oldest .venv-compat-newest build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written last, so an interrupted set-up is simply done again.
-# torch comes first, alone and pinned: a looser request pulls gigabytes of CUDA.
+# torch comes first, alone and pinned: a looser request pulls gigabytes of CUDA. `make run` needs no more than .ready.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -q "$$(grep '^torch==' constraints.txt)"
+	.venv/bin/pip install -q $(TORCH)
 	.venv/bin/pip install -q -c constraints.txt hatchling editables
+	.venv/bin/pip install -q -c constraints.txt --no-build-isolation -e .
+	touch $@
+
+.venv/.dev: .venv/.ready
 	.venv/bin/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
 .venv-compat-%/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install -q "$$(grep '^torch==' constraints.txt)"
+	$(@D)/bin/pip install -q $(TORCH)
 	grep -vE '^(transformers|huggingface_hub|tokenizers|hf-xet)==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/pip install -q -c $(@D)/constraints.txt hatchling editables
 	$(@D)/bin/pip install -q -c $(@D)/constraints.txt --no-build-isolation -e '.[dev]' '$(compat_$*)'

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import kvkeep.cli.ask
 import kvkeep.cli.inputs
 from kvkeep.cli import app
 from kvkeep.cli.ask import told
-from kvkeep.cli.show import busy
+from kvkeep.cli.show import busy, counting
 from kvkeep.engine.progress import Progress
 from kvkeep.errors import BadInput
 
@@ -43,6 +44,8 @@ def tiny(monkeypatch):
         return tiny_chat.model(), tiny_chat.tokenizer()
 
     monkeypatch.setattr(kvkeep.cli.ask, "load", load)
+    monkeypatch.setattr(kvkeep.cli.ask, "load_tokenizer", lambda *_: tiny_chat.tokenizer())
+    monkeypatch.setattr(kvkeep.cli.ask, "load_window", lambda *_: 1024)
     monkeypatch.setattr("kvkeep.model.load.load", load)
     monkeypatch.setattr("kvkeep.model.load.load_tokenizer", lambda *_: tiny_chat.tokenizer())
     return asked
@@ -63,7 +66,7 @@ def test_run_prints_the_answer_and_what_was_saved(tiny, document):
     assert done.exit_code == 0, done.output
     for words in ("prompt tokens", "kept per key head", "cache holds", "would hold", "first token", "per second"):
         assert words in done.stdout
-    assert done.stderr == ""
+    assert done.stderr == "kvkeep: reading the document\n"  # no terminal: a log
     assert tiny[0]["name"] == "default"
 
 
@@ -144,7 +147,7 @@ def test_options_reach_the_model_and_the_method(tiny, document, monkeypatch):
     }  # fmt: skip
 
 
-def test_a_model_without_a_chat_template_is_asked_plainly(monkeypatch, document):
+def test_a_model_without_a_chat_template_is_asked_plainly(tiny, monkeypatch, document):
     monkeypatch.setattr(kvkeep.cli.ask, "load", lambda *_, **__: (tiny_chat.model(), tiny_chat.tokenizer(None)))
     done = kvkeep_("run", document, "How many?", "--max-new-tokens", 2, "--json")
     assert json.loads(done.stdout)["prompt_tokens"] == len(document.read_text().strip()) + len("\n\nHow many?")
@@ -160,19 +163,21 @@ def test_the_question_comes_last_after_a_blank_line(document):
 # --- mistakes ---
 
 
-def refused(*args, stdin=None):
-    """The one line a mistake is answered with."""
+def refused(*args, stdin=None, after=()):
+    """The one line a mistake is answered with, after the steps that came before it."""
     done = kvkeep_(*args, stdin=stdin)
     assert done.exit_code == 2, done.output
-    assert done.stdout == "" and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
-    return done.stderr
+    *steps, said = done.stderr.splitlines()
+    assert done.stdout == "" and steps == list(after) and said.startswith("error: ")
+    return said
 
 
 @pytest.fixture
 def no_model(monkeypatch):
     """Mistakes below are found before any model is loaded."""
-    for place in ("kvkeep.cli.ask.load", "kvkeep.model.load.load", "kvkeep.model.load.load_tokenizer"):
-        monkeypatch.setattr(place, lambda *_, **__: pytest.fail("a model was loaded"))
+    for place in ("kvkeep.cli.ask", "kvkeep.model.load"):
+        for name in ("load", "load_tokenizer", "load_window"):
+            monkeypatch.setattr(f"{place}.{name}", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 @pytest.mark.usefixtures("no_model")
@@ -234,11 +239,58 @@ def test_an_empty_question(document):
     assert "the question is empty" in refused("run", document, "  ")
 
 
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--device", "meta"], "device='meta' holds no numbers"),
+        (["--device", "gpu"], "device='gpu' cannot be used here"),
+        (["--dtype", "int7"], "dtype='int7' is not one of"),
+    ],
+    ids=" ".join,
+)
+def test_a_place_that_cannot_be(document, tmp_path, options, says):
+    for command in (
+        ("run", document, "Why?"),
+        ("eval", "--tasks", "needle", "--out", tmp_path / "out"),
+        ("bench", "--shape", "tiny", "--out", tmp_path / "out"),
+        ("reproduce", "protokv/table2", "--small", "--out", tmp_path / "out"),
+    ):
+        assert says in refused(*command, *options), command
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("package", "args", "says"),
+    [
+        ("ray", ["--tasks", "needle", "--ray"], "pip install 'kvkeep[ray]'"),
+        ("jieba", ["--tasks", "longbench/dureader"], "is scored with jieba, which is missing (pip install"),
+        ("datasets", ["--tasks", "wic"], "with `datasets`, which is missing (pip install 'kvkeep[eval]')"),
+        ("wonderwords", ["--tasks", "niah_single_1"], "needs wonderwords (pip install wonderwords"),
+    ],
+)
+def test_a_missing_extra_is_said_before_anything_is_loaded(tmp_path, monkeypatch, package, args, says):
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))  # nothing was fetched before
+    monkeypatch.setitem(sys.modules, package, None)
+    assert says in refused("eval", *args, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_tasks_and_files_are_checked_before_anything_is_loaded(tmp_path):
+    assert "no task 'niha'" in refused("eval", "--tasks", "niha", "--out", tmp_path / "out")
+    said = refused("eval", "--tasks", "longbench/qasper", "--data", tmp_path, "--out", tmp_path / "out")
+    assert "has no file qasper.jsonl" in said
+    assert "--haystack 'nowhere' is not there" in refused("reproduce", "protokv/table2", "--haystack", "nowhere")
+
+
 def test_a_document_longer_than_the_window(tiny, document):
     document.write_text("x" * 2000)
     said = refused("run", document, "Why?")
     assert "has 2009 tokens" in said and "window is 1024" in said and "shorten the prompt by 1049 tokens" in said
     assert "actqkv" in said  # the way out
+    assert tiny == []  # known before the weights were loaded
 
 
 @pytest.mark.parametrize(
@@ -266,7 +318,7 @@ def test_wrong_usage_is_status_2_and_a_bug_is_1(tiny, document, monkeypatch):
     assert kvkeep_("run", document, "Why?").exit_code == 1
 
 
-def test_ctrl_c_is_130(monkeypatch, document):
+def test_ctrl_c_is_130(tiny, monkeypatch, document):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -287,6 +339,23 @@ def test_methods_lists_every_method_with_its_parameters():
     assert "arXiv:2404.14469" in table and "window=" in table
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_methods_tells_what_each_can_do(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = kvkeep_("methods").stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    table = lines[next(n for n, line in enumerate(lines) if "query-aware" in line) :]
+    traits = {words[0]: words[1:] for line in table if (words := re.split(r" {2,}", line.strip()))[0] in kvkeep.methods}
+    assert list(traits) == list(kvkeep.methods)
+    assert traits["snapkv"] == ["yes", "no", "no", "yes"]
+    assert traits["streamingllm"] == ["no", "yes", "no", "yes"]
+    assert traits["infllm"] == ["asks again", "yes", "yes", "no"]
+    assert traits["quest"] == ["asks again", "no", "yes", "no"]
+    listed = {each["name"]: each for each in json.loads(kvkeep_("methods", "--json").stdout)}
+    assert listed["snapkv"]["query_aware"] and not listed["h2o"]["query_aware"]
+    assert listed["infllm"]["any_length"] and not listed["infllm"]["can_be_saved"] and not listed["full"]["offloads"]
+
+
 def test_models_lists_the_default(monkeypatch, tmp_path):
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
     (listed,) = json.loads(kvkeep_("models", "--json").stdout)
@@ -303,6 +372,12 @@ def test_help_says_the_exit_codes_and_imports_nothing_heavy():
     assert done.returncode == 0
     assert "130" in done.stdout and "stderr" in done.stdout
     assert "130" in kvkeep_("run", "--help").stdout
+
+
+def test_nothing_at_all_shows_the_help():
+    done = kvkeep_()
+    assert (done.exit_code, done.stderr) == (0, "") and done.stdout == kvkeep_("--help").stdout
+    assert in_a_process().returncode == 0
 
 
 def test_version_is_the_packages():
@@ -333,17 +408,24 @@ def test_progress_is_told_in_words():
 
 
 def test_the_spinner_shows_only_to_a_person(capsys, monkeypatch):
-    with busy("reading", quiet=False) as say:
-        say("still reading")
-    assert capsys.readouterr().err == ""
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
-    with busy("reading", quiet=False) as say:
+    with busy("reading") as say:
         say("1,234 done")
+        say.often("1,235 done")
         say.stop()
-    assert "1,234 done" in capsys.readouterr().err
-    with busy("reading", quiet=True):
-        pass
-    assert capsys.readouterr().err == ""
+    assert "1,235 done" in capsys.readouterr().err
+
+
+def test_where_nobody_sees_the_spinner_steps_are_lines_of_a_log(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("kvkeep.cli.show.time.monotonic", lambda: clock[0])
+    for show in (busy, lambda text: nullcontext(counted)):
+        with counting("starting") as (counted, _), show("starting") as say:
+            say("loading")
+            for clock[0] in range(25):
+                say.often(f"read {clock[0]}")
+        assert capsys.readouterr().err == "loading\nread 10\nread 20\n"
+        clock[0] = 0.0
 
 
 # --- for real ---
@@ -496,7 +578,7 @@ def test_eval_with_nothing_to_do(tiny, tmp_path, monkeypatch):
         raise BadInput(f"'{name}' could not be fetched; check the network, or give --data DIR.")
 
     monkeypatch.setattr("kvkeep.evaluate.suite.fetch", fetch)
-    said = refused("eval", "--tasks", "wic", "--out", tmp_path / "out")
+    said = refused("eval", "--tasks", "wic", "--out", tmp_path / "out", after=["making samples"])
     assert "none of these tasks can be had: wic is not here: 'wic' could not be fetched" in said and "--data" in said
     assert "no task 'niha'. Did you mean 'niah'?" in refused("eval", "--tasks", "niha", "--out", tmp_path / "out")
     other = tmp_path / "other"

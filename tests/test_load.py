@@ -1,5 +1,6 @@
 """Models by name: fetched whole or not at all, read the same by every transformers release, refused clearly."""
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -14,10 +15,13 @@ import pytest
 import tiny_chat
 import torch
 from huggingface_hub import errors as hub
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model import default
+from kvkeep.model.convert import NAMES, convert
 from kvkeep.model.default import DEFAULT, default_folder, fetch_default
+from kvkeep.model.lacking import lacking
 from kvkeep.model.load import known_models, load
 
 
@@ -152,6 +156,95 @@ def test_two_fetches_at_once_both_succeed(home, fake_fetch, monkeypatch):
     assert (folders[0] / "config.json").exists()
 
 
+# --- converted with what a bare installation has ---
+
+
+def write_gguf(path: Path, model, tokens: list[str]) -> Path:
+    """A model as llama.cpp stores one: the rows of q and k in pairs, linear layers in 8 bits."""
+    import gguf
+
+    config, kind = model.config, gguf.GGMLQuantizationType
+    out = gguf.GGUFWriter(path, "llama")
+    out.add_name("tiny")
+    for name, value in {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads,
+        "rope_dimension_count": config.head_dim, "rope_freq_base": 5000.0, "layer_norm_rms_eps": 1e-5,
+        "tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_list": tokens, "token_types": [3] * 3 + [1] * 257,
+        "token_merges": ["i s"], "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, "pad_token_id": 2,
+        "chat_template": tiny_chat.TEMPLATE,
+    }.items():  # fmt: skip
+        getattr(out, f"add_{name}")(value)
+    short = {theirs: ours for ours, theirs in NAMES.items()}
+    for name, weight in model.state_dict().items():
+        name = name.removesuffix(".weight")
+        place, _, rest = name.removeprefix("model.layers.").partition(".")
+        ours = f"blk.{place}.{short[rest]}.weight" if place.isdigit() else f"{short[name]}.weight"
+        if "attn_q" in ours or "attn_k" in ours:
+            weight = weight.view(-1, 2, config.head_dim // 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+        coded = gguf.quants.quantize(weight.numpy(), kind.Q8_0) if weight.ndim == 2 else weight.numpy()
+        out.add_tensor(ours, coded, raw_dtype=kind.Q8_0 if weight.ndim == 2 else None)
+    for write in (out.write_header_to_file, out.write_kv_data_to_file, out.write_tensors_to_file, out.close):
+        write()
+    return path
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path):
+    from tokenizers import pre_tokenizers
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, rope_parameters={"rope_type": "default", "rope_theta": 5e3},
+    )  # fmt: skip
+    tokens = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "is"]
+    return write_gguf(tmp_path / "tiny.gguf", LlamaForCausalLM(config), tokens)
+
+
+def test_a_gguf_becomes_what_transformers_makes_of_it(tiny_gguf, tmp_path):
+    pytest.importorskip("accelerate", reason="transformers reads no GGUF without it")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=tiny_gguf.name, dtype=torch.float32)
+    ours = AutoModelForCausalLM.from_pretrained(convert(tiny_gguf, tmp_path / "folder"), dtype=torch.float32)
+    mine, other = ours.state_dict(), theirs.state_dict()
+    assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in other)
+    ids = torch.arange(40)[None]
+    assert torch.equal(ours(ids).logits, theirs(ids).logits)  # so the shape and the rotations are the same too
+    same = ("rms_norm_eps", "rope_parameters", "head_dim", "tie_word_embeddings", "max_position_embeddings")
+    assert all(getattr(ours.config, name) == getattr(theirs.config, name) for name in same)
+
+
+def test_the_default_model_is_converted_without_accelerate(tiny_gguf, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_: False)
+    monkeypatch.setattr(default, "check_tokenizer", lambda *_: None)
+    folder = default._convert(tiny_gguf, tmp_path / "folder")
+    model, tokenizer = load(str(folder), device="cpu")
+    assert (model.generation_config.eos_token_id, tokenizer.eos_token, tokenizer.bos_token) == (2, "</s>", "<s>")
+    ids = tokenizer("isn't 12 m").input_ids
+    assert ids[0] == 259 and len(ids) == 9 and tokenizer.decode(ids) == "isn't 12 m"
+    assert tokenizer.model_max_length == 512 and tokenizer.chat_template == tiny_chat.TEMPLATE
+
+
+def test_what_a_conversion_stumbles_over_is_one_line(tiny_gguf, tmp_path, monkeypatch):
+    tiny_gguf.write_bytes(tiny_gguf.read_bytes()[:2000])
+    with pytest.raises(ModelUnavailable, match="the default model could not be converted: "):
+        default._convert(tiny_gguf, tmp_path / "folder")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModelUnavailable, match="could not be converted: .*pip install .*gguf"):
+        default._convert(tiny_gguf, tmp_path / "folder")
+
+
+@pytest.mark.real
+def test_the_default_weights_are_those_transformers_read():
+    """Of the file that transformers 5.17.0 and accelerate 1.15.0 made of the GGUF."""
+    found = hashlib.sha256()
+    with (fetch_default() / "model.safetensors").open("rb") as weights:
+        while part := weights.read(2**24):
+            found.update(part)
+    assert found.hexdigest() == "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
+
+
 # --- refused clearly ---
 
 
@@ -193,6 +286,39 @@ def test_a_damaged_default_folder_says_to_delete_it(home, fake_fetch):
     fetch_default()
     with pytest.raises(ModelUnavailable, match=r"is damaged .*delete that folder"):
         load()
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ModuleNotFoundError("No module named 'nosuch'", name="nosuch.part"), "nosuch is missing: pip install nosuch"),
+        (ValueError("nosuch is required `pip install nosuch`."), "nosuch is missing: pip install nosuch"),
+        (ImportError("Llama requires the NoSuch library but it was not found"), "pip install nosuch"),
+        (ImportError("cannot import name 'x' from 'tqdm'", name="tqdm"), "pip install --force-reinstall tqdm"),
+        (ImportError("libfoo.so: cannot open"), r"could not be imported \(libfoo.so: cannot open\)"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_missing_package_is_not_a_damaged_model(home, fake_fetch, monkeypatch, error, says):
+    def fail(source, dtype):
+        raise OSError("transformers' own words") from error
+
+    monkeypatch.setattr("kvkeep.model.load._from_pretrained", fail)
+    with pytest.raises(ModelUnavailable, match=says) as refused:
+        load()
+    assert "damaged" not in str(refused.value) and "delete" not in str(refused.value)
+
+
+def test_nothing_is_lacking_where_no_import_failed():
+    assert lacking(ValueError("unexpected keyword")) is None
+    assert lacking(ValueError("unknown architecture; `pip install --upgrade transformers`")) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 3000])
+def test_damaged_weights_are_one_line(folder, content):
+    (Path(folder) / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelUnavailable, match=r"holds no model transformers can load \(Error while deserializing"):
+        load(folder)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c"])
@@ -266,6 +392,8 @@ def test_bad_dtype_and_device_are_refused_before_anything_is_fetched(home, fake_
         load(dtype="int7")
     with pytest.raises(BadParameter, match=r"device='gpu' cannot be used here.*use 'cpu'"):
         load(device="gpu")
+    with pytest.raises(BadParameter, match=r"device='meta' holds no numbers.*use 'cpu'"):
+        load(device="meta")
     assert fake_fetch == []
 
 
@@ -318,3 +446,21 @@ def test_a_tokenizer_read_wrongly_is_refused(smollm, monkeypatch):
     monkeypatch.setattr(default, "GOLDEN_IDS", [0])
     with pytest.raises(ModelUnavailable, match=r"reads the tokenizer of .* wrongly.*Delete that folder"):
         load()
+
+
+def test_lengths_that_are_checked_here_are_not_warned_of(caplog):
+    """transformers' "sequence length is longer than the specified maximum", where methods read any length."""
+    from transformers.utils import logging
+
+    from kvkeep.model.prompt import encode
+
+    tokenizer = tiny_chat.tokenizer()
+    tokenizer.model_max_length = 8
+    logging.enable_propagation()
+    try:
+        assert encode(tokenizer, "longer than eight bytes").shape[1] > 8
+        assert not caplog.records
+        tokenizer("longer than eight bytes")  # it does warn otherwise
+        assert "longer than the specified maximum" in caplog.text
+    finally:
+        logging.disable_propagation()

@@ -13,6 +13,15 @@ import kvkeep
 from kvkeep.cli import grid, inputs, show
 from kvkeep.errors import KvkeepError
 
+TRAITS = """\
+query-aware   yes: what is evicted depends on the newest queries, so on the
+              question at the end: ask another, and the text is read again.
+              asks again: nothing is evicted, every query retrieves.
+any length    reads prompts longer than the model's context; others refuse them
+offloads      what is not attended to lies in host memory or on disk
+can be saved  Cache.save writes what was kept to a file
+Crossings change none of this, but for +recall (asks again, offloads) and
++cake, +entropy (query-aware)."""
 EPILOG = "Exit status: 0 done · 2 bad usage or input, said in one line on stderr · 130 interrupted · 1 anything else."
 
 
@@ -20,7 +29,8 @@ class _Commands(typer.core.TyperGroup):
     """Turns what kvkeep raises on purpose into one line and an exit status."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """`--ray` may stand alone, which the parser does not know."""
+        """Nothing at all asks for help; `--ray` may stand alone, which the parser does not know."""
+        args = args or ["--help"]
         ends = [*args[1:], "-"]
         given = [[each, grid.LOCAL] if each == "--ray" and after.startswith("-") else [each]
                  for each, after in zip(args, ends, strict=True)]  # fmt: skip
@@ -38,7 +48,7 @@ class _Commands(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=EPILOG
+    cls=_Commands, add_completion=False, pretty_exceptions_enable=False, epilog=EPILOG
 )
 
 
@@ -90,15 +100,16 @@ def run(
     plans = [inputs.plan(method, budget, settings or [], storage)]
     if compare:
         plans.append(inputs.plan("full", budget, []))
-    from kvkeep.cli.ask import Asker
+    from kvkeep.cli.ask import Asker, check_lengths
     from kvkeep.engine.sample import Generation
+    from kvkeep.model.load import check_place
 
     how = Generation(max_new_tokens, temperature, top_p, top_k, seed)
-    with show.busy("starting", quiet=as_json) as say:
+    with show.busy("starting") as say:
+        check_place(device, dtype)
+        check_lengths(model, plans, text, question, max_new_tokens, say)
         asker = Asker.load(model, device, dtype, say)
         engines = [asker.engine(plan, chunk) for plan in plans]
-        for engine in engines:
-            engine.check_length(engine.length(text, question), max_new_tokens)
         asker.warm_up(seed)
     outcomes = [
         asker.ask(engine, plan, text, question, asdict(how), None if as_json or number else sys.stdout)
@@ -185,11 +196,11 @@ def bench(
     given = dict(locals())
     from kvkeep.cli import bench as measuring
 
-    with show.busy("starting", quiet=False) as say:
-        found, remarks = measuring.run(measuring.Options(**given), say)
+    with show.busy("starting") as say:
+        found, written = measuring.run(measuring.Options(**given), say)
     typer.echo(measuring.table(found))
-    for remark in remarks:
-        typer.echo(remark, err=True)
+    if written:
+        typer.echo(written, err=True)
 
 
 @app.command(epilog=EPILOG)
@@ -223,7 +234,7 @@ def reproduce(
 
 @app.command(epilog=EPILOG)
 def methods(as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False) -> None:
-    """List the methods: paper, what each keeps, parameters, when tokens compete, where we deviate."""
+    """List the methods: paper, what each keeps, parameters, when tokens compete, where we deviate, what each can do."""
     rows = [
         {
             "name": name,
@@ -232,6 +243,11 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="A JSON list in
             "parameters": dict(each.parameters),
             "competes": {None: "after prompts", 1: "every step"}.get(each.schedule.every),
             "deviates": each.deviates,
+            "query_aware": each.query_aware,
+            "asks_again": each.recall is not None,
+            "any_length": each.endless,
+            "offloads": each.recall is not None,
+            "can_be_saved": each.recall is None,
         }
         for name, each in kvkeep.methods.items()
     ]
@@ -245,6 +261,9 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="A JSON list in
         for name, c in CROSSINGS.items()
     ]
     show.print_table(["method", "keeps", "parameters"], [_cells(row) for row in rows + crossed])
+    header = ["method", "query-aware", "any length", "offloads", "can be saved"]
+    show.print_table(header, [_traits(row) for row in rows])
+    typer.echo(TRAITS)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -254,6 +273,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
         keeps += f"\nDeviates: {row['deviates']}."
     parameters = "\n".join(f"{key}={value}" for key, value in row["parameters"].items())
     return [f"{row['name']}\n{row['paper']}".rstrip(), keeps, parameters or "–"]
+
+
+def _traits(row: dict[str, Any]) -> list[str]:
+    """What one method can do, a word each."""
+    asks = "asks again" if row["asks_again"] else "yes" if row["query_aware"] else "no"
+    return [row["name"], asks, *("yes" if row[key] else "no" for key in ("any_length", "offloads", "can_be_saved"))]
 
 
 @app.command(epilog=EPILOG)

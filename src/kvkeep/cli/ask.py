@@ -12,11 +12,24 @@ import torch
 import kvkeep
 from kvkeep.cli.inputs import Plan
 from kvkeep.cli.show import Outcome, busy
+from kvkeep.compress.method import parse
+from kvkeep.engine.generate import check_length
 from kvkeep.engine.progress import Progress
 from kvkeep.model.adapter import trained_window
-from kvkeep.model.load import hush, load
+from kvkeep.model.load import hush, load, load_tokenizer, load_window
+from kvkeep.model.prompt import as_asked, encode
 
 SHOWN = "kept_per_head", "kept", "bytes", "full_bytes", "index_bytes", "host_bytes"  # of a report
+
+
+def check_lengths(
+    name: str, plans: list[Plan], document: str, question: str, max_new_tokens: int, say: Callable[[str], None]
+) -> None:
+    """Refuse a prompt that is too long for a method before the weights are loaded: tokenizer and window tell."""
+    hush()
+    tokens = encode(load_tokenizer(name, say), as_asked(document, question)).shape[1]
+    for plan in plans:
+        check_length(parse(plan.method, **plan.parameters), load_window(name), tokens, max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -42,11 +55,12 @@ class Asker:
     def ask(self, engine: Any, plan: Plan, document: str, question: str, options: dict[str, Any], out: Any) -> Outcome:
         """options: of the answer; out: where it is written as it comes, or None."""
         clock = Clock()
-        with busy(f"{plan.method}: reading", quiet=out is None) as say:
+        with busy("starting") as say:
+            say(f"{plan.method}: reading the document")
             pieces = engine.stream(
                 document,
                 question=question,
-                progress=lambda progress: say(f"{plan.method}: {told(progress)}"),
+                progress=lambda progress: say.often(f"{plan.method}: {told(progress)}"),
                 **options,
             )
             for piece in pieces:

@@ -43,11 +43,12 @@ class Options:
     out: str | None
 
 
-def run(options: Options, say: Any) -> tuple[list[Any], list[str]]:
-    """-> costs, and what else there is to say; where a folder was given, costs.json and pictures are in it"""
+def run(options: Options, say: Any) -> tuple[list[Any], str]:
+    """-> costs, and what was written where a folder was given; what cannot be had is said before the model is loaded"""
     from kvkeep.evaluate.cost import Plan, costs
     from kvkeep.evaluate.floors import Floors
     from kvkeep.evaluate.rows import make_folder
+    from kvkeep.model.load import check_place
 
     names = shaped("methods", options.baselines)
     plan = Plan(
@@ -61,17 +62,20 @@ def run(options: Options, say: Any) -> tuple[list[Any], list[str]]:
         storages=tuple(None if name == "model" else name for name in options.storage.split(",")),
         baselines=tuple(name for name in names if name != "kvpress"),
     )
+    check_place(options.device, options.dtype)
+    others = _others(options.also) if options.also else []
+    draw = _pictures() if options.out else None
     if options.out:
         make_folder(options.out)  # before anything is measured
-    others = _others(options.also) if options.also else []
+        if draw is None:
+            say.note("there will be no pictures: matplotlib is not installed (pip install 'kvkeep[plots]')")
+    if "kvpress" in names and not others:
+        say.note(KVPRESS)
     model = _model(options, say)
     say("measuring the machine")
     floors = Floors.measured(model, plan.batches)
     found = [*costs(model, plan, say, floors), *(cost.above(floors) for cost in others)]
-    remarks = [KVPRESS] if "kvpress" in names and not others else []
-    if options.out:
-        remarks.append(_write(found, Path(options.out)))
-    return found, remarks
+    return found, _write(found, Path(options.out), draw) if options.out else ""
 
 
 def _others(path: str) -> list[Any]:
@@ -86,13 +90,18 @@ def _others(path: str) -> list[Any]:
         raise BadInput(f"--also {path!r} is not a list of costs as in costs.json: {error}.") from None
 
 
-def _write(found: list[Any], folder: Path) -> str:
-    (folder / "costs.json").write_text(json.dumps([cost.as_dict() for cost in found], indent=1) + "\n")
+def _pictures() -> Any:
+    """What draws them, None without matplotlib."""
     try:
         from kvkeep.cli.plots import draw
     except ImportError:
-        return f"{folder}: costs.json; no pictures, since matplotlib is not installed (pip install matplotlib)"
-    return f"{folder}: costs.json, {', '.join(draw(found, folder))}"
+        return None
+    return draw
+
+
+def _write(found: list[Any], folder: Path, draw: Any) -> str:
+    (folder / "costs.json").write_text(json.dumps([cost.as_dict() for cost in found], indent=1) + "\n")
+    return f"{folder}: {', '.join(['costs.json', *(draw(found, folder) if draw else [])])}"
 
 
 def _model(options: Options, say: Any) -> Any:

@@ -100,25 +100,45 @@ def _single(name: str, value: Any) -> Any:
     return value if name in FLAGS else str(value)
 
 
+def check(options: Wanted) -> tuple[Any, Any]:
+    """Refuse what is known to be wrong before anything is loaded: files, names, budgets, packages, the device.
+
+    -> the grid, and where samples come from
+    """
+    from kvkeep.evaluate import suite
+    from kvkeep.evaluate.render import PROTOCOLS
+    from kvkeep.evaluate.run import Grid
+    from kvkeep.model.load import check_place
+
+    places = {name: _path(getattr(options, name), name) for name in ("data", "haystack", "squad", "hotpotqa")}
+    protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
+    grid = Grid(options.methods, options.budgets, protocols)
+    if options.ray:  # the device is its workers'
+        from kvkeep.evaluate.cluster import check_ray
+
+        check_ray()
+    else:
+        check_place(options.device, options.dtype)
+    sources = suite.Sources(**places, lengths=options.length, limit=options.limit, seed=options.seed)
+    suite.check(options.tasks, sources)
+    return grid, sources
+
+
 def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """-> all rows, and the tasks left out with their reasons"""
     from kvkeep.evaluate import suite
-    from kvkeep.evaluate.render import PROTOCOLS, answerable
+    from kvkeep.evaluate.render import answerable
     from kvkeep.evaluate.rows import alone
-    from kvkeep.evaluate.run import Grid
     from kvkeep.evaluate.run import run as answer
     from kvkeep.evaluate.table import write_csv
     from kvkeep.model.load import hush, load_tokenizer, load_window
 
-    places = {name: _path(getattr(options, name), name) for name in ("data", "haystack", "squad", "hotpotqa")}
+    grid, sources = check(options)
     with alone(options.out):  # refused before a model is loaded, if another run has it
         pass
-    protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
-    grid = Grid(options.methods, options.budgets, protocols)
     hush()
     tokenizer = load_tokenizer(options.model, say)
     say("making samples")
-    sources = suite.Sources(**places, lengths=options.length, limit=options.limit, seed=options.seed)
     samples, skipped = suite.load(options.tasks, tokenizer, sources, say)
     samples, too_long = answerable(samples, load_window(options.model))
     skipped |= too_long

@@ -49,6 +49,8 @@ def reproduce(name: str, options: Options) -> None:
         (job, _wanted(wanted, job, out / f"{number}-{job.model.rpartition('/')[2]}", options))
         for number, job in enumerate(jobs(wanted), 1)
     ]
+    if not options.dry_run:
+        _check(each for _, each in plan)
     _introduce(wanted, options)
     if options.dry_run:
         _print_plan(plan)
@@ -83,6 +85,19 @@ def _wanted(wanted: Recipe, job: Job, out: Path, options: Options) -> grid.Wante
     sizes |= {key: getattr(wanted, key) for key in ("limit", "max_length", "beyond_window")}
     given = {key: value for key, value in {**places, **sizes}.items() if value}
     return grid.Wanted(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)
+
+
+def _check(grids: Iterable[grid.Wanted]) -> None:
+    """Refuse what is known to be wrong with any grid before the first is run; one without data is left out."""
+    failed, fine = [], False
+    for each in grids:
+        try:
+            grid.check(each)
+            fine = True
+        except NoData as error:
+            failed.append(error)
+    if failed and not fine:
+        raise failed[0]
 
 
 def _run(plan: Iterable[tuple[Job, grid.Wanted]]) -> dict[str, list[dict[str, Any]]]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import typer
 
-QUIET = 60  # seconds between lines of a log
+QUIET = 60  # seconds between lines of a log that count rows
+READING = 10  # and between those that tell how far a prompt is read
 
 
 @dataclass(frozen=True)
@@ -34,30 +35,41 @@ class Outcome:
     tokens_per_s: float | None  # None after a single token: there is no second one to time
 
 
-@dataclass(frozen=True)
 class Say:
-    """Changes the spinner's text; `stop` takes it away."""
+    """Changes the spinner's text, which `stop` takes away; where nobody sees it, every step is a line of a log."""
 
-    bar: Any
-    task: Any
+    def __init__(self, bar: Any, task: Any, log: bool) -> None:
+        self.bar, self.task, self.log, self.last = bar, task, log, time.monotonic()
 
     def __call__(self, text: str) -> None:
         self.bar.update(self.task, description=text)
+        if self.log:
+            self.last = time.monotonic()
+            typer.echo(text, err=True)
+
+    def often(self, text: str) -> None:
+        """What changes all the time: to a log, a line now and then."""
+        if not self.log or time.monotonic() - self.last >= READING:
+            self(text)
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        typer.echo(text, err=True)
 
     def stop(self) -> None:
         self.bar.stop()
 
 
 @contextmanager
-def busy(text: str, *, quiet: bool) -> Iterator[Say]:
-    """A spinner with the time elapsed, on stderr and only if a person is there to see it."""
+def busy(text: str) -> Iterator[Say]:
+    """A spinner with the time elapsed, on stderr; lines of a log where that is no terminal."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        yield Say(bar, bar.add_task(text, total=None))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield Say(bar, bar.add_task(text, total=None), log=not console.is_terminal)
 
 
 @contextmanager
@@ -86,7 +98,7 @@ def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
                 last[0] = time.monotonic()
                 typer.echo(f"{done} of {total} rows", err=True)
 
-        yield Say(bar, task), note
+        yield Say(bar, task, log=not console.is_terminal), note
 
 
 def print_scores(rows: list[dict[str, Any]]) -> None:

@@ -23,11 +23,22 @@ from kvkeep.engine.session import Cache
 from kvkeep.engine.words import Answer, Sentences, Unfolding
 from kvkeep.errors import BadInput, CacheMisuse
 from kvkeep.model.adapter import runs_on, trained_window
-from kvkeep.model.prompt import check_messages, check_text, encode, ends, joined
+from kvkeep.model.prompt import as_asked, check_messages, encode, ends
 from kvkeep.model.slices import TOKENS, sliced
 
 PIECE = 1024  # tokens read at a time: what a forward pass of a long prompt costs in memory
 GPU_PIECE = 4096  # where windows fetch: a GPU is done with less before it is told what comes next
+
+
+def check_length(method: Method, window: int, prompt: int, max_new_tokens: int) -> None:
+    """Refuse a prompt of so many tokens that goes beyond a model's window, unless the method reads on."""
+    over = prompt + max_new_tokens - window
+    if over > 0 and not method.endless:
+        raise BadInput(
+            f"the prompt has {prompt} tokens and the answer may take {max_new_tokens}, but the model's window is "
+            f"{window} and '{method.name}' leaves keys where they stood: shorten the prompt by {over} tokens, "
+            f"or use a method that reads any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
+        )
 
 
 class Engine:
@@ -155,11 +166,7 @@ class Engine:
 
     def encode(self, prompt: str, question: str | None = None) -> Tensor:
         """A prompt as the model reads it. -> [n]"""
-        check_text("prompt", prompt, empty=True)
-        check_text("question", question or "", empty=True)
-        text = joined(prompt, question) if question and question.strip() else prompt
-        check_text("prompt", text)
-        return encode(self.tokenizer, text)[0]
+        return encode(self.tokenizer, as_asked(prompt, question))[0]
 
     def length(self, prompt: str, question: str | None = None) -> int:
         """Tokens of a prompt as the model reads it."""
@@ -217,13 +224,7 @@ class Engine:
 
     def check_length(self, prompt: int, max_new_tokens: int) -> None:
         """Refuse what goes beyond the model's window, unless the method reads on in constant memory."""
-        window, over = trained_window(self.model), prompt + max_new_tokens - trained_window(self.model)
-        if over > 0 and not self.method.endless:
-            raise BadInput(
-                f"the prompt has {prompt} tokens and the answer may take {max_new_tokens}, but the model's window is "
-                f"{window} and '{self.method.name}' leaves keys where they stood: shorten the prompt by {over} tokens, "
-                f"or use a method that reads any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
-            )
+        check_length(self.method, trained_window(self.model), prompt, max_new_tokens)
 
     def prefill(self, ids: Tensor, progress: Callable[[Progress], None] | None = None) -> Tensor:
         """Feed what is not fed yet, piece by piece. ids [n] -> logits after the last token [vocabulary]"""

@@ -35,7 +35,7 @@ def on_ray(
     """
     if not items:
         return
-    ray = _ray()
+    ray = check_ray()
     with _connected(ray, address):
         resources, room = _room(ray.nodes(), torch.get_num_threads())
         if workers is not None and not 1 <= workers <= room:
@@ -158,7 +158,8 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def _ray() -> Any:
+def check_ray() -> Any:
+    """The package, or how to get it."""
     try:
         import ray
     except ImportError as error:

@@ -9,6 +9,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,15 @@ SOURCES = {
 def data_folder() -> Path:
     """Where fetched data is kept: beside the models."""
     return default_folder().parents[1] / "data"
+
+
+def lacks(name: str) -> str:
+    """Why a task cannot be fetched, where a package is missing for it; "" otherwise."""
+    place = name if name in SOURCES else f"short/{name}"
+    source = SOURCES.get(place)
+    if source is None or source.file or (data_folder() / f"{place}.jsonl").is_file() or find_spec("datasets"):
+        return ""
+    return f"is read from {source.repo} with `datasets`, which is missing (pip install 'kvkeep[eval]')"
 
 
 def fetch(name: str, folder: Path | None = None, say: Callable[[str], None] | None = None) -> Path:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import KvkeepError, NoData, UnknownName
+from kvkeep.evaluate import hub
 from kvkeep.evaluate.hub import SOURCES, fetch
+from kvkeep.evaluate.metrics.longbench import CHINESE
 from kvkeep.evaluate.reasoning import ASK
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
@@ -57,7 +60,7 @@ def load(
     """
     samples: list[Sample] = []
     skipped: dict[str, str] = {}
-    for name in dict.fromkeys(part for each in wanted for part in _parts(each, sources)):
+    for name in _every(wanted, sources):
         try:
             path = _located(name, sources, say)
         except Unavailable as reason:
@@ -65,8 +68,36 @@ def load(
         else:
             samples += _task(name, path, tokenizer, sources)
     if not samples:
-        raise NoData(f"none of these tasks can be had: {'; '.join(f'{name} {why}' for name, why in skipped.items())}.")
+        raise _nothing(skipped)
     return samples, skipped
+
+
+def check(wanted: Iterable[str], sources: Sources) -> None:
+    """Refuse names nobody knows, and tasks of which none can be had, before anything is loaded or fetched."""
+    why = {name: lacks(name, sources) for name in _every(wanted, sources)}
+    if all(why.values()):
+        raise _nothing(why)
+
+
+def lacks(name: str, sources: Sources) -> str:
+    """Why a task cannot be had, as far as files and packages tell; "" where nothing speaks against it."""
+    if name in RULER or name in MADE:
+        return available(sources.haystack, sources.squad, sources.hotpotqa)[1].get(name, "")
+    _reader(name)
+    if name.startswith("longbench/") and _stem(name) in CHINESE and find_spec("jieba") is None:
+        return "is scored with jieba, which is missing (pip install 'kvkeep[eval]')"
+    if sources.data is None:
+        return hub.lacks(name)
+    there = _file(name, sources.data)
+    return "" if there else f"has no file {_stem(name)}.jsonl in {str(sources.data)!r} or its folders"
+
+
+def _every(wanted: Iterable[str], sources: Sources) -> list[str]:
+    return list(dict.fromkeys(part for each in wanted for part in _parts(each, sources)))
+
+
+def _nothing(skipped: dict[str, str]) -> NoData:
+    return NoData(f"none of these tasks can be had: {'; '.join(f'{name} {why}' for name, why in skipped.items())}.")
 
 
 class Unavailable(Exception):
@@ -75,19 +106,16 @@ class Unavailable(Exception):
 
 def _located(name: str, sources: Sources, say: Callable[[str], None] | None) -> Path | None:
     """The file a task is read from, None for one that is made."""
+    if why := lacks(name, sources):
+        raise Unavailable(why)
     if name in RULER or name in MADE:
-        if why := available(sources.haystack, sources.squad, sources.hotpotqa)[1].get(name):
-            raise Unavailable(why)
         return None
-    _reader(name)
-    if sources.data is None:
-        try:
-            return fetch(name, say=say)
-        except KvkeepError as error:
-            raise Unavailable(f"is not here: {error}") from error
-    if found := _file(name, sources.data):
-        return found
-    raise Unavailable(f"has no file {_stem(name)}.jsonl in {str(sources.data)!r} or its folders")
+    if sources.data is not None:
+        return _file(name, sources.data)
+    try:
+        return fetch(name, say=say)
+    except KvkeepError as error:
+        raise Unavailable(f"is not here: {error}") from error
 
 
 def _parts(name: str, sources: Sources) -> list[str]:

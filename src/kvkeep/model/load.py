@@ -8,6 +8,7 @@ from typing import Any
 
 from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model.default import DEFAULT, WHEEL, WINDOW, Say, check_tokenizer, default_folder, fetch_default
+from kvkeep.model.lacking import causes, first_line, lacking
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
@@ -42,14 +43,13 @@ def load(
     progress: called with one line of text at each step.
     """
     say = progress or (lambda text: None)
-    place = _device(device)
-    kind = _dtype(dtype, place)
+    place, kind = check_place(device, dtype)
     ours = name is None or name in ("default", DEFAULT)
     source = str(fetch_default(say)) if ours else _source(name)
     say(f"loading {DEFAULT if ours else name}")
     try:
         model, tokenizer = _from_pretrained(source, kind)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # whatever transformers and what it uses raise
         raise ModelUnavailable(_why(name or DEFAULT, source, error)) from error
     if ours:
         check_tokenizer(tokenizer, source)
@@ -78,7 +78,7 @@ def _part(kind: Any, name: str | None, progress: Say | None = None) -> Any:
     source = str(fetch_default(progress)) if ours else _source(name)
     try:
         return kind.from_pretrained(source)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # whatever transformers and what it uses raise
         raise ModelUnavailable(_why(name or DEFAULT, source, error)) from error
 
 
@@ -88,6 +88,12 @@ def hush() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def check_place(device: Any = None, dtype: Any = None) -> tuple[Any, Any]:
+    """Where a model goes and in what, or why not: known before anything is fetched."""
+    place = _device(device)
+    return place, _dtype(dtype, place)
 
 
 def _device(device: Any) -> Any:
@@ -102,6 +108,8 @@ def _device(device: Any) -> Any:
         reason = str(error).splitlines()[0].rstrip(". ")
         reason = "torch knows no such device" if reason.startswith("Expected one of") else reason
         raise BadParameter(f"device={device!r} cannot be used here ({reason}); use 'cpu', or leave it out.") from error
+    if place.type == "meta":
+        raise BadParameter("device='meta' holds no numbers, so nothing can be computed; use 'cpu', or leave it out.")
     return place
 
 
@@ -135,25 +143,22 @@ def _from_pretrained(source: str, dtype: Any) -> tuple[Any, Any]:
 
 def _why(name: str, source: str, error: BaseException) -> str:
     """What went wrong with a model, and what to do: told from the errors transformers wraps."""
+    if lack := lacking(error):
+        return f"the model {name!r} could not be loaded: {lack}"
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return f"the model {name!r} does not fit into memory ({first_line(error)}); use a smaller one, or bfloat16."
     if Path(source).is_dir():
         if Path(source) == default_folder():
-            return f"the default model at {source} is damaged ({_first_line(error)}); delete that folder and try again."
-        return f"the folder {source!r} holds no model transformers can load ({_first_line(error)})."
-    causes, seen = set(), error
-    while seen is not None:
-        causes |= {kind.__name__ for kind in type(seen).__mro__}
-        seen = seen.__cause__ or seen.__context__
-    if "GatedRepoError" in causes:
+            return f"the default model at {source} is damaged ({first_line(error)}); delete that folder and try again."
+        return f"the folder {source!r} holds no model transformers can load ({first_line(error)})."
+    kinds = {kind.__name__ for each in causes(error) for kind in type(each).__mro__}
+    if "GatedRepoError" in kinds:
         return f"the model {name!r} is gated: accept its terms on its hub page, then log in with `hf auth login`."
-    if causes & {"RepositoryNotFoundError", "HFValidationError"}:
+    if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
         return f"the hub has no model {name!r}, or it is private: check the spelling, or log in with `hf auth login`."
-    if causes & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "TransportError"}:
+    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "TransportError"}:
         return (
             f"the hub cannot be reached and the model {name!r} is not on this machine: check the network, "
             f"pass a local folder, or use the default model."
         )
-    return f"the model {name!r} could not be loaded: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"the model {name!r} could not be loaded: {first_line(error)}"

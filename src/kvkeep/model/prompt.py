@@ -23,7 +23,8 @@ def encode(tokenizer: Any, text: str | list[dict[str, str]]) -> Tensor:
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     elif not isinstance(text, str):
         text = "\n\n".join(message["content"] for message in chat) + "\n\n"
-    return tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template).input_ids
+    how = {"return_tensors": "pt", "add_special_tokens": not tokenizer.chat_template}
+    return tokenizer(text, verbose=False, **how).input_ids  # verbose: warns of lengths that callers check, or allow
 
 
 def check_text(name: str, value: Any, empty: bool = False) -> None:
@@ -48,6 +49,15 @@ def check_messages(messages: Any) -> None:
 def joined(text: str, question: str) -> str:
     """One message of a text and what is asked about it."""
     return f"{text}\n\n{question}"
+
+
+def as_asked(prompt: str, question: str | None = None) -> str:
+    """A prompt and, after a blank line, the question, if there is one."""
+    check_text("prompt", prompt, empty=True)
+    check_text("question", question or "", empty=True)
+    text = joined(prompt, question) if question and question.strip() else prompt
+    check_text("prompt", text)
+    return text
 
 
 def context_ids(tokenizer: Any, text: str) -> list[int]:

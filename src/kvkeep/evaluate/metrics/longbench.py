@@ -125,6 +125,7 @@ TASKS = Registry(
         "passage_retrieval_zh": retrieval_zh,
     },
 )
+CHINESE = {name for name, metric in TASKS.items() if metric in (qa_f1_zh, rouge_zh)}  # words are cut by jieba
 
 
 def score_answer(prediction: str, references: Sequence[str], dataset: str, all_classes=None, **_) -> float:
