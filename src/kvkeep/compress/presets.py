@@ -132,7 +132,7 @@ def actqkv(
     sinks: int | None = None,
     local: int | None = None,
     chunk: int | None = None,
-    representatives=4,
+    representatives=32,
     probe="bias",
     density=True,
     per_head=True,
@@ -153,7 +153,7 @@ def infllm(
     local: int | None = None,
     block: int | None = None,
     representatives=4,
-    per_head=True,
+    per_head=False,
 ):
     index = Representatives(representatives, per_head=per_head)
     return Method("infllm", None, recall=Recall(Chunks(block, 128), index, window, sinks=sinks, near=local))
@@ -166,7 +166,7 @@ def qllm(
     block: int | None = None,
     representatives=4,
     weight=4.0,
-    per_head=True,
+    per_head=False,
 ):
     index = Representatives(representatives, weight=weight, per_head=per_head)
     return Method("qllm", None, recall=Recall(Chunks(block, 128), index, window, sinks=sinks, near=local))
@@ -186,7 +186,7 @@ def emllm(
     longest=128,
     contiguity=0.3,
     representatives=4,
-    per_head=True,
+    per_head=False,
 ):
     events, index = Events(gamma, longest, refine=refine), Representatives(representatives, per_head=per_head)
     recall = Recall(events, index, window, sinks=sinks, near=local, neighbours=contiguity, needs="surprise")
@@ -264,8 +264,8 @@ METHODS = Registry("method", {
         f"while decoding scores are not smoothed; {GROUPED}",
     ),
     "protokv": Named(
-        protokv, "ProtoKV", "whole clusters of keys, those that the window's logits favour",
-        f"{SIGN}; {RANGES}; {GROUPED}",
+        protokv, "ProtoKV", "whole clusters of keys, those that the window attends to",
+        f"the window's softmax votes, not its raw logits (votes=raw: as printed); {SIGN}; {RANGES}; {GROUPED}",
     ),
     "satkv": Named(satkv, "ProtoKV", "keys unlike their neighbours, and the window", SIGN),
     "streamingllm": Named(streamingllm, "arXiv:2309.17453", "the first tokens and the most recent ones, side by side"),
@@ -296,12 +296,13 @@ METHODS = Registry("method", {
     "actqkv": Named(
         actqkv, "ActQKV", "everything; chunks are fetched for a probe of surprising queries",
         "statistics per layer and sequence; the question's queries join the window's, the authors' further term has "
-        "weight 0 (question_weight); query heads choose their representatives, but one probe per key head asks; "
+        "weight 0 (question_weight); all tokens of a chunk represent it (representatives=4: the paper's, chosen by each "
+        "query head); one probe per key head asks; "
         "reverse=True is the ablation of appendix D.3, a query's weight 1 / the sum of its bias",
     ),
     "infllm": Named(
         infllm, "arXiv:2402.04617", "everything; blocks are fetched for the mean query of a window",
-        "blocks are one choice for all heads; representatives are chosen by attention, not by products",
+        "blocks and representatives are one choice for all heads (per_head=True: every query head chooses its own)",
     ),
     "qllm": Named(
         qllm, "arXiv:2406.07528", "everything; blocks are fetched for the window and, above all, for the question",

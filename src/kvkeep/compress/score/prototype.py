@@ -17,7 +17,7 @@ class WindowLogits:
     """Raw logits of the window, summed, as the paper prints it; or its attention, as SnapKV's mechanism suggests."""
 
     window: Size = None
-    votes: str = "raw"
+    votes: str = "softmax"
 
     @property
     def signed(self) -> bool:
