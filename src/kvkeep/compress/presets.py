@@ -296,8 +296,8 @@ METHODS = Registry("method", {
     "actqkv": Named(
         actqkv, "ActQKV", "everything; chunks are fetched for a probe of surprising queries",
         "statistics per layer and sequence; the question's queries join the window's, the authors' further term has "
-        "weight 0 (question_weight); all tokens of a chunk represent it (representatives=4: the paper's, chosen by each "
-        "query head); one probe per key head asks; "
+        "weight 0 (question_weight); all tokens of a chunk represent it (representatives=4: the paper's number, chosen "
+        "by each query head); one probe per key head asks; "
         "reverse=True is the ablation of appendix D.3, a query's weight 1 / the sum of its bias",
     ),
     "infllm": Named(
