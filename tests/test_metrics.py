@@ -69,6 +69,20 @@ def test_every_truncation_keeps_the_right_tokens(rule):
         assert kept == row[f"{rule}_kept"], row["id"]
 
 
+def test_rouge_of_texts_that_repeat_themselves():
+    """Sentences again and again, empty ones, dots and blanks in every place, as the packages score them."""
+    rows = json.loads((Path(__file__).parent / "golden" / "rouge_repeated.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 60
+    for row in rows:
+        text, needle = row["prediction"], row["needle"]
+        assert METRICS["niah_kvcachefactory_rouge1"](text, needle) == pytest.approx(row["rouge1"], rel=0, abs=1e-12)
+        if row["rouge_l"] is None:
+            with pytest.raises(KvkeepError):
+                METRICS["niah_kvpress_rouge"](text, needle)
+        else:
+            assert METRICS["niah_kvpress_rouge"](text, needle) == pytest.approx(row["rouge_l"], rel=0, abs=1e-12)
+
+
 def test_rouge_gives_up_where_the_package_does():
     assert METRICS["longbench_rouge_l"]("w " * 990, "w " * 990) == pytest.approx(1, abs=1e-6)
     assert METRICS["longbench_rouge_l"]("w " * 1000, "w " * 1000) == 0
