@@ -1,6 +1,9 @@
 """What rows say: memory when an answer is written, what they were made with, and how far a prompt was read."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -21,6 +24,7 @@ from kvkeep.evaluate.choose import loglikelihoods
 from kvkeep.evaluate.recipes.jobs import jobs
 from kvkeep.evaluate.recipes.recipe import recipe
 from kvkeep.evaluate.render import answerable, render
+from kvkeep.evaluate.rows import Rows, alone
 from kvkeep.evaluate.run import Grid, run
 from kvkeep.evaluate.sample import Sample
 
@@ -188,3 +192,66 @@ def test_answers_longer_than_the_window_are_left_out_by_name():
     assert why == {"math_calc": "may take 30,000 tokens to answer, and the model's window has 8,192"}
     with pytest.raises(NoData, match="none of these tasks can be answered: math_calc may take 30,000"):
         answerable([long], 8192)
+
+
+HOLDING = """
+import sys, time
+from kvkeep.evaluate.rows import alone
+with alone(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+SECOND = """
+import sys
+from kvkeep.cli.app import main
+sys.argv = ["kvkeep", "eval", "--tasks", "toy", "--out", sys.argv[1]]
+main()
+"""
+
+
+def held_by_another(out):
+    process = subprocess.Popen([sys.executable, "-c", HOLDING, str(out)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_folder_another_run_writes_to_is_refused_until_that_one_is_dead(tmp_path):
+    """Even one that was killed with -9 blocks nobody."""
+    process = held_by_another(tmp_path / "out")
+    try:
+        second = subprocess.run([sys.executable, "-c", SECOND, str(tmp_path / "out")], capture_output=True, text=True)
+        told = " ".join(second.stderr.split())
+        assert second.returncode == 2 and f"process {process.pid} on" in told and "another run" in told
+        with (
+            pytest.raises(BadInput, match=rf"another run \(process {process.pid} on .*\); wait for it"),
+            alone(tmp_path / "out"),
+        ):
+            pass
+    finally:
+        process.kill()
+        process.communicate()
+    with alone(tmp_path / "out"):
+        assert str(os.getpid()) in (tmp_path / "out" / ".lock").read_text()
+
+
+def doubled(**changes):
+    row = {"task": "toy", "id": "0", "protocol": "aware", "method": "full", "budget": None, "score": 1.0}
+    return json.dumps({**row, **changes}, sort_keys=True) + "\n"
+
+
+def test_rows_that_are_there_twice_are_merged_if_they_say_the_same(tmp_path):
+    path, times = tmp_path / "rows.jsonl", tmp_path / "times.jsonl"
+    path.write_text(doubled() + doubled(id="1") + doubled() + doubled(id="1"))
+    assert [row["id"] for row in Rows(path).rows] == ["0", "1"]
+    assert path.read_text() == doubled() + doubled(id="1") and os.listdir(tmp_path) == ["rows.jsonl"]
+    times.write_text(doubled(seconds=1) + doubled(seconds=2))
+    assert [row["seconds"] for row in Rows(times, timed=True).rows] == [1]
+
+
+def test_rows_that_contradict_each_other_are_refused_with_the_way_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    written = doubled(id="1") + doubled() + doubled(score=0.0)
+    path.write_text(written)
+    with pytest.raises(BadInput, match=r"toy '0' twice with different outcomes \(lines 2 and 3\).*delete both"):
+        Rows(path)
+    assert path.read_text() == written

@@ -104,14 +104,15 @@ def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dic
     """-> all rows, and the tasks left out with their reasons"""
     from kvkeep.evaluate import suite
     from kvkeep.evaluate.render import PROTOCOLS, answerable
-    from kvkeep.evaluate.rows import make_folder
+    from kvkeep.evaluate.rows import alone
     from kvkeep.evaluate.run import Grid
     from kvkeep.evaluate.run import run as answer
     from kvkeep.evaluate.table import write_csv
     from kvkeep.model.load import hush, load_tokenizer, load_window
 
     places = {name: _path(getattr(options, name), name) for name in ("data", "haystack", "squad", "hotpotqa")}
-    make_folder(options.out)
+    with alone(options.out):  # refused before a model is loaded, if another run has it
+        pass
     protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
     grid = Grid(options.methods, options.budgets, protocols)
     hush()

@@ -4,24 +4,90 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadInput
 
+try:
+    import fcntl
+except ImportError:  # not on Windows, where nobody watches
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".lock"
 KEY = ("task", "id", "protocol", "method", "budget")
 
 
-class Rows:
-    """Append-only. A line that was cut off by a crash is taken away when the file is opened again."""
+@contextmanager
+def alone(folder: str | Path) -> Iterator[None]:
+    """Within, no other process writes to the folder; one that does is named. The system frees what the dead held."""
+    if fcntl is None:
+        yield
+        return
+    path = make_folder(folder) / LOCK
+    with _opened(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            who = file.read().strip() or "just begun"
+            raise BadInput(
+                f"{str(folder)!r} is being written by another run ({who}); wait for it, or use another folder."
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
-    def __init__(self, path: str | Path) -> None:
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open("a+")
+    except OSError as error:
+        raise no_room(path, error, "rows that are there") from error
+
+
+class Rows:
+    """Append-only. A line that was cut off by a crash is taken away when the file is opened again.
+
+    So is one that is there twice, as two runs at once leave it. timed: of such lines any will do
+    """
+
+    def __init__(self, path: str | Path, timed: bool = False) -> None:
         self.path = Path(path)
         make_folder(self.path.parent)
-        self.rows = self._whole()
+        found = self._whole()
+        self.rows = self._merged(found, timed)
         self.done = {key(row) for row in self.rows}
-        if len(self.done) != len(self.rows):
-            raise BadInput(f"{str(path)!r} holds the same row twice, so not from one run; use another folder.")
+        if len(found) > len(self.rows):
+            self._rewrite()
+
+    def _merged(self, found: list[dict[str, Any]], timed: bool) -> list[dict[str, Any]]:
+        """The first of each key; others must say the same."""
+        first: dict[tuple, tuple[int, dict[str, Any]]] = {}
+        for line, row in enumerate(found, 1):
+            kept = first.setdefault(key(row), (line, row))
+            if row != kept[1] and not timed:
+                raise BadInput(
+                    f"{str(self.path)!r} holds {row['task']} '{row['id']}' twice with different outcomes (lines "
+                    f"{kept[0]} and {line}), so not from one run; delete both lines and start again to have that row "
+                    "answered anew, or use another folder."
+                )
+        return [row for _, row in first.values()]
+
+    def _rewrite(self) -> None:
+        draft = self.path.with_name(self.path.name + ".new")
+        try:
+            with draft.open("wb") as file:
+                file.write(b"".join(_line(row) for row in self.rows))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, self.path)
+        except OSError as error:
+            raise no_room(self.path, error, f"its {len(self.rows)} rows") from error
 
     def _whole(self) -> list[dict[str, Any]]:
         if not self.path.exists():
@@ -39,16 +105,19 @@ class Rows:
         """Written and on disk when this returns; one that is there already stays as it is."""
         if key(row) in self.done:
             return
-        line = json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n"
         try:
             with self.path.open("ab") as file:
-                file.write(line.encode())
+                file.write(_line(row))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise no_room(self.path, error, f"its {len(self.rows)} rows") from error
         self.rows.append(row)
         self.done.add(key(row))
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return (json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n").encode()
 
 
 def no_room(path: str | Path, error: OSError, safe: str) -> BadInput:

@@ -18,7 +18,7 @@ from kvkeep.errors import BadInput, BadParameter
 from kvkeep.evaluate.answer import Answered, Answerer, Item, versions
 from kvkeep.evaluate.hold import Cell
 from kvkeep.evaluate.render import PROTOCOLS
-from kvkeep.evaluate.rows import Rows
+from kvkeep.evaluate.rows import Rows, alone
 from kvkeep.evaluate.sample import Sample
 
 Answers = Callable[[Sequence[Item]], Iterable[Iterable[Answered]]]  # in order, for rows that always are
@@ -60,7 +60,19 @@ def run(
 ) -> list[dict[str, Any]]:
     """Answer what is not answered yet. about: what else decides a row, the model say. -> all rows"""
     check_ids(samples)
-    rows, times = Rows(Path(out) / "rows.jsonl"), Rows(Path(out) / "times.jsonl")
+    with alone(out):
+        return _run(answer, samples, grid, out, progress, about)
+
+
+def _run(
+    answer: Answerer | Answers,
+    samples: Sequence[Sample],
+    grid: Grid,
+    out: str | Path,
+    progress: Callable[[int, int], None] | None,
+    about: Mapping[str, Any] | None,
+) -> list[dict[str, Any]]:
+    rows, times = Rows(Path(out) / "rows.jsonl"), Rows(Path(out) / "times.jsonl", timed=True)
     stamps = {(sample.task, sample.id): {**(about or {}), "sample": digest(sample)} for sample in samples}
     check_stamps(rows, stamps, out)
     every = items(samples, grid.protocols)
