@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,30 +22,73 @@ TENSORS, DESCRIPTION, FORMAT = "cache.safetensors", "cache.json", "kvkeep-cache-
 
 
 def write(path: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write both files beside the target and move them there in one step; an older cache at the path is replaced."""
-    path = Path(path)
-    if path.exists() and not (path.is_dir() and {p.name for p in path.iterdir()} == {TENSORS, DESCRIPTION}):
-        raise BadCacheFile(f"{path} exists and is not just a saved cache; choose another path, nothing was written.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    """Write both files beside the target and move them there in one step; an older cache at the path is replaced.
+
+    A link stays one: what it points to is replaced. Whatever fails, an older cache stays where it is.
+    """
+    target = Path(os.path.realpath(path))
     try:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, draft / TENSORS)
-        described = {"format": FORMAT, **facts, "tensors_sha256": _sha256(draft / TENSORS)}
-        described["sha256"] = _checksum(described)
-        (draft / DESCRIPTION).write_text(json.dumps(described, indent=1))
-        _swap(draft, path)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+        if target.exists() and not _is_cache(target):
+            raise BadCacheFile(f"{path} exists and is not just a saved cache; choose another, nothing was written.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            _draft(draft, tensors, facts)
+            _swap(draft, target)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    except (OSError, SafetensorError) as e:
+        raise BadCacheFile(
+            f"{path} cannot be written ({e}); what was there before is untouched: make room, or choose another path."
+        ) from e
 
 
-def _swap(draft: Path, path: Path) -> None:
-    """Put the new folder in the old one's place; the old one goes only when the new one is there."""
-    old = draft.with_name(draft.name + "-old")
-    if path.exists():
-        os.replace(path, old)
-    os.replace(draft, path)
-    shutil.rmtree(old, ignore_errors=True)
+def _is_cache(path: Path) -> bool:
+    return path.is_dir() and {p.name for p in path.iterdir()} == {TENSORS, DESCRIPTION}
+
+
+def _draft(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    save_file(_apart(tensors), folder / TENSORS)
+    described = {"format": FORMAT, **facts, "tensors_sha256": _sha256(folder / TENSORS)}
+    described["sha256"] = _checksum(described)
+    (folder / DESCRIPTION).write_text(json.dumps(described, indent=1))
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each with memory of its own, which the format asks for; rows that were repeated share theirs."""
+    found: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        memory = whole.untyped_storage().data_ptr()
+        found[name] = whole.clone() if memory in taken else whole
+        taken.add(memory)
+    return found
+
+
+def _swap(draft: Path, target: Path) -> None:
+    """Put the new folder in the old one's place, in one step where the system can; afterwards `draft` is the old."""
+    if not target.exists():
+        os.replace(draft, target)
+    elif not _exchange(draft, target):
+        old = draft.with_name(draft.name + "-old")
+        os.replace(target, old)
+        try:
+            os.replace(draft, target)
+        except BaseException:
+            os.replace(old, target)
+            raise
+        os.replace(old, draft)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Linux can let two folders change places so that neither is ever missing. -> whether it did"""
+    try:
+        call = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -51,22 +96,26 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     path = Path(path)
     try:
         facts = json.loads((path / DESCRIPTION).read_text())
-        stated = facts.pop("sha256")
-    except FileNotFoundError as e:
+        stated, checksum = facts.pop("sha256"), _checksum(facts)
+    except (FileNotFoundError, NotADirectoryError) as e:
         raise BadCacheFile(
             f"{path} is not a saved cache: it has no {DESCRIPTION}; save one with cache.save(path)."
         ) from e
-    except (ValueError, KeyError, AttributeError, TypeError) as e:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OSError) as e:
         raise BadCacheFile(f"{path / DESCRIPTION} is damaged ({e}); save the cache again.") from e
     if facts.get("format") != FORMAT:
         raise BadCacheFile(f"{path} has format {facts.get('format')!r}; this version reads {FORMAT}.")
-    if _checksum(facts) != stated:
+    if checksum != stated:
         raise BadCacheFile(f"{path / DESCRIPTION} was changed after it was written; save the cache again.")
-    if not (path / TENSORS).is_file() or _sha256(path / TENSORS) != facts["tensors_sha256"]:
-        raise BadCacheFile(
-            f"{path / TENSORS} is missing, truncated or was changed after it was written; save the cache again."
-        )
-    return load_file(path / TENSORS), facts
+    try:
+        if _sha256(path / TENSORS) == facts.get("tensors_sha256"):
+            return load_file(path / TENSORS), facts
+        problem = "it is not the one that was written"
+    except (OSError, SafetensorError) as e:
+        problem = str(e)
+    raise BadCacheFile(
+        f"{path / TENSORS} is missing, truncated or was changed after it was written ({problem}); save the cache again."
+    )
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:

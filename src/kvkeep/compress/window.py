@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -60,7 +59,9 @@ class Guard:
     def check(self, budget: int, name: str) -> None:
         if self.size(budget) > budget:
             sinks, late = self.ends(budget)
-            enough = next(more for more in count(budget) if self.size(more) <= more)  # the window grows with it
+            enough = budget
+            while (size := self.size(enough)) > enough:  # the window grows with it, but never past the answer
+                enough = size
             raise BudgetTooSmall(
                 f"budget={budget} cannot hold the {sinks} sinks and {late} recent tokens '{name}' always keeps; "
                 f"use a budget of {enough} or more."

@@ -14,7 +14,7 @@ from kvkeep.engine.batch import Request
 from kvkeep.engine.pool import SHARE, host_bytes, row_bytes
 from kvkeep.engine.sample import Sampler
 from kvkeep.errors import StoreFull
-from kvkeep.model.adapter import AdaptedCache
+from kvkeep.model.adapter import AdaptedCache, runs_on
 from kvkeep.model.attention import Handover
 from kvkeep.model.prompt import ends
 
@@ -47,7 +47,7 @@ class Abreast(AdaptedCache):
             return torch.stack([engine.feed(row, keep) for engine, row in zip(self.engines, ids, strict=True)])
         for engine, row in zip(self.engines, ids, strict=True):
             engine.announce(row)
-        places, device = torch.tensor([[engine.cache.seen] for engine in self.engines]), self.model.device
+        places, device = torch.tensor([[engine.cache.seen] for engine in self.engines]), runs_on(self.model)
         with torch.inference_mode():
             logits = self.model(ids.to(device), position_ids=places.to(device), past_key_values=self).logits
         for engine, row, after in zip(self.engines, ids, logits, strict=True):

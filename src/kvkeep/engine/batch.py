@@ -21,6 +21,7 @@ from kvkeep.engine.sample import check_sampling
 from kvkeep.engine.session import Cache
 from kvkeep.engine.words import Unfolding
 from kvkeep.errors import BadInput, BadParameter
+from kvkeep.model.adapter import runs_on
 
 
 @dataclass
@@ -95,13 +96,13 @@ class Batch:
         self.waiting: deque[Request] = deque()
         self.at_work: dict[int, Request] = {}
         self.ahead: tuple[Cache, Tensor] | None = None  # of the first that waits, read but not let in
-        place = {"device": model.device}
+        place = {"device": runs_on(model)}
         self.tokens = torch.zeros(pool.rows, 1, dtype=torch.int64, **place)
         self.positions = torch.zeros(pool.rows, 1, dtype=torch.int64, **place)
         self.heat, self.share = torch.zeros(pool.rows, **place), torch.ones(pool.rows, **place)
         self.passes: dict[int, Replay] = {}  # by how many rows
         self.flight: Flight | None = None
-        self.source = torch.Generator(model.device).manual_seed(seed)
+        self.source = torch.Generator(runs_on(model)).manual_seed(seed)
 
     def submit(self, request: Request) -> Request:
         self.waiting.append(request)

@@ -21,7 +21,7 @@ from kvkeep.engine.sample import Sampler
 from kvkeep.engine.session import Cache
 from kvkeep.engine.words import Sentences, Unfolding
 from kvkeep.errors import BadInput, BadParameter
-from kvkeep.model.adapter import trained_window
+from kvkeep.model.adapter import runs_on, trained_window
 from kvkeep.model.prompt import encode, ends
 from kvkeep.model.slices import TOKENS, sliced
 
@@ -194,7 +194,7 @@ class Engine:
         if question.strip() and recaller and getattr(self.method.recall.index, "asks", False):
             ids = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
             edge = self.method.recall.sizes(self.cache.method.tokens(self.cache.budget, tokens)).near
-            recaller.question = listen(self.model, ids.to(self.model.device), self.cache.rotations, edge)
+            recaller.question = listen(self.model, ids.to(runs_on(self.model)), self.cache.rotations, edge)
 
     def _answer(
         self, ids: Tensor, max_new_tokens: int, sampler: Sampler, progress: Callable[[Progress], None] | None
@@ -260,7 +260,7 @@ class Engine:
         """One forward pass."""
         self.announce(ids)
         with torch.inference_mode(), sliced(self.model) if len(ids) > TOKENS else nullcontext():
-            batch = ids[None].to(self.model.device)
+            batch = ids[None].to(runs_on(self.model))
             shown = 0 if self._needs == "surprise" else keep
             logits = self.model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]
         self.took(ids, logits)

@@ -15,7 +15,7 @@ from kvkeep.engine.report import human
 from kvkeep.engine.words import Unfolding
 from kvkeep.errors import BadInput
 from kvkeep.kernels.packed import GROUP
-from kvkeep.model.adapter import key_shape
+from kvkeep.model.adapter import key_shape, runs_on
 from kvkeep.model.prompt import ends
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def batch_for(engine: Engine, requests: Sequence[Request], rows: int, seed: int 
 
 def _that_fit(engine: Engine, tokens: int) -> int:
     """Sequences of so many tokens per key head that the device has room for, with some left to work in."""
-    free = free_bytes(engine.model.device)
+    free = free_bytes(runs_on(engine.model))
     if free is None:
         return sys.maxsize
     each = row_bytes(engine.model, tokens, engine.cache.storage)

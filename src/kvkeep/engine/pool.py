@@ -21,7 +21,7 @@ from kvkeep.compress.method import STORAGE
 from kvkeep.engine.rooms import Plain, Quantised
 from kvkeep.engine.session import Cache
 from kvkeep.errors import CacheMisuse, UnsupportedModel
-from kvkeep.model.adapter import AdaptedCache, devices, key_shape
+from kvkeep.model.adapter import AdaptedCache, devices, key_shape, runs_on
 from kvkeep.model.attention import Handover
 
 SHARE = 0.8  # of free memory, for keys and values; passes need the rest
@@ -59,7 +59,7 @@ class Pool(AdaptedCache):
             raise UnsupportedModel(f"{self.name} has sliding-window or linear layers, which a pool does not hold yet.")
         kv_heads, dim = key_shape(model)
         place = devices(model)
-        at = {i: place.get(i, model.device) for i in self.owned}
+        at = {i: place.get(i, runs_on(model)) for i in self.owned}
         kind = Quantised if (bits := STORAGE[storage]) else Plain
         self.rows, self.tokens, self.slots = rows, tokens, kind.slots
         self.rooms = {i: kind(rows, kv_heads, tokens, dim, bits, model.dtype, at[i]) for i in self.owned}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from kvkeep.cache import file
 from kvkeep.cache.coded import Coded
 from kvkeep.compress.method import parse
 from kvkeep.compress.schedule import Schedule
+from kvkeep.engine.plausible import CODES, PARTS, SHAPE, TAILS, check
 from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError
 from kvkeep.kernels.packed import Packed
 from kvkeep.model.adapter import OwnedLayer, devices, fingerprint
@@ -20,10 +21,6 @@ from kvkeep.types import Tokens
 
 if TYPE_CHECKING:
     from kvkeep.engine.session import Cache
-
-PARTS = ("keys", "values", "positions", "places", "notes")
-CODES = tuple(each.name for each in fields(Packed) if each.name != "bits")
-TAILS = ("tail_keys", "tail_values")
 
 
 def save(cache: Cache, path: str | Path) -> None:
@@ -71,7 +68,7 @@ def save(cache: Cache, path: str | Path) -> None:
 
 
 def _shape(layer: Any) -> dict[str, Any]:
-    return {name: getattr(layer, name) for name in ("rows", "kv_heads", "starts", "lengths", "room")}
+    return {name: getattr(layer, name) for name in SHAPE}
 
 
 def _stock(cache: Cache, tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -93,11 +90,12 @@ def load(kind: type[Cache], path: str | Path, model: Any) -> Cache:
     if facts.get("model") != fingerprint(model):
         raise BadCacheFile(f"{path} was saved with another model ({facts.get('model_class')}); load it with that one.")
     try:
-        how = {"schedule": Schedule(facts["schedule"]), "storage": facts.get("storage")}
-        cache = kind(model, facts["method"], facts["budget"], **how, **facts["parameters"])
-        _restore(cache, tensors, facts)
-    except (KeyError, TypeError, KvkeepError) as e:
+        method = replace(parse(facts["method"], **facts["parameters"]), schedule=Schedule(facts["schedule"]))
+        cache = kind(model, method, facts["budget"], storage=facts.get("storage"))
+        check(cache, tensors, facts)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, KvkeepError) as e:
         raise BadCacheFile(f"{path} does not describe a cache this version understands ({e}); save it again.") from e
+    _restore(cache, tensors, facts)
     return cache
 
 
@@ -108,8 +106,8 @@ def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) ->
     cache.arrivals.columns, cache.peak = facts["columns"], facts["peak"]
     cache.arrivals.shown = tensors.get("shown")
     for i, layer in cache.store.items():
-        for name, value in facts["layers"][str(i)].items():
-            setattr(layer, name, value)
+        for name in SHAPE:
+            setattr(layer, name, facts["layers"][str(i)][name])
         if layer.lengths:
             layer.flat = Tokens(*(tensors.get(f"layer.{i}.{part}") for part in PARTS))
             layer.mark_ends()

@@ -19,7 +19,7 @@ from kvkeep.engine.graph import LONGEST, Replay
 from kvkeep.engine.session import Cache
 from kvkeep.errors import CacheMisuse
 from kvkeep.kernels.best import append_ragged, attend_ragged, attend_slots
-from kvkeep.model.adapter import AdaptedCache, OwnedLayer
+from kvkeep.model.adapter import AdaptedCache, OwnedLayer, runs_on
 from kvkeep.model.attention import Handover
 from kvkeep.types import Tokens
 
@@ -120,7 +120,7 @@ class Together(AdaptedCache):
 
     def _prepare(self, rows: int) -> None:
         """What a pass of one token for each row reads, where it can be captured."""
-        self.tokens, self.places = torch.zeros(2, rows, 1, dtype=torch.int64, device=self.model.device)
+        self.tokens, self.places = torch.zeros(2, rows, 1, dtype=torch.int64, device=runs_on(self.model))
         self.steps, self.step = 0, None
 
     @property
@@ -140,7 +140,7 @@ class Together(AdaptedCache):
             if ids.shape[1] == 1 and len(self.owned) == len(self.layers):
                 logits = self._single(ids)
             else:
-                logits = self.model(ids.to(self.model.device), past_key_values=self, logits_to_keep=keep).logits
+                logits = self.model(ids.to(runs_on(self.model)), past_key_values=self, logits_to_keep=keep).logits
         self.now += ids.shape[1]
         return logits
 

@@ -21,7 +21,7 @@ from kvkeep.engine.report import Report
 from kvkeep.engine.session import Cache
 from kvkeep.engine.slots import Together, is_ragged, packs
 from kvkeep.evaluate.clock import now
-from kvkeep.model.adapter import trained_window
+from kvkeep.model.adapter import runs_on, trained_window
 
 AT_ONCE = {"cpu": 2**31, "cuda": 2**32}  # bytes of keys and values answered from together
 
@@ -80,7 +80,7 @@ def _shared(model: Any, tokenizer: Any, ids: Tensor, cells: Sequence[Cell]) -> l
     ]
     for engine in filter(None, engines):
         engine.announce(ids)
-    logits = read(model, ids[None].to(model.device), caches)
+    logits = read(model, ids[None].to(runs_on(model)), caches)
     for engine in filter(None, engines):
         engine.took(ids, logits[None])
     seconds = now(model.device) - began

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class OwnedLayer(CacheLayerMixin):
     def check(self, module: Any) -> None:
         """Our keys are back: refuse an attention call that is not the one they were meant for."""
         waiting, self.waiting = self.waiting, False
-        if getattr(module, "config", self.cache.config) is not self.cache.config:
+        if not self.cache.is_of(module):
             raise CacheMisuse(
                 f"this cache was made for another {self.cache.name}; a cache serves the model it was made with."
             )
@@ -110,6 +110,7 @@ class AdaptedCache(TransformersCache):
         self.model, self.name = model, type(model).__name__
         self.mask: Callable[[], Tensor | None] = lambda: None  # the one our mask function made for the pass under way
         self.config = model.config.get_text_config(decoder=True)
+        self.parts: set[int] = set()  # ids of the model's modules, as far as they were looked up
         super().__init__(layers=self.fresh_layers())
         self.owned = [i for i, layer in enumerate(self.layers) if isinstance(layer, OwnedLayer)]
 
@@ -148,6 +149,12 @@ class AdaptedCache(TransformersCache):
         """The output of one attention call of layer `index`, in the form attention functions return it."""
         raise NotImplementedError
 
+    def is_of(self, module: Any) -> bool:
+        """Whether an attention module is one of our model's: two models may share a config."""
+        if id(module) not in self.parts:
+            self.parts = {id(part) for part in self.model.modules()}  # others may have come since
+        return id(module) in self.parts and getattr(module, "config", self.config) is self.config
+
     def check_ready(self, layer: OwnedLayer) -> None:
         """Refuse to go on if keys handed out did not come back through attention, or would not."""
         if not is_enabled(self.config):
@@ -170,6 +177,11 @@ def refuse_unobservable(model: PreTrainedModel) -> None:
     """Name the models whose attention is not what our scorers take it for."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(f"a {type(model).__name__} is not a transformers model; load one with from_pretrained.")
+    if runs_on(model).type == "meta":
+        raise UnsupportedModel(
+            f"the weights of this {type(model).__name__} are on the meta device, where nothing has a value; load them, "
+            "with device_map if they do not fit."
+        )
     config = model.config.get_text_config(decoder=True)
     reasons = {
         "latent attention (MLA) stores a compressed latent, not keys": getattr(config, "kv_lora_rank", None),
@@ -189,21 +201,56 @@ def fingerprint(model: PreTrainedModel) -> str:
     config = model.config.get_text_config(decoder=True).to_diff_dict()
     drop = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache")
     digest.update(json.dumps({k: v for k, v in config.items() if k not in drop}, sort_keys=True, default=str).encode())
-    for name, weight in model.named_parameters():
+    for name, weight in weights(model):
         flat = weight.detach().flatten()
         sample = flat[:: max(1, len(flat) // 64)].float().cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()
 
 
+def weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter once, by name; those that accelerate has put away are brought one at a time."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    modules = dict(model.named_modules())
+    for name, weight in model.named_parameters():
+        if not weight.is_meta:
+            yield name, weight
+        elif name not in tied:  # put away, it was made two
+            owner, _, mine = name.rpartition(".")
+            yield name, put_away(modules[owner], mine)
+
+
+def put_away(module: Any, name: str) -> Tensor:
+    """The value of a weight or buffer that is elsewhere until the module runs."""
+    for hook in _hooks(module):
+        if getattr(hook, "weights_map", None) is not None:
+            return hook.weights_map[name]
+    raise UnsupportedModel(
+        f"'{name}' of {type(module).__name__} is on the meta device, where nothing has a value; load it first."
+    )
+
+
+def _hooks(module: Any) -> Iterator[Any]:
+    """accelerate's, which bring a module's weights when it runs."""
+    hook = getattr(module, "_hf_hook", None)
+    yield from getattr(hook, "hooks", [hook])
+
+
+def runs_on(module: Any) -> torch.device:
+    """Where a module computes, which is not where its weights are if accelerate brings them."""
+    for part in module.modules():
+        for hook in _hooks(part):
+            if (device := getattr(hook, "execution_device", None)) is not None:
+                return torch.device(device)
+    return next((t for all_of in (module.parameters(), module.buffers()) for t in all_of), torch.empty(0)).device
+
+
 def devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """Where each layer's keys are made, for models spread over several devices."""
     found = {}
     for module in model.modules():
-        if (index := getattr(module, "layer_idx", None)) is not None and (
-            weight := next(module.parameters(), None)
-        ) is not None:
-            found[index] = weight.device
+        if (index := getattr(module, "layer_idx", None)) is not None and next(module.parameters(), None) is not None:
+            found[index] = runs_on(module)
     return found
 
 
@@ -214,6 +261,14 @@ def key_shape(model: PreTrainedModel) -> tuple[int, int]:
     return getattr(config, "num_key_value_heads", None) or queries, getattr(
         config, "head_dim", None
     ) or config.hidden_size // queries
+
+
+def key_widths(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
+    """Layer -> how many numbers the keys, and the values, of one token have in all heads, where its code tells."""
+    made = ((getattr(part, "layer_idx", None), *(getattr(part, name, None) for name in ("k_proj", "v_proj")))
+            for part in model.modules())  # fmt: skip
+    widths = ((i, *(getattr(each, "out_features", None) for each in (k, v or k))) for i, k, v in made)
+    return {i: (keys, values) for i, keys, values in widths if i is not None and keys and values}
 
 
 def trained_window(model: PreTrainedModel) -> int:

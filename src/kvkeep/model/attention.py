@@ -33,6 +33,16 @@ class OurLength(int):
         return made
 
 
+class OurName(str):
+    """What a config that speaks to our caches calls its attention; a copy of it, or a pickle, says the stock name.
+
+    So a used model that is copied, pickled or sent elsewhere is what it was, and needs no kvkeep there.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return str, (self.removeprefix(PREFIX),)
+
+
 @dataclass(frozen=True)
 class Handover:
     """One attention call of a layer we own. query [rows, heads, q, dim], key and value [rows, kv_heads, q, dim]"""
@@ -91,6 +101,7 @@ def enable(model: PreTrainedModel) -> None:
         )
     owner = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is config), "")
     model.set_attn_implementation({owner: PREFIX + stock})
+    config._attn_implementation_internal = OurName(PREFIX + stock)
 
 
 def is_enabled(config: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvkeep.errors import UnsupportedModel
+from kvkeep.model.adapter import put_away, runs_on
 
 STEADY = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the text's length
 SEEN: weakref.WeakKeyDictionary[Any, dict[int, bool]] = weakref.WeakKeyDictionary()  # model -> see `rotating`
@@ -72,8 +73,8 @@ def rotating(model: Any, config: Any) -> dict[int, bool]:
     attention has no choice and all but the rotation is the same.
     """
     if model not in SEEN:
-        tokens = torch.arange(1, 9, device=model.device) % config.vocab_size
-        places = torch.tensor([0, 40], device=model.device).repeat_interleave(len(tokens))
+        tokens = torch.arange(1, 9, device=runs_on(model)) % config.vocab_size
+        places = torch.tensor([0, 40], device=runs_on(model)).repeat_interleave(len(tokens))
         cache, training = DynamicCache(config=config), [module for module in model.modules() if module.training]
         model.eval()
         try:
@@ -100,9 +101,10 @@ def _rotation(model: Any, embedding: Any, kind: str | None, name: str) -> Rotati
         raise UnsupportedModel(
             f"{name} uses '{rope}' RoPE, whose frequencies change with length, so keys cannot be moved."
         )
-    frequencies = getattr(embedding, f"{kind}_inv_freq", None)
-    if frequencies is None:
-        frequencies = embedding.inv_freq
+    which = f"{kind}_inv_freq" if getattr(embedding, f"{kind}_inv_freq", None) is not None else "inv_freq"
+    frequencies = getattr(embedding, which)
+    if frequencies.is_meta:
+        frequencies = put_away(embedding, which)
     for interleaved in (False, True):
         rotation = Rotation(frequencies.detach().cpu(), interleaved)
         if _agrees(rotation, model, embedding, kind):
@@ -115,7 +117,7 @@ def _agrees(rotation: Rotation, model: Any, embedding: Any, kind: str | None) ->
     apply = getattr(sys.modules[type(embedding).__module__], "apply_rotary_pos_emb", None)
     if apply is None:
         return False
-    device = embedding.inv_freq.device if hasattr(embedding, "inv_freq") else model.device
+    device = runs_on(embedding if hasattr(embedding, "inv_freq") else model)
     dim = 2 * len(rotation.frequencies)
     key = torch.linspace(-1, 1, dim, device=device).cos().view(1, 1, 1, dim)
     fresh = [_rotated(apply, embedding, key, place, kind) for place in (3, 40)]
