@@ -38,7 +38,6 @@ class AdaptiveHeads:
     """
 
     alpha: float = 0.2
-    by: str = "unit"  # "token": tokens compete by their own scores, whatever the selection keeps
     needs_scores = True
 
     def __post_init__(self) -> None:
@@ -48,7 +47,7 @@ class AdaptiveHeads:
     def __call__(
         self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None = None
     ) -> list[int]:
-        kv_heads, units = len(lengths), units if self.by == "unit" else None
+        kv_heads = len(lengths)
         total = min(kv_heads * budget, sum(lengths))
         sure = self._sure(scores, forced, budget, units)
         winners = best_first(_pooled(scores.masked_fill(sure, INF)))
