@@ -67,12 +67,12 @@ class Cache(AdaptedCache):
         self.budget = self.method.check(1.0 if budget is None else budget)
         super().__init__(model)
         self.storage, self.bits = storage, self.method.bits(storage)
-        if self.bits == 4 and (size := key_shape(model)[1]) % 2:
+        if self.bits == 4 and (size := key_shape(self.model)[1]) % 2:
             raise BadParameter(f"storage='int4' halves keys, but those of {self.name} have {size} numbers; use 'int8'.")
         moves = self.method.place or (self.method.recall and self.method.recall.moves)
-        self.rotations = rotations(model, self.owned) if moves else {}
+        self.rotations = rotations(self.model, self.owned) if moves else {}
         self.purse = Purse(host_limit, Spill(disk) if disk is not None else None)
-        self.window = trained_window(model)
+        self.window = trained_window(self.model)
         self._clear()
 
     def _clear(self) -> None:

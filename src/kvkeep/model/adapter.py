@@ -104,7 +104,13 @@ class OwnedLayer(CacheLayerMixin):
 class AdaptedCache(TransformersCache):
     """What transformers sees. Subclasses say what happens in `attend`."""
 
+    # a compiled model calls these as they are: what a cache holds changes with every pass, and no graph may rely on it
+    update = torch.compiler.disable(TransformersCache.update)
+    get_seq_length = torch.compiler.disable(TransformersCache.get_seq_length)
+    get_mask_sizes = torch.compiler.disable(TransformersCache.get_mask_sizes)
+
     def __init__(self, model: PreTrainedModel):
+        model = uncompiled(model)
         refuse_unobservable(model)
         enable(model)
         self.model, self.name = model, type(model).__name__
@@ -166,6 +172,11 @@ class AdaptedCache(TransformersCache):
         raise NotImplementedError
 
 
+def uncompiled(model: Any) -> Any:
+    """The model that torch.compile was given; whatever else is returned as it is."""
+    return getattr(model, "_orig_mod", model)
+
+
 def refuse_unobservable(model: PreTrainedModel) -> None:
     """Name the models whose attention is not what our scorers take it for."""
     if not isinstance(model, PreTrainedModel):
@@ -185,6 +196,7 @@ def refuse_unobservable(model: PreTrainedModel) -> None:
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Tells one checkpoint from another: the model's class, its configuration, and a sample of its weights."""
+    model = uncompiled(model)
     digest = hashlib.sha256(type(model).__name__.encode())
     config = model.config.get_text_config(decoder=True).to_diff_dict()
     drop = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache")

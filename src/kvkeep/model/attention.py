@@ -2,6 +2,7 @@
 
 A cache layer of ours returns just the new keys, marked. The registered attention function sees the mark and gives the
 call to the cache; any other call goes to the stock function the model was using, with the stock mask, bit for bit.
+A compiled model leaves its graph for what is ours, and for nothing else.
 """
 
 from __future__ import annotations
@@ -108,12 +109,16 @@ def _attention(stock: str) -> Callable:
     def kvkeep_attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ):
-        def original(query=query, key=key, value=value, mask=attention_mask):
-            return stock_attention(stock, module)(module, query, key, value, mask, **kwargs)
-
         layer = getattr(key, "_kvkeep_layer", None)
         if layer is None:
-            return original()
+            return stock_attention(stock, module)(module, query, key, value, attention_mask, **kwargs)
+        return hand_over(layer, module, query, key, value, attention_mask, kwargs)
+
+    @torch.compiler.disable
+    def hand_over(layer: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict):
+        def original(query=query, key=key, value=value, mask=mask):
+            return stock_attention(stock, module)(module, query, key, value, mask, **kwargs)
+
         layer.check(module)
         if kwargs.get("dropout"):
             raise CacheMisuse("a kvkeep cache is for inference; call model.eval() first.")
@@ -121,7 +126,7 @@ def _attention(stock: str) -> Callable:
         capped = stock == "eager"  # sdpa knows neither soft-capping nor sink logits, here or in the stock model
         return layer.attend(
             Handover(
-                query, key, value, _padding(attention_mask, layer.cache), original, scale,
+                query, key, value, _padding(mask, layer.cache), original, scale,
                 kwargs.get("softcap") if capped else None, kwargs.get("s_aux") if capped else None, not capped,
             )
         )  # fmt: skip
@@ -143,14 +148,19 @@ def stock_attention(stock: str, module: nn.Module) -> Callable:
 
 def _mask(stock: str) -> Callable:
     def kvkeep_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-        ours = isinstance(kwargs.get("kv_length"), OurLength)
+        if isinstance(kwargs.get("kv_length"), OurLength):
+            return our_mask(*args, **kwargs)
+        return ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, **kwargs)
+
+    @torch.compiler.disable
+    def our_mask(*args: Any, **kwargs: Any) -> Tensor | None:
         padding = kwargs.get("attention_mask")
-        if ours and (padding is None or bool(padding.all())):
+        if padding is not None and bool(padding.all()):
             padding = None
-        if ours and kwargs["kv_length"] > kwargs["q_length"]:  # tokens already cached: we make our own mask
+        if kwargs["kv_length"] > kwargs["q_length"]:  # tokens already cached: we make our own mask
             return padding
         made = ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, **kwargs)
-        if ours and made is not None:
+        if made is not None:
             made._kvkeep_padding = padding
             kwargs["kv_length"].cache.mask = weakref.ref(made)  # lives as long as the pass it was made for
         return made
