@@ -11,7 +11,7 @@ compat_oldest := transformers==5.10.4
 compat_newest := transformers>=5.10,<6
 
 .DELETE_ON_ERROR:
-.PHONY: help run test first-run gpu-test lint model compat clean
+.PHONY: help run test first-run gpu-test lint model compat mutate clean
 
 help:  ## list these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / /' | awk '{ n = $$1; $$1 = ""; printf "  make %-10s%s\n", n, $$0 }'
@@ -44,6 +44,9 @@ model: .venv/.ready  ## fetch the default model (once)
 compat: .venv-compat-oldest/.ready .venv-compat-newest/.ready  ## the core tests on the oldest and the newest transformers
 	.venv-compat-oldest/bin/python -m pytest -n $(JOBS) -q -m core
 	.venv-compat-newest/bin/python -m pytest -n $(JOBS) -q -m core
+
+mutate: .venv/.dev  ## plant small faults, one at a time, and see whether tests notice (an hour)
+	.venv/bin/python tests/mutate.py 150
 
 clean:  ## remove environments and caches; the fetched model stays
 	rm -rf .venv .venv-first .venv-compat-oldest .venv-compat-newest build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
