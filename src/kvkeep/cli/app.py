@@ -186,7 +186,9 @@ def bench(
     also: Annotated[
         str | None, typer.Option(help="Costs measured elsewhere on this machine: benchmarks/kvpress_costs.py's file.")
     ] = None,
-    shape: Annotated[str | None, typer.Option(help="A random model of this shape: llama-8b, llama-1b, tiny.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="A random model of this shape: llama-8b, llama2-7b, llama-1b, tiny.")
+    ] = None,
     model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
     out: Annotated[str | None, typer.Option(help="Folder for costs.json, decode.png and memory.png.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
@@ -205,8 +207,8 @@ def bench(
 
 @app.command(epilog=EPILOG)
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="A table of a paper: intentkv/table1 …; see --list.")] = None,
-    listing: Annotated[bool, typer.Option("--list", help="Every table, and what it shows.")] = False,
+    name: Annotated[str | None, typer.Argument(help="A table or figure: intentkv/table1 …; see --list.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Every table and figure, and what it shows.")] = False,
     small: Annotated[bool, typer.Option("--small", help="On the default model, in minutes.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and stop.")] = False,
     out: Annotated[str | None, typer.Option(help="Folder for rows and comparison.csv; ./reproduce/NAME.")] = None,
@@ -222,7 +224,7 @@ def reproduce(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
 ) -> None:
-    """Make a table of one of the five papers again, with its numbers beside ours."""
+    """Make a table or figure of one of the five papers again, with its numbers beside ours."""
     given = {key: value for key, value in locals().items() if key not in ("name", "listing")}
     from kvkeep.cli import reproduce as recipes
 

@@ -1,8 +1,8 @@
-"""`kvkeep reproduce`: a table of one of the papers, made again, with the paper's numbers beside ours."""
+"""`kvkeep reproduce`: a table or figure of one of the papers, made again, with the paper's numbers beside ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import typer
 
 from kvkeep.cli import grid, show
 from kvkeep.errors import NoData
-from kvkeep.evaluate.recipes.compare import Line, compare, write_csv
+from kvkeep.evaluate.recipes.compare import Line, compare, counts, write_csv
 from kvkeep.evaluate.recipes.jobs import Job, jobs
 from kvkeep.evaluate.recipes.recipe import Recipe, names, recipe, shrink
 
@@ -55,16 +55,24 @@ def reproduce(name: str, options: Options) -> None:
     if options.dry_run:
         _print_plan(plan)
         return
-    lines = compare(wanted, _run(plan))
+    rows = _run(plan)
+    lines = compare(wanted, rows)
     _print_lines(lines, wanted)
+    if wanted.counted:
+        _print_counts(rows)
     write_csv(lines, out / "comparison.csv")
     typer.echo(f"{len(lines)} numbers in {out / 'comparison.csv'}, rows beside it")
 
 
 def print_names() -> None:
-    """Every table of every paper, and what becomes of it."""
-    rows = [[each.name, KINDS[each.kind], each.shows] for each in map(recipe, names())]
-    show.print_table(["table", "kind", "shows"], rows)
+    """Every table of every paper and the figures that can be drawn again, and what becomes of each."""
+    rows = [[each.name, _kind(each), each.shows] for each in map(recipe, names())]
+    show.print_table(["name", "kind", "shows"], rows)
+
+
+def _kind(each: Recipe) -> str:
+    drawn = each.kind == "scores" and all(cell.number is None for cell in each.cells)
+    return KINDS[each.kind] + (", none printed" if drawn else "")
 
 
 def _changed(wanted: Recipe, options: Options) -> Recipe:
@@ -128,7 +136,7 @@ def _tell(wanted: Recipe) -> None:
         return
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for cell in wanted.cells:
-        rows.setdefault((cell.group, cell.label), {})[cell.column] = f"{cell.number:g}"
+        rows.setdefault((cell.group, cell.label), {})[cell.column] = _number(cell.number)
     columns = [column.name for column in wanted.columns]
     table = [[*key, *(row.get(column, "–") for column in columns)] for key, row in rows.items()]
     show.print_table(["paper", "", *columns], table)
@@ -177,7 +185,7 @@ def _print_plan(plan: Iterable[tuple[Job, grid.Wanted]]) -> None:
 
 
 def _print_lines(lines: list[Line], wanted: Recipe) -> None:
-    """A table for each model: every printed number and ours."""
+    """A table for each model: every printed number or drawn point, and ours."""
     for group, model in wanted.models.items():
         typer.echo(f"\n{group} in the paper, {model} here")
         rows = [_cells(line) for line in lines if line.model == group]
@@ -189,7 +197,19 @@ def _cells(line: Line) -> list[str]:
     if line.used != line.budget:
         budget += f" → {line.used}"
     if line.ours is None:
-        return [line.method, budget, line.column, f"{line.paper:g}", line.why, "–"]
+        return [line.method, budget, line.column, _number(line.paper), line.why, "–"]
     ours = f"{line.ours:.1f} [{line.low:.0f}, {line.high:.0f}]"
     n = f"{line.n} ({line.tasks})" if line.tasks else str(line.n)
-    return [line.method, budget, line.column, f"{line.paper:g}", ours, n]
+    return [line.method, budget, line.column, _number(line.paper), ours, n]
+
+
+def _number(printed: float | None) -> str:
+    return "–" if printed is None else f"{printed:g}"
+
+
+def _print_counts(rows: Mapping[str, Iterable[dict[str, Any]]]) -> None:
+    for group, found in ((group, counts(some)) for group, some in rows.items()):
+        typer.echo(f"\n{group} in the paper: how often which number is answered here")
+        said = sorted({number for each in found.values() for number in each}, key=lambda n: (n is None, n or 0))
+        table = [["none" if n is None else str(n), *(str(each[n]) for each in found.values())] for n in said]
+        show.print_table(["number", *found], table)

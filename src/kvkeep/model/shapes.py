@@ -14,6 +14,10 @@ SHAPES = Registry("shape", {
         **LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
+    "llama2-7b": {
+        **LLAMA, "rope_theta": 10000.0, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    },
     "llama-1b": {
         **LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 8, "tie_word_embeddings": True,

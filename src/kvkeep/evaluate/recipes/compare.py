@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -19,7 +21,7 @@ SAME = {"needle": "needle_sandwich"}  # how rows call them
 
 @dataclass(frozen=True)
 class Line:
-    """One printed number, and what was measured for it."""
+    """One printed number or drawn point, and what was measured for it."""
 
     model: str
     method: str  # in the paper's words
@@ -27,7 +29,7 @@ class Line:
     budget: Budget
     used: Budget  # what was run in its place
     column: str
-    paper: float
+    paper: float | None  # None: a figure has it without a number
     ours: float | None = None  # percent, as the interval
     low: float | None = None
     high: float | None = None
@@ -44,6 +46,16 @@ def compare(recipe: Recipe, rows: Mapping[str, Iterable[dict[str, Any]]]) -> lis
         for cell in table.cells(measured)
     }
     return [_line(recipe, cell, found) for cell in recipe.cells]
+
+
+def counts(rows: Iterable[dict[str, Any]]) -> dict[str, Counter[int | None]]:
+    """Of each method and budget: how often which number is answered, the first of an answer; None: it has none."""
+    found: dict[str, Counter[int | None]] = {}
+    for row in rows:
+        said = re.search(r"\d+", row["answer"])
+        name = row["method"] if row["budget"] is None else f"{row['method']} {row['budget']}"
+        found.setdefault(name, Counter())[int(said[0]) if said else None] += 1
+    return found
 
 
 def row_name(point: Point) -> str:

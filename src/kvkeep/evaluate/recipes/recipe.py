@@ -1,14 +1,17 @@
-"""A table of a paper as a value: models, tasks, methods and budgets, and every number it prints.
+"""A table or figure of a paper as a value: models, tasks, methods and budgets, and every number it prints.
 
-The tables are in the .yaml files beside this one. A row is written as it is printed: numbers in the order of the
-columns, "-" where the paper has none, "?" where the text we have lost it. Sentences are ours, numbers theirs.
+They are in the .yaml files beside this one. A row of `numbers` is written as it is printed: in the order of the
+columns, "-" where the paper has none, "?" where the text we have lost it. `points` are what a figure draws: under a
+head such as "Llama3 @64 128" every label at every budget, with a number only where one is printed. Sentences are ours,
+numbers theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,19 +35,19 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """One printed number."""
+    """One printed number, or one point of a figure."""
 
     group: str  # the model's name in the paper; what else rows are grouped by, where no model is scored
     label: str  # the method's name in the paper
     spec: str | None  # the same method here; None: kvkeep does not have it
     budget: Budget
     column: str
-    number: float
+    number: float | None = None  # None: drawn, not printed
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One table, and how to make it again."""
+    """One table or figure, and how to make it again."""
 
     name: str
     shows: str
@@ -63,6 +66,7 @@ class Recipe:
     max_length: int | None = None  # tokens beyond which a prompt loses its middle
     beyond_window: bool = False  # methods that can read longer prompts than the model's window do
     others: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # task -> label -> another method for it
+    counted: bool = False  # what is shown is how often which number is answered
 
     def column(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
@@ -116,10 +120,12 @@ def _recipe(name: str, shared: Mapping[str, str], table: dict[str, Any]) -> Reci
     if average:
         everything = tuple(point for column in columns for point in column.points)
         columns = (*columns, Column(average, everything))
-    numbers = table.pop("numbers", {})
-    cells = tuple(cell for head, rows in numbers.items() for cell in _cells(head, rows, methods, columns))
+    points, numbers = table.pop("points", {}), table.pop("numbers", {})
+    cells = {cell: cell for head, labels in points.items() for cell in _drawn(head, labels, methods, columns)}
+    printed = (cell for head, rows in numbers.items() for cell in _cells(head, rows, methods, columns))
+    cells |= {replace(cell, number=None): cell for cell in printed}
     lists: dict[str, Any] = {key: tuple(table.pop(key, ())) for key in ("notes", "misprints")}
-    return Recipe(name, columns=columns, cells=cells, **lists, **table)
+    return Recipe(name, columns=columns, cells=tuple(cells.values()), **lists, **table)
 
 
 def _columns(written: Mapping[str, str | None]) -> tuple[Column, ...]:
@@ -138,11 +144,25 @@ def _cells(
     head: str, rows: Mapping[str, Any], methods: Mapping[str, str | None], columns: tuple[Column, ...]
 ) -> Iterator[Cell]:
     """The rows under a head such as "Llama3.1 @4096"; where tasks are scored, every label has a method or null."""
-    group, at, size = head.partition(" @")
-    budget = (float(size) if "." in size else int(size)) if at else None
+    group, (budget,) = _head(head)
     for label, written in rows.items():
         for column, number in zip(columns, str(written).split(), strict=True):
             spec = methods[label] if column.points else None
             if number not in ("-", "?"):
                 kept = None if spec == "full" else budget
                 yield Cell(group, str(label), spec, kept, column.name, float(number))
+
+
+def _drawn(
+    head: str, labels: Iterable[str], methods: Mapping[str, str | None], columns: tuple[Column, ...]
+) -> Iterator[Cell]:
+    group, budgets = _head(head)
+    for budget, label, column in product(budgets, labels, columns):
+        spec = methods[label] if column.points else None
+        yield Cell(group, label, spec, None if spec == "full" else budget, column.name)
+
+
+def _head(head: str) -> tuple[str, list[Budget]]:
+    """ "Llama3 @64 128" as what rows are grouped by, and its budgets."""
+    group, _, sizes = head.partition(" @")
+    return group, [float(size) if "." in size else int(size) for size in sizes.split()] or [None]
