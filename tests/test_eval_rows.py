@@ -204,7 +204,7 @@ with alone(sys.argv[1]):
 SECOND = """
 import sys
 from kvkeep.cli.app import main
-sys.argv = ["kvkeep", "eval", "--tasks", "toy", "--out", sys.argv[1]]
+sys.argv = ["kvkeep", "eval", "--tasks", "niah_single_1", "--out", sys.argv[1]]
 main()
 """
 
