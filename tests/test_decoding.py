@@ -148,8 +148,9 @@ def test_buffered_snapkv_and_protokv(buffer):
     source = torch.Generator().manual_seed(0)
     chance = {"W": (torch.randn(2, 8, generator=source) * 8**-0.5).double().numpy()}
     chance["b"] = (torch.rand(2, generator=source) * 2 * torch.pi).double().numpy()
-    expected = replay_buffered(oracle_protokv, *everything, PROMPT, 40, buffer, **chance)
-    assert kept_at_every_step(model, "protokv", 40, schedule=buffer) == expected
+    for votes in ("softmax", "raw"):
+        expected = replay_buffered(oracle_protokv, *everything, PROMPT, 40, buffer, votes=votes, **chance)
+        assert kept_at_every_step(model, "protokv", 40, schedule=buffer, votes=votes) == expected
 
 
 EVERY = [m for m in EVICTING if m != "full"] + [
