@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 import kvkeep
 from kvkeep.compress.method import Method
+from kvkeep.engine.report import human
 from kvkeep.errors import BadCacheFile, BadParameter, BadTensor, BudgetTooSmall, CacheMisuse, UnknownName
 
 IDS = torch.arange(240).mul(37).remainder(128)[None]
@@ -302,8 +303,17 @@ def test_a_cache_says_in_a_line_what_it_is(tiny):
     tiny(IDS, past_key_values=cache)
     tiny(IDS[:, :1], past_key_values=cache)
     held = "60 of the prompt + 1 generated kept per key head"
-    size = kvkeep.engine.report.human(cache.nbytes)
+    size = human(cache.nbytes)
     assert repr(cache) == f"<kvkeep.Cache snapkv, budget 60: {IDS.shape[1] + 1} tokens seen, {held}, {size}>"
+    away = kvkeep.Cache(tiny, "quest", 60)
+    tiny(IDS, past_key_values=away)
+    size = human(away.report().host_bytes)
+    assert size != "0 B" and repr(away).endswith(f", {size} offloaded>")
+
+
+def test_bytes_for_people():
+    sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 23_500_000: "23.5 MB", 10**9: "1.0 GB", 5 * 10**12: "5000.0 GB"}
+    assert {size: human(size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize("ratio", [0.75, "high", 2])
