@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 import kvkeep
 from kvkeep.compress.method import Method
+from kvkeep.engine.arrival import Arrival
 from kvkeep.engine.report import human
 from kvkeep.errors import BadCacheFile, BadParameter, BadTensor, BudgetTooSmall, CacheMisuse, UnknownName
 
@@ -349,3 +350,16 @@ def test_assisted_generation_is_refused_before_a_token_is_read(tiny, spec, guess
     assert cache.seen == 0
     monkeypatch.undo()
     assert tiny.generate(IDS, past_key_values=cache, max_new_tokens=4, do_sample=False).shape[1] == IDS.shape[1] + 4
+
+
+def test_padding_is_put_before_the_queries_and_comes_back_to_its_columns():
+    queries = torch.arange(1.0, 2 * 3 * 6 * 4 + 1).view(2, 3, 6, 4)
+    columns = [torch.tensor([2, 3, 4, 5]), torch.tensor([0, 4])]
+    arrival = Arrival([4, 2], columns, [torch.arange(4), torch.arange(2)], [True, True])
+    packed = arrival.pack(queries)
+    assert torch.equal(packed[0, :, 2:], queries[0, :, 2:]) and not packed[0, :, :2].any()
+    assert torch.equal(packed[1, :, 4:], queries[1][:, [0, 4]]) and not packed[1, :, :4].any()
+    back = arrival.unpack(packed)
+    for row, where in enumerate(columns):
+        others = [j for j in range(6) if j not in where]
+        assert torch.equal(back[row][:, where], queries[row][:, where]) and not back[row][:, others].any()
