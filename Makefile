@@ -10,6 +10,17 @@ TORCH = "$$(grep '^torch==' constraints.txt)"
 compat_oldest := transformers==5.10.4
 compat_newest := transformers>=5.10,<6
 
+FAULTS ?= 80
+SEED ?= 0
+MUTMUT = PYTHONPATH=$(CURDIR)/mutants/src OMP_NUM_THREADS=1 .venv-mutate/bin/mutmut
+define DRAW
+import glob, json, random
+names = sorted(name for file in glob.glob("mutants/**/*.meta", recursive=True) for name in json.load(open(file))["exit_code_by_key"])
+random.Random($(SEED)).shuffle(names)
+print(*names[:$(FAULTS)])
+endef
+export DRAW
+
 .DELETE_ON_ERROR:
 .PHONY: help run test first-run gpu-test lint model compat mutate clean
 
@@ -45,11 +56,13 @@ compat: .venv-compat-oldest/.ready .venv-compat-newest/.ready  ## the core tests
 	.venv-compat-oldest/bin/python -m pytest -n $(JOBS) -q -m core
 	.venv-compat-newest/bin/python -m pytest -n $(JOBS) -q -m core
 
-mutate: .venv/.dev  ## plant small faults, one at a time, and see whether tests notice (an hour)
-	.venv/bin/python tests/mutate.py 150
+mutate: .venv-mutate/.ready  ## plant small faults, FAULTS of them drawn with SEED, and see whether tests notice
+	mkdir -p mutants/src
+	-$(MUTMUT) run --max-children 1 none > /dev/null 2>&1  # makes the faults and times the tests; the draw comes next
+	$(MUTMUT) run --max-children 1 $$(.venv-mutate/bin/python -c "$$DRAW")
 
 clean:  ## remove environments and caches; the fetched model stays
-	rm -rf .venv .venv-first .venv-compat-oldest .venv-compat-newest build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-first .venv-compat-oldest .venv-compat-newest .venv-mutate mutants build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written last, so an interrupted set-up is simply done again.
@@ -71,4 +84,13 @@ clean:  ## remove environments and caches; the fetched model stays
 	grep -vE '^(transformers|huggingface_hub|tokenizers|hf-xet)==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/pip install -q -c $(@D)/constraints.txt hatchling editables
 	$(@D)/bin/pip install -q -c $(@D)/constraints.txt --no-build-isolation -e '.[dev]' '$(compat_$*)'
+	touch $@
+
+# mutmut asks pytest for what it has no more since version 9
+.venv-mutate/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q $(TORCH)
+	grep -v '^pytest==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/pip install -q -c $(@D)/constraints.txt hatchling editables
+	$(@D)/bin/pip install -q -c $(@D)/constraints.txt --no-build-isolation -e '.[dev]' mutmut==3.8.0 pytest==8.4.2
 	touch $@

@@ -16,6 +16,8 @@ from transformers.cache_utils import Cache as TransformersCache
 
 import kvkeep
 from kvkeep.compress.method import Method
+from kvkeep.engine.arrival import Arrival
+from kvkeep.engine.report import human
 from kvkeep.errors import BadCacheFile, BadParameter, BadTensor, BudgetTooSmall, CacheMisuse, UnknownName
 
 IDS = torch.arange(240).mul(37).remainder(128)[None]
@@ -302,8 +304,17 @@ def test_a_cache_says_in_a_line_what_it_is(tiny):
     tiny(IDS, past_key_values=cache)
     tiny(IDS[:, :1], past_key_values=cache)
     held = "60 of the prompt + 1 generated kept per key head"
-    size = kvkeep.engine.report.human(cache.nbytes)
+    size = human(cache.nbytes)
     assert repr(cache) == f"<kvkeep.Cache snapkv, budget 60: {IDS.shape[1] + 1} tokens seen, {held}, {size}>"
+    away = kvkeep.Cache(tiny, "quest", 60)
+    tiny(IDS, past_key_values=away)
+    size = human(away.report().host_bytes)
+    assert size != "0 B" and repr(away).endswith(f", {size} offloaded>")
+
+
+def test_bytes_for_people():
+    sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 23_500_000: "23.5 MB", 10**9: "1.0 GB", 5 * 10**12: "5000.0 GB"}
+    assert {size: human(size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize("ratio", [0.75, "high", 2])
@@ -339,3 +350,16 @@ def test_assisted_generation_is_refused_before_a_token_is_read(tiny, spec, guess
     assert cache.seen == 0
     monkeypatch.undo()
     assert tiny.generate(IDS, past_key_values=cache, max_new_tokens=4, do_sample=False).shape[1] == IDS.shape[1] + 4
+
+
+def test_padding_is_put_before_the_queries_and_comes_back_to_its_columns():
+    queries = torch.arange(1.0, 2 * 3 * 6 * 4 + 1).view(2, 3, 6, 4)
+    columns = [torch.tensor([2, 3, 4, 5]), torch.tensor([0, 4])]
+    arrival = Arrival([4, 2], columns, [torch.arange(4), torch.arange(2)], [True, True])
+    packed = arrival.pack(queries)
+    assert torch.equal(packed[0, :, 2:], queries[0, :, 2:]) and not packed[0, :, :2].any()
+    assert torch.equal(packed[1, :, 4:], queries[1][:, [0, 4]]) and not packed[1, :, :4].any()
+    back = arrival.unpack(packed)
+    for row, where in enumerate(columns):
+        others = [j for j in range(6) if j not in where]
+        assert torch.equal(back[row][:, where], queries[row][:, where]) and not back[row][:, others].any()

@@ -8,6 +8,7 @@ from conftest import EVICTING, make_llama
 
 import kvkeep
 from kvkeep.compress.allocate.heads import AdaptiveHeads
+from kvkeep.compress.allocate.layers import poured
 from kvkeep.compress.group.prototypes import Prototypes
 from kvkeep.compress.method import Method, parse
 from kvkeep.compress.presets import CROSSINGS
@@ -302,3 +303,10 @@ def test_where_every_query_counts_or_nothing_is_dropped_the_question_does_not_de
     assert aware == {"kvkeep", "intentkv", "intelllm", "ahakv", "protokv", "tova", "snapkv", "pyramidkv", "chunkkv",
                      "nacl", "cake"}  # fmt: skip
     assert not parse("protokv+recall").query_aware and parse("snapkv+adakv").query_aware
+
+
+def test_layers_without_weight_share_what_the_others_leave():
+    assert poured([0.0, 0.0, 0.0], 6, 10) == [2, 2, 2]
+    assert poured([1.0, 0.0, 0.0], 14, 10) == [10, 2, 2]
+    assert poured([3.0, 1.0], 8, 10) == [6, 2]
+    assert poured([3.0, 1.0], 8, 5) == [5, 3]

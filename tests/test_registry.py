@@ -1,5 +1,7 @@
 """Every method with every crossing, in every state a cache can be in while it decodes."""
 
+from dataclasses import fields, is_dataclass
+
 import pytest
 import torch
 from conftest import make_llama
@@ -119,3 +121,44 @@ def test_a_memory_that_knows_no_steps():
         for ids in passes():
             model(ids, past_key_values=cache)
         assert cache.report().kept_per_head == min(budget, PROMPT + STEPS)
+
+
+WORDS = {
+    "pooling": "max", "boundary": "first", "mode": "local", "gain": "multiply", "votes": "raw", "worth": "sum",
+    "prototypes": "lsh", "probe": "mean",
+}  # fmt: skip
+ASKED = [(name, asked) for name, named in METHODS.items() for asked in named.defaults]
+ASKED += [(f"protokv+{name}", asked) for name in ("recall",) for asked in CROSSINGS[name].defaults]
+
+
+def another(name, value):
+    """A value that nobody has by default."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return WORDS[name]
+    return 0.375 if isinstance(value, float) or name == "gamma" else 3 if name == "buckets" else 11
+
+
+def parts(value):
+    """All that a method is made of, by where it is."""
+    if not is_dataclass(value):
+        return {"": value}
+    inner = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in ("name", "parameters")}
+    return {f"{name}.{deeper}": leaf for name, part in inner.items() for deeper, leaf in parts(part).items()}
+
+
+@pytest.mark.parametrize(("spec", "asked"), ASKED)
+def test_what_is_asked_for_reaches_a_part(spec, asked):
+    usual = parse(spec)
+    default = usual.parameters[asked]
+    given = another(asked, default)
+    before, after = parts(usual), parts(parse(spec, **{asked: given}))
+    changed = {after[where] for where in before.keys() & after.keys() if before[where] != after[where]}
+    assert given in changed or (isinstance(given, bool | str) and changed)
+    assert parts(parse(spec, **{asked: default})) == before
+
+
+def test_clusters_that_are_fetched_stand_where_they_stood():
+    recall = parse("protokv+recall").recall
+    assert (recall.window, recall.far, recall.usual) == (None, "true", (4, 32))
