@@ -28,7 +28,16 @@ def test_two_thousand_tokens_in_flat_memory(spec):
             report = cache.report()
             assert report.kept_per_head <= allowed, step
             sizes.append(report.bytes + report.index_bytes)
-    assert max(sizes[500:]) <= max(sizes[:500]) and cache.get_seq_length() == 2100
+    assert max(sizes[500:]) <= max(sizes[:500]) + moved(cache, sizes) and cache.get_seq_length() == 2100
+
+
+def moved(cache, sizes):
+    """Bytes that come and go where heads share a budget: a segment has a 64th of room, rounded down, so what the same
+    tokens take depends on how they are shared out, by less than a slot for each segment."""
+    if not cache.method.heads.needs_scores:
+        return 0
+    rooms = [layer.room for layer in cache.store.values()]
+    return sum(len(room) - 1 for room in rooms) * sizes[-1] / sum(map(sum, rooms))
 
 
 class Words:
@@ -36,7 +45,7 @@ class Words:
 
     chat_template = None
 
-    def __call__(self, text, return_tensors, add_special_tokens):
+    def __call__(self, text, return_tensors, add_special_tokens, verbose):
         return type("Ids", (), {"input_ids": torch.tensor([[ord(c) % 128 for c in text]])})
 
     def decode(self, ids, skip_special_tokens):

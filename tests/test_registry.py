@@ -1,6 +1,7 @@
 """Every method with every crossing, in every state a cache can be in while it decodes."""
 
 from dataclasses import fields, is_dataclass
+from operator import le
 
 import pytest
 import torch
@@ -47,6 +48,11 @@ def held_after(method, budget, step):
     return budget + (step if every is None else step % every)
 
 
+def shares_move(method):
+    """Layers are weighed anew at every step: one that gets a larger share has nothing left to fill it with."""
+    return method.layers.weigh and method.schedule.every == 1
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("spec", LEGAL)
@@ -66,7 +72,8 @@ def test_every_crossing_decodes(spec, state):
     elif cache.recaller:
         assert max(held) <= budget
     else:
-        assert held == [held_after(cache.method, budget, step) for step in range(STEPS + 1)]
+        want = [held_after(cache.method, budget, step) for step in range(STEPS + 1)]
+        assert held == want or (shares_move(cache.method) and all(map(le, held, want)) and held[0] == want[0])
 
 
 @pytest.mark.parametrize("spec", [spec for spec in LEGAL if parse(spec).memory])
