@@ -79,22 +79,29 @@ class Lab:
             right += sum(number in answer for answer, (_, number) in zip(answers, drawn, strict=True))
         return right / self.samples
 
-    def surprise(
-        self, method: str | Method, budget: int, tokens: int, ahead: int = 100, steps: bool = False, **parameters
-    ) -> float:
-        """Mean negative log-likelihood of the next tokens of prose, read from the compressed cache.
+    def surprise(self, method: str | Method, budget: int, tokens: int, **options) -> float:
+        """Mean negative log-likelihood of the next 100 tokens of prose, read from the compressed cache."""
+        losses = self.losses(method, budget, tokens, **options)
+        return sum(losses) / len(losses)
 
-        steps: one token at a time, as they would be written
+    def losses(
+        self, method: str | Method, budget: int, tokens: int, chunk: int | None = None, steps=False, **parameters
+    ) -> list[float]:
+        """The same, of every sample.
+
+        chunk: tokens of a forward pass of the prefill, all if None
+        steps: the next tokens one at a time, as they would be decoded
         """
         losses = []
         for seed in range(self.samples):
-            ids = torch.tensor(self.stretch(1000 + seed, tokens + ahead), device=self.model.device)[None]
+            ids = torch.tensor(self.stretch(1000 + seed, tokens + 100), device=self.model.device)[None]
             cache = kvkeep.Cache(self.model, method, budget, **parameters)
-            self.model(ids[:, :tokens], past_key_values=cache, logits_to_keep=1)
-            parts = ids[:, tokens:-1].split(1 if steps else ahead, 1)
+            for part in ids[:, :tokens].split(chunk or tokens, 1):
+                self.model(part, past_key_values=cache, logits_to_keep=1)
+            parts = ids[:, tokens:-1].split(1 if steps else 100, 1)
             logits = torch.cat([self.model(part, past_key_values=cache).logits[0].float() for part in parts])
             losses.append(torch.nn.functional.cross_entropy(logits, ids[0, tokens + 1 :]).item())
-        return sum(losses) / len(losses)
+        return losses
 
     def watch(self, look: Callable, ids: Tensor, voters: int) -> list:
         """What `look` makes of every layer's observation of a prompt."""
@@ -264,7 +271,26 @@ def intel(lab: Lab) -> str:
     )
 
 
-EXPERIMENTS = {f.__name__: f for f in (needles, intent, boundary, aha, bias, outliers, hits, intel)}
+def far(lab: Lab) -> str:
+    """Beyond the trained length the same tokens stay at every gap; only where the far ones are placed differs."""
+    tokens, budget, near = 12_000, 1024, 256
+    gaps = {"no gap (gap = near)": 1, "2 × near": 2, "3 × near (the default)": 3, "8 × near": 8, "16 × near": 16}
+    tries = {name: ("intelllm", {"near": near, "gap": times * near}) for name, times in gaps.items()}
+    tries |= {"streamingllm": ("streamingllm", {}), "lm_infinite": ("lm_infinite", {}), "full": ("full", {})}
+    found = {
+        name: torch.tensor(lab.losses(method, budget, tokens, 1024, **options))
+        for name, (method, options) in tries.items()
+    }
+    rows = [[name, _spread(each), _spread(found["no gap (gap = near)"] - each)] for name, each in found.items()]
+    title = f"IntelLLM after {tokens:,} tokens, prefilled 1,024 at a time, budget {budget:,}"
+    return table(title, ["far tokens end at", "loss of the next 100 tokens", "less than with no gap"], rows)
+
+
+def _spread(values: Tensor) -> str:
+    return f"{values.mean():.3f} ± {1.96 * values.std() / len(values) ** 0.5:.3f}"
+
+
+EXPERIMENTS = {f.__name__: f for f in (needles, intent, boundary, aha, bias, outliers, hits, intel, far)}
 
 
 def main() -> None:

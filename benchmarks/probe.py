@@ -1,8 +1,9 @@
 """Which probe ranks far chunks as attention does: python benchmarks/probe.py --texts DIR [--variants] [--out FILE]
 
 DIR holds plain-text prose (*.txt), at least one file of --tokens tokens per sample. ActQKV's setting: windows of 256
-queries, 64 sinks, 512 near tokens, chunks of 32 that 4 tokens speak for. The model reads each text whole; what its own
-attention gave a chunk is compared with what a probe, made of the same queries, thinks of it. Printed as Markdown.
+queries, 64 sinks, 512 near tokens, chunks of 32 tokens, all of which represent it (--representatives 4: the paper's
+number). The model reads each text whole; what its own attention gave a chunk is compared with what a probe, made of the
+same queries, thinks of it. Printed as Markdown.
 
 sum: attention of all queries of the window, averaged over heads; peak: of the query that gave the chunk most.
 hits: share of the oracle's best 16 chunks that are fetched: 46 of more, or a quarter of all (never more than 46).
@@ -33,7 +34,7 @@ from kvkeep.model.load import hush, load
 from kvkeep.model.rotary import Rotation, rotations
 from kvkeep.types import Observation
 
-WINDOW, SINKS, NEAR, CHUNK, SPEAK = 256, 64, 512, 32, 4
+WINDOW, SINKS, NEAR, CHUNK = 256, 64, 512, 32
 FETCHED, BEST = 46, 16  # chunks a budget of 2,048 has room for; chunks of the oracle that should be among them
 ORACLES = ("sum", "peak", "most like")
 MEASURES = ("ρ", "hits in a quarter", f"hits in {FETCHED}")
@@ -139,7 +140,7 @@ def attention(seen: Observation) -> Tensor:
     return mean
 
 
-def compare(seen: Observation, turn: Rotation | None, first: int, probes: dict[str, Probe]) -> Tensor:
+def compare(seen: Observation, turn: Rotation | None, first: int, probes: dict[str, Probe], speak: int) -> Tensor:
     """One layer: every probe against every oracle. [windows, probes and DOT and REFERENCES, oracles, measures]"""
     n, places = seen.tokens, seen.positions[0]
     given = attention(seen)
@@ -157,7 +158,7 @@ def compare(seen: Observation, turn: Rotation | None, first: int, probes: dict[s
         away = slice(SINKS, SINKS + count * CHUNK)
         member = torch.arange(count, device=keys.device).repeat_interleave(CHUNK)
         leaving = Leaving(keys[:, away], mass[away], member[None], count)
-        likes, dots = (Representatives(SPEAK, cosine).describe(leaving)[0] for cosine in (True, False))
+        likes, dots = (Representatives(speak, cosine).describe(leaving)[0] for cosine in (True, False))
         per_chunk = given[here, away].unflatten(1, (count, CHUNK)).sum(-1)
         similar = normalize(queries[here], dim=1) @ likes.T
         oracles = (per_chunk.sum(0), per_chunk.amax(0), similar.amax(0))
@@ -238,6 +239,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--first", type=int, default=1024, help="where the first window that counts begins")
+    parser.add_argument("--representatives", type=int, default=CHUNK, help="tokens that represent a chunk")
     parser.add_argument("--model", default=None)
     parser.add_argument("--variants", action="store_true", help="other ways to weigh queries, too")
     parser.add_argument("--out", type=Path)
@@ -249,7 +251,13 @@ def main() -> None:
     results = []
     with torch.inference_mode():
         for ids in texts(options.texts, tokenizer, options.tokens, options.samples):
-            results.append(watch(lambda seen: compare(seen, turns[seen.layer], options.first, probes), model, ids))
+            results.append(
+                watch(
+                    lambda seen: compare(seen, turns[seen.layer], options.first, probes, options.representatives),
+                    model,
+                    ids,
+                )
+            )
     text = report(torch.cat(results, 1), [*probes, *DOT, *REFERENCES])
     print(text)
     if options.out:
