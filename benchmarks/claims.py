@@ -125,13 +125,6 @@ def table(title: str, head: Iterable[str], rows: Iterable[Iterable]) -> str:
     return "\n".join(lines)
 
 
-def needles(lab: Lab) -> str:
-    specs = [*kvkeep.methods, "snapkv+adakv", "intentkv+adakv", "snapkv+pyramid", "snapkv+cake", "snapkv+entropy"]
-    budgets = (128, 256, 512)
-    rows = [[spec, *(lab.found(spec, budget, 2000) for budget in budgets)] for spec in specs]
-    return table("Needle in 2,000 tokens, by method and budget", ["method", *map(str, budgets)], rows)
-
-
 def intent(lab: Lab) -> str:
     budgets = (256, 512)
     tries = [{"block": b} for b in (1, 4, 8, 16, 64, 256)] + [{"window": w} for w in (32, 128)]
@@ -165,12 +158,12 @@ def aha(lab: Lab) -> str:
 def bias(lab: Lab) -> str:
     scores, kept, above = positions(lab)
     tenths = [f"{i * 10}–{i * 10 + 10} %" for i in range(STRETCHES)]
-    where = "3,600 tokens of prose, budget 720, by tenth of the text"
+    where, spread = "3,600 tokens of prose, budget 720, by tenth of the text", ("mean place", "entropy / uniform")
     texts = [
         table(f"Share of the eviction score: {where}", ["method", *tenths], scores),
         table(
             f"Share of the tokens kept: {where}",
-            ["method", *tenths, "mean place", "entropy / uniform", "the same, but for recent ones", ""], kept,
+            ["method", *tenths, *spread, *(f"{name}, recent ones apart" for name in spread)], kept,
         ),
         table(
             "Share of tokens with at least this share of their head's highest score",
@@ -290,7 +283,7 @@ def _spread(values: Tensor) -> str:
     return f"{values.mean():.3f} ± {1.96 * values.std() / len(values) ** 0.5:.3f}"
 
 
-EXPERIMENTS = {f.__name__: f for f in (needles, intent, boundary, aha, bias, outliers, hits, intel, far)}
+EXPERIMENTS = {f.__name__: f for f in (intent, boundary, aha, bias, outliers, hits, intel, far)}
 
 
 def main() -> None:

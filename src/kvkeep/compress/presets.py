@@ -153,7 +153,7 @@ def infllm(
     local: int | None = None,
     block: int | None = None,
     representatives=4,
-    per_head=False,
+    per_head=True,
 ):
     index = Representatives(representatives, per_head=per_head)
     return Method("infllm", None, recall=Recall(Chunks(block, 128), index, window, sinks=sinks, near=local))
@@ -166,7 +166,7 @@ def qllm(
     block: int | None = None,
     representatives=4,
     weight=4.0,
-    per_head=False,
+    per_head=True,
 ):
     index = Representatives(representatives, weight=weight, per_head=per_head)
     return Method("qllm", None, recall=Recall(Chunks(block, 128), index, window, sinks=sinks, near=local))
@@ -186,7 +186,7 @@ def emllm(
     longest=128,
     contiguity=0.3,
     representatives=4,
-    per_head=False,
+    per_head=True,
 ):
     events, index = Events(gamma, longest, refine=refine), Representatives(representatives, per_head=per_head)
     recall = Recall(events, index, window, sinks=sinks, near=local, neighbours=contiguity, needs="surprise")
@@ -302,7 +302,7 @@ METHODS = Registry("method", {
     ),
     "infllm": Named(
         infllm, "arXiv:2402.04617", "everything; blocks are fetched for the mean query of a window",
-        "blocks and representatives are one choice for all heads (per_head=True: every query head chooses its own)",
+        "blocks are one choice for all heads; every query head chooses its representatives (per_head=False: one set)",
     ),
     "qllm": Named(
         qllm, "arXiv:2406.07528", "everything; blocks are fetched for the window and, above all, for the question",
