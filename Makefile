@@ -50,7 +50,7 @@ lint: .venv/.dev  ## ruff
 	.venv/bin/ruff check .
 
 model: .venv/.ready  ## fetch the default model (once)
-	.venv/bin/python -c "from kvkeep.model.default import fetch_default; fetch_default(print)"
+	.venv/bin/python -c "from kvkeep.model.default_model import fetch_default; fetch_default(print)"
 
 compat: .venv-compat-oldest/.ready .venv-compat-newest/.ready  ## the core tests on the oldest and the newest transformers
 	.venv-compat-oldest/bin/python -m pytest -n $(JOBS) -q -m core

@@ -19,10 +19,10 @@ from claims_attention import hits as answer_hits
 from torch import Tensor
 
 import kvkeep
+from kvkeep.compress.attention import attention
+from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
-from kvkeep.compress.observe import attention
 from kvkeep.compress.outliers import outlier_degree
-from kvkeep.compress.window import Guard
 from kvkeep.model.load import hush, load
 from kvkeep.types import Observation
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep.compress.method import Method, parse
-from kvkeep.compress.observe import attention, real, value_sizes
+from kvkeep.compress.attention import attention, real, value_sizes
+from kvkeep.compress.method import Method
+from kvkeep.compress.parse import parse
 from kvkeep.compress.pipeline import compress, remember
-from kvkeep.compress.pool import pool
-from kvkeep.compress.score.aha import prior
-from kvkeep.compress.score.intent import Intent
+from kvkeep.compress.pooling import pool
+from kvkeep.compress.scorers.ahakv import prior
+from kvkeep.compress.scorers.intentkv import Intent
 from kvkeep.types import Observation
 
 QUESTIONS = (

@@ -24,14 +24,14 @@ from pool import answers
 from search import LONGBENCH, NIAH
 
 import kvkeep
-from kvkeep.cli.grid import Wanted, about, answerer
-from kvkeep.compress.method import parse
+from kvkeep.cli.eval import Wanted, about, answerer
+from kvkeep.compress.parse import parse
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate import suite
-from kvkeep.evaluate.render import PROTOCOLS
-from kvkeep.evaluate.rows import Rows
-from kvkeep.evaluate.run import Grid, run
-from kvkeep.evaluate.table import WIDE, interval, share, write_csv
+from kvkeep.evaluate.grid import Grid, run
+from kvkeep.evaluate.prompt import PROTOCOLS
+from kvkeep.evaluate.results import Rows
+from kvkeep.evaluate.summary import WIDE, interval, share, write_csv
 from kvkeep.model.load import load_tokenizer
 
 DROPPING = [name for name, method in kvkeep.methods.items() if method.recall is None and method.scorer]

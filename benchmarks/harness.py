@@ -25,9 +25,9 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from kvkeep.evaluate import suite
-from kvkeep.evaluate.answer import Answerer
-from kvkeep.evaluate.harness import HFLM, KvkeepLM
-from kvkeep.evaluate.run import Grid, run
+from kvkeep.evaluate.grid import Grid, run
+from kvkeep.evaluate.lm_eval_model import HFLM, KvkeepLM
+from kvkeep.evaluate.worker import Answerer
 from kvkeep.model.load import hush, load
 
 SHIPPED = {  # where lm-eval keeps each definition

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import kvkeep
-from kvkeep.model.shapes import of_shape
+from kvkeep.model.random_models import of_shape
 
 WARM = 8192  # tokens read and dropped before the clock runs: kernels are compiled once on a machine
 PIECES = {"warm": 8, "timed": 6, "kernels": 2, "python": 2}  # that --profile reads, one after the other

@@ -14,7 +14,7 @@ answer_one: Callable[[Any], Any] | None = None  # of this process
 
 
 def answers(make: Callable[[], Callable[[Any], Any]], workers: int) -> Callable[[Sequence[Any]], Iterator[Any]]:
-    """For `kvkeep.evaluate.run.run`: results as they come, in any order: a run that is stopped loses little."""
+    """For `kvkeep.evaluate.grid.run`: results as they come, in any order: a run that is stopped loses little."""
 
     def answer(items: Sequence[Any]) -> Iterator[Any]:
         with get_context("spawn").Pool(workers, _start, (make,)) as pool:

@@ -27,11 +27,11 @@ from torch.nn.functional import normalize
 
 import kvkeep
 from kvkeep.compress.method import Method
-from kvkeep.compress.recall.index import Leaving, Representatives
-from kvkeep.compress.recall.probe import Moments, activation_bias, joined
-from kvkeep.kernels.reference import lower_right, probabilities
+from kvkeep.compress.retrieval.index import Leaving, Representatives
+from kvkeep.compress.retrieval.query import Moments, activation_bias, joined
+from kvkeep.kernels.torch.reference import lower_right, probabilities
 from kvkeep.model.load import hush, load
-from kvkeep.model.rotary import Rotation, rotations
+from kvkeep.model.rope import Rotation, rotations
 from kvkeep.types import Observation
 
 WINDOW, SINKS, NEAR, CHUNK = 256, 64, 512, 32

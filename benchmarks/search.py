@@ -22,13 +22,13 @@ from typing import Any
 
 from pool import answers
 
-from kvkeep.cli.grid import Wanted, answerer
-from kvkeep.compress.method import parse
+from kvkeep.cli.eval import Wanted, answerer
+from kvkeep.compress.parse import parse
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate import suite
-from kvkeep.evaluate.rows import Rows
-from kvkeep.evaluate.run import Grid, run
-from kvkeep.evaluate.table import cells
+from kvkeep.evaluate.grid import Grid, run
+from kvkeep.evaluate.results import Rows
+from kvkeep.evaluate.summary import cells
 from kvkeep.model.load import load_tokenizer
 
 PUBLISHED = (

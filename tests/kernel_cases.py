@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvkeep.kernels import reference
-from kvkeep.kernels.fused import decode, mass
+from kvkeep.kernels.torch import reference
+from kvkeep.kernels.triton import column_mass, decode
 from kvkeep.types import NOWHERE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,7 +100,7 @@ def test_column_mass(heads, kv_heads, q, n, dim, cursor, softcap, sunk, kind):
     queries, keys = drawn(heads, q, dim, kind=kind, scale=2), drawn(kv_heads, n, dim, kind=kind)
     positions = torch.stack([torch.randperm(cursor)[:n].sort().values for _ in range(kv_heads)]).int().to(DEVICE)
     sinks = drawn(heads) if sunk else None
-    got = mass.column_mass(queries, keys, positions, cursor, 0.3, softcap, sinks)
+    got = column_mass.column_mass(queries, keys, positions, cursor, 0.3, softcap, sinks)
     want = reference.column_mass(queries.float(), keys.float(), positions, cursor, 0.3, softcap, sinks)
     assert off(got, want) <= BOUND[kind]
 
@@ -109,7 +109,7 @@ def test_column_mass_of_queries_with_more_digits_than_keys():
     torch.manual_seed(0)
     queries, keys = drawn(4, 33, 64, scale=2), drawn(2, 200, 64, kind=torch.bfloat16)
     rest = keys, torch.arange(200, device=DEVICE).expand(2, -1), 200, 0.3
-    assert off(mass.column_mass(queries, *rest), reference.column_mass(queries, *rest)) <= BOUND[torch.float32]
+    assert off(column_mass.column_mass(queries, *rest), reference.column_mass(queries, *rest)) <= BOUND[torch.float32]
 
 
 @pytest.mark.parametrize("q, n", [(300, 300), (300, 700), (5, 300)])
@@ -118,17 +118,17 @@ def test_column_mass_with_weights_and_known_sums(q, n):
     queries, keys, weights = drawn(4, q, 32, scale=2), drawn(2, n, 32), torch.rand(4, q, device=DEVICE)
     rest = keys, torch.arange(n, device=DEVICE).expand(2, -1), n, 0.3
     want = reference.column_mass(queries, *rest, weights=weights)
-    sums = mass.log_sums(queries.contiguous(), keys, rest[1].contiguous(), n, 0.3, None)
+    sums = column_mass.log_sums(queries.contiguous(), keys, rest[1].contiguous(), n, 0.3, None)
     seen = torch.arange(n, device=DEVICE) <= torch.arange(n - q, n, device=DEVICE)[:, None]
     logits = (queries.view(2, 2, q, 32) @ keys[:, None].transpose(2, 3) * 0.3).masked_fill(~seen, float("-inf"))
     assert off(sums, logits.logsumexp(-1).view(4, q)) <= 1e-5
-    assert off(mass.column_mass(queries, *rest, weights=weights), want) <= 1e-5
-    assert off(mass.column_mass(queries, *rest, None, None, weights, sums), want) <= 1e-5
+    assert off(column_mass.column_mass(queries, *rest, weights=weights), want) <= 1e-5
+    assert off(column_mass.column_mass(queries, *rest, None, None, weights, sums), want) <= 1e-5
     ones = reference.column_mass(queries, *rest)
-    assert off(want, ones) > 0.1 and off(mass.column_mass(queries, *rest), ones) <= 1e-5
+    assert off(want, ones) > 0.1 and off(column_mass.column_mass(queries, *rest), ones) <= 1e-5
 
 
-@pytest.mark.parametrize("module", [mass, reference])
+@pytest.mark.parametrize("module", [column_mass, reference])
 @pytest.mark.parametrize("n, q, kept", [(40, 6, 25), (256, 80, 100), (300, 200, 290)])
 def test_column_mass_where_one_head_kept_all_and_another_did_not(n, q, kept, module):
     torch.manual_seed(0)

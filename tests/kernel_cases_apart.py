@@ -9,12 +9,12 @@ from kernel_cases import BOUND, DEVICE, drawn, off
 from kernel_cases_gather import with_store
 
 import kvkeep
-from kvkeep.cache.pinned import Table
-from kvkeep.compress.recall import fetch, index
-from kvkeep.compress.recall import probe as probing
-from kvkeep.kernels import reference
-from kvkeep.kernels.best import Best
-from kvkeep.kernels.fused import apart, chunks, describe, probe
+from kvkeep.compress.retrieval import index, topk
+from kvkeep.compress.retrieval import query as probing
+from kvkeep.kernels.dispatch import Best
+from kvkeep.kernels.torch import reference
+from kvkeep.kernels.triton import representatives, retrieval_attention, unit_scores, weighted_query
+from kvkeep.storage.offload.pinned import Table
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 0, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -66,16 +66,16 @@ def test_attend_apart(heads, kv_heads, w, far, near, dim, wide, band, softcap, s
     sinks = drawn(heads, kind=kind) if sunk else None
     before = torch.rand(near - w, device=DEVICE) if near > w else None
     rest = 0.3, softcap, sinks, band, before
-    got, mass = apart.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest)
+    got, mass = retrieval_attention.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest)
     wants, turns, aways, heres = wide_floats(*given)
     want, known = reference.attend_apart(wants, turns, (lambda: aways) if far else None, heres, *rest)
     assert got.dtype == kind and got.shape == (heads, w, wide) and off(got, want) <= bound(kind)
     assert mass.shape == (near,) and off(mass, known) <= BOUND[torch.float32]
-    alone, none = apart.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest[:3])
+    alone, none = retrieval_attention.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest[:3])
     assert alone.equal(got) and none is None
     had = None if before is None else torch.rand(heads, near - w + 5, device=DEVICE)[:, 5:]  # a part of more
     rest = *rest[:-1], had, True
-    again, mass = apart.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest)
+    again, mass = retrieval_attention.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest)
     known = reference.attend_apart(wants, turns, (lambda: aways) if far else None, heres, *rest)[1]
     assert again.equal(got) and mass.shape == (heads, near) and off(mass, known) <= BOUND[torch.float32]
 
@@ -84,9 +84,11 @@ def test_only_queries_close_behind_a_key_count_and_never_its_own():
     queries, turned, away, here = window(2, 1, 6, 5, 9, 16, 16, torch.float32)
     for band, before in product((1, 3, 8, 50), (None, torch.ones(4, device=DEVICE))):
         rest = lambda: away, here, 0.3, None, None, band, before  # noqa: E731
-        got, want = (each.attend_apart(queries, turned, *rest)[1] for each in (apart, reference))
+        got, want = (each.attend_apart(queries, turned, *rest)[1] for each in (retrieval_attention, reference))
         assert off(got, want) <= 1e-5 and got[-1] == 0
-    assert apart.attend_apart(queries, turned, None, here, 0.3, None, None, 1)[1][:2].eq(0).all()  # too far behind
+    assert (
+        retrieval_attention.attend_apart(queries, turned, None, here, 0.3, None, None, 1)[1][:2].eq(0).all()
+    )  # too far behind
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -101,13 +103,13 @@ def test_surprised(heads, kv_heads, w, dim, asked, kind):
         queries[..., 3] = 1.5  # never varies
         before = (moments.count, moments.mean, moments.variance) if moments else (0, None, None)
         want = probing._surprised(queries, kv_heads, *before, question)
-        got = probe.surprised(queries, kv_heads, *before, question)
+        got = weighted_query.surprised(queries, kv_heads, *before, question)
         assert all(off(a, b) <= 2e-5 for a, b in zip(got, want, strict=True))
         moments = probing.Moments(before[0] + w, *want[:2])
 
 
 def test_queries_that_never_vary_ask_alike():
-    got = probe.surprised(torch.full((2, 5, 16), 3.0, device=DEVICE), 1, 0, None, None, None)
+    got = weighted_query.surprised(torch.full((2, 5, 16), 3.0, device=DEVICE), 1, 0, None, None, None)
     assert [float(each[0]) for each in got] == [3.0, 0.0, 3.0]
 
 
@@ -120,10 +122,10 @@ def test_speakers(kv_heads, units, size, dim, count, cosine, kind):
     torch.manual_seed(units)
     keys = drawn(kv_heads, units * size + 9, dim, kind=kind)[:, 4 : units * size + 4]
     for mass in (torch.rand(units * size, device=DEVICE), torch.randint(0, 3, (units * size,), device=DEVICE).float()):
-        got, want = (f(keys, mass, units, count, cosine) for f in (describe.speakers, index._speakers))
+        got, want = (f(keys, mass, units, count, cosine) for f in (representatives.speakers, index._speakers))
         assert got.shape == want.shape and off(got, want) <= 1e-6
         room = torch.full_like(got, 9.0)
-        assert describe.speakers(keys, mass, units, count, cosine, room) is room and room.equal(got)
+        assert representatives.speakers(keys, mass, units, count, cosine, room) is room and room.equal(got)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -138,10 +140,10 @@ def test_speakers_of_every_head(kv_heads, group, units, size, dim, count, cosine
     keys = drawn(kv_heads, n + 9, dim, kind=kind)[:, 4 : n + 4]
     for mass in (torch.rand(heads, n + 3, device=DEVICE), torch.randint(0, 3, (heads, n + 3), device=DEVICE).float()):
         mass = mass[:, 3:]
-        got, want = (f(keys, mass, units, count, cosine) for f in (describe.speakers, index._speakers))
+        got, want = (f(keys, mass, units, count, cosine) for f in (representatives.speakers, index._speakers))
         assert got.shape == want.shape and off(got, want) <= 1e-6
         room = torch.full_like(got, 9.0)
-        assert describe.speakers(keys, mass, units, count, cosine, room) is room and room.equal(got)
+        assert representatives.speakers(keys, mass, units, count, cosine, room) is room and room.equal(got)
         if count < size and heads > 1:  # heads do choose differently
             assert off(got, index._speakers(keys, mass.mean(0), units, count, cosine)) > 1e-3
 
@@ -152,7 +154,7 @@ def test_match(units, dim, cosine):
     torch.manual_seed(units)
     for kind in KINDS:  # what is known of units is kept as keys are
         vector, about = drawn(dim), drawn(1, units, dim).to(kind)
-        assert off(chunks.match(vector, about, cosine), index._match(vector, about, cosine)) <= 1e-5
+        assert off(unit_scores.match(vector, about, cosine), index._match(vector, about, cosine)) <= 1e-5
 
 
 @pytest.mark.parametrize("heads, units, size, quota", [(1, 1, 32, 0), (1, 1, 4, 8), (2, 9, 1, 5), (3, 2500, 3, 600)])
@@ -160,7 +162,7 @@ def test_spend_even(heads, units, size, quota):
     torch.manual_seed(units)
     few = torch.randint(-2, 3, (heads, units), device=DEVICE).float()  # hardly any two are different
     for worth in (drawn(heads, units), few, -few, few * 0, drawn(heads, units, scale=1e-20), drawn(heads, units).abs()):
-        assert chunks.spend_even(worth, size, quota).equal(fetch._spend_even(worth, size, quota))
+        assert unit_scores.spend_even(worth, size, quota).equal(topk._spend_even(worth, size, quota))
 
 
 READING = {"attend_apart", "match", "speakers", "spend_even", "surprised", "turned"}

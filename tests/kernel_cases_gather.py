@@ -10,10 +10,10 @@ import torch
 from conftest import make_llama
 
 import kvkeep
-from kvkeep.cache.host import Host, Purse
-from kvkeep.cache.pinned import Table
-from kvkeep.kernels import turning
-from kvkeep.kernels.fused import gather, turn
+from kvkeep.kernels.torch import rotation
+from kvkeep.kernels.triton import apply_rope, host_gather
+from kvkeep.storage.offload.host import Host, Purse
+from kvkeep.storage.offload.pinned import Table
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -49,7 +49,7 @@ def filled(sizes, heads, dim, wide, kind, capacity=None):
     for slot, (n, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
         near = [drawn(heads, n + 5, d, kind=kind)[:, 2 : 2 + n] for d in (dim, wide)]  # as a part of more
         slabs.append(tuple(home(t) for t in near))
-        gather.put(*near, slabs[-1], table, slot, end)
+        host_gather.put(*near, slabs[-1], table, slot, end)
         pieces.append(near)
     return slabs, table, tuple(torch.cat(part, 1) for part in zip(*pieces, strict=True))
 
@@ -75,7 +75,7 @@ def test_a_home_at_a_low_address():
     homes = tuple(lies[at : at + size].view(torch.float32).view(2, 8, 16) for at in (0, size))
     keys, values = (drawn(2, 8, 16, kind=torch.float32) for _ in range(2))
     table = torch.empty(3, 1, dtype=torch.int64, device=DEVICE)
-    gather.put(keys, values, homes, table, 0, 8)
+    host_gather.put(keys, values, homes, table, 0, 8)
     assert all(got.equal(want.cpu()) for got, want in zip(settled(homes), (keys, values), strict=True))
     assert table[:, 0].tolist() == [*(t.data_ptr() for t in homes), 8]
     if GPU:
@@ -107,7 +107,7 @@ def test_gathering_is_indexing(sizes, heads, dim, wide, each, kind):
         index = index.to(DEVICE)
         k = index.shape[1]
         got = tuple(torch.full((heads, k, d), 9.0, dtype=kind, device=DEVICE) for d in (dim, wide))
-        gather.gather(index, table, len(sizes), *got)
+        host_gather.gather(index, table, len(sizes), *got)
         for have, part in zip(got, whole, strict=True):
             assert have.equal(part.gather(1, index.expand(heads, -1)[..., None].expand(-1, -1, part.shape[-1])))
     assert len(slabs) == len(sizes)  # held until all is read
@@ -122,7 +122,7 @@ def test_only_the_slabs_counted_are_looked_at():
     slabs, table, whole = filled([4, 6, 5], 2, 32, 32, torch.float32)
     index = torch.arange(10, device=DEVICE)[None]
     got = tuple(torch.empty(2, 10, 32, device=DEVICE) for _ in range(2))
-    gather.gather(index, table, 2, *got)
+    host_gather.gather(index, table, 2, *got)
     assert all(have.equal(part[:, :10]) for have, part in zip(got, whole, strict=True)) and slabs
 
 
@@ -133,7 +133,7 @@ def test_behind_what_stands_in_front(first, kind):
     front = tuple(drawn(2, first, d, kind=kind) for d in (24, 40))
     index = torch.tensor([[0, 3, 4, 9, 10, 11, 14], [1, 2, 3, 4, 5, 6, 7]], device=DEVICE)
     got = tuple(torch.full((2, first + 7, d), 9.0, dtype=kind, device=DEVICE) for d in (24, 40))
-    gather.gather(index, table, 3, *got, front)
+    host_gather.gather(index, table, 3, *got, front)
     for have, part, before in zip(got, whole, front, strict=True):
         behind = part.gather(1, index[..., None].expand(-1, -1, part.shape[-1]))
         assert have.equal(torch.cat([before, behind], 1))
@@ -144,7 +144,7 @@ def test_many_slabs():
     slabs, table, whole = filled([1 + i % 3 for i in range(70)], 1, 32, 32, torch.bfloat16, 128)
     n = whole[0].shape[1]
     got = tuple(torch.empty(1, n, 32, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    gather.gather(torch.arange(n, device=DEVICE)[None], table, 70, *got)
+    host_gather.gather(torch.arange(n, device=DEVICE)[None], table, 70, *got)
     assert all(have.equal(part) for have, part in zip(got, whole, strict=True)) and slabs
 
 
@@ -233,6 +233,6 @@ def test_turning(heads, n, dim, times, kind):
         angle = 100 * torch.rand(n, dim // 2, device=DEVICE)
         angles.append((torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)))
     vectors = drawn(heads, n + 3, dim, kind=kind)[:, 1 : n + 1]
-    got, want = turn.turned(vectors, *angles), turning.turned(vectors, *angles)
+    got, want = apply_rope.turned(vectors, *angles), rotation.turned(vectors, *angles)
     bound = 1e-6 if kind == torch.float32 else 2 * torch.finfo(kind).eps  # rounded alike, unless on a verge
     assert got.dtype == kind and (got.float() - want.float()).abs().max() <= bound * vectors.float().abs().max()

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvkeep.compress.recall.index import Asking, Bounds, Centres, Leaving, Representatives
-from kvkeep.compress.recall.probe import joined
-from kvkeep.kernels import reference
-from kvkeep.kernels.fused import assign, chunks, compact, divergence, neighbours
-from kvkeep.kernels.reference import entropy, probabilities
+from kvkeep.compress.retrieval.index import Asking, Bounds, Centres, Leaving, Representatives
+from kvkeep.compress.retrieval.query import joined
+from kvkeep.kernels.torch import reference
+from kvkeep.kernels.torch.reference import entropy, probabilities
+from kvkeep.kernels.triton import assign, compact, divergence, key_similarity, unit_scores
 from kvkeep.types import NOWHERE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,7 +32,7 @@ def drawn(*shape, kind=torch.float32, scale=1.0):
 
 
 def plain_compact(keys: Tensor, values: Tensor, index: Tensor) -> None:
-    """engine/contest.py::picked, in place."""
+    """cache/eviction.py::picked, in place."""
     for buffer in (keys, values):
         for tokens, row in zip(buffer, index, strict=True):
             row = row[row < len(tokens)].long()
@@ -40,7 +40,7 @@ def plain_compact(keys: Tensor, values: Tensor, index: Tensor) -> None:
 
 
 def plain_rows(queries, keys, positions, cursor, scale, softcap, sinks):
-    """compress/observe.py::attention, all heads in one list. [heads, w, n]"""
+    """compress/attention.py::attention, all heads in one list. [heads, w, n]"""
     seen = positions[:, None] <= torch.arange(cursor - queries.shape[1], cursor, device=DEVICE)[:, None]
     return probabilities(queries, keys, seen, scale, softcap, sinks, blind=True).flatten(0, 1)
 
@@ -62,12 +62,12 @@ def plain_cosines(keys: Tensor, centres: Tensor, sizes: Tensor) -> Tensor:
 
 
 def plain_chunks(query: Tensor, representatives: Tensor) -> Tensor:
-    """compress/recall/index.py::Representatives.worth (one head) and ::Centres.worth (each its own)."""
+    """compress/retrieval/index.py::Representatives.worth (one head) and ::Centres.worth (each its own)."""
     return (representatives.float() @ query.float()[..., None])[..., 0]
 
 
 def plain_bounds(query: Tensor, bounds: Tensor) -> Tensor:
-    """compress/recall/index.py::Bounds.worth."""
+    """compress/retrieval/index.py::Bounds.worth."""
     query = query.float().view(len(bounds), -1, query.shape[-1])
     low, high = bounds.float().unbind(2)
     up, down = query.clamp_min(0).mean(1)[:, None], query.clamp_max(0).mean(1)[:, None]
@@ -229,7 +229,7 @@ def test_likeness(heads, n, dim, kappa, kind):
     keys, real = drawn(heads, n, dim, kind=kind), torch.ones(heads, n, dtype=torch.bool, device=DEVICE)
     real[-1, n // 2 + 1 :] = False
     want = reference.likeness(keys, real, kappa)
-    got = neighbours.likeness(keys, real, kappa)
+    got = key_similarity.likeness(keys, real, kappa)
     assert off(got[real], want[real]) <= BOUND[torch.float32]
 
 
@@ -241,8 +241,8 @@ def test_likeness(heads, n, dim, kappa, kind):
 def test_score_chunks(heads, units, dim, kind):
     torch.manual_seed(units)
     query, about = drawn(heads, dim, kind=kind), drawn(heads, units, dim, kind=kind)
-    assert off(chunks.score_chunks(query, about), plain_chunks(query, about)) <= BOUND[torch.float32]
-    assert off(chunks.score_chunks(query.float(), about), plain_chunks(query, about)) <= BOUND[torch.float32]
+    assert off(unit_scores.score_chunks(query, about), plain_chunks(query, about)) <= BOUND[torch.float32]
+    assert off(unit_scores.score_chunks(query.float(), about), plain_chunks(query, about)) <= BOUND[torch.float32]
 
 
 @pytest.mark.parametrize("kind", BOUND, ids=str)
@@ -253,4 +253,4 @@ def test_score_bounds(heads, kv_heads, units, dim, kind):
     torch.manual_seed(units)
     query = drawn(heads, dim, kind=kind)
     bounds = drawn(kv_heads, units, 2, dim, kind=kind).sort(2).values
-    assert off(chunks.score_bounds(query, bounds), plain_bounds(query, bounds)) <= BOUND[torch.float32]
+    assert off(unit_scores.score_bounds(query, bounds), plain_bounds(query, bounds)) <= BOUND[torch.float32]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from kernel_cases import BOUND, DEVICE, KINDS, drawn, off
 
-from kvkeep.kernels import packed as plain
-from kvkeep.kernels.fused import packed as fused
-from kvkeep.kernels.packed import GROUP, Packed
+from kvkeep.kernels.torch import quantization as plain
+from kvkeep.kernels.torch.quantization import GROUP, Packed
+from kvkeep.kernels.triton import quantized_decode as fused
 
 BITS = [8, 4]
 FINE = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative error of rounding

@@ -7,8 +7,8 @@ from conftest import EVICTING, FETCHING
 from families import build, prompt
 
 import kvkeep
-from kvkeep.engine.abreast import Abreast
-from kvkeep.evaluate.hold import hold, rows
+from kvkeep.engine.independent_batch import Abreast
+from kvkeep.evaluate.prefill import hold, rows
 
 TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 17 == 0 else "") for i in range(260))
 BUDGETS = (70, 120, 200)

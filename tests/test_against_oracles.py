@@ -26,12 +26,12 @@ from oracles.snapkv import oracle_chunkkv, oracle_snapkv, scores_chunkkv, scores
 from oracles.tova import oracle_tova, scores_tova
 
 import kvkeep
-from kvkeep.compress.allocate.heads import AdaptiveHeads
-from kvkeep.compress.allocate.layers import CakeLayers, EntropyLayers, Pyramid
-from kvkeep.compress.method import parse
-from kvkeep.compress.place import Capped, Contiguous, Gap, Where
-from kvkeep.compress.score.nacl import uniform
-from kvkeep.compress.score.prototype import WindowLogits
+from kvkeep.compress.budget.heads import AdaptiveHeads
+from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
+from kvkeep.compress.parse import parse
+from kvkeep.compress.positions import Capped, Contiguous, Gap, Where
+from kvkeep.compress.scorers.nacl import uniform
+from kvkeep.compress.scorers.protokv import WindowLogits
 from kvkeep.compress.select import Units
 from kvkeep.types import NOWHERE, Observation
 

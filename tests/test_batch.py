@@ -10,16 +10,16 @@ import torch
 from conftest import make_llama
 
 import kvkeep
-from kvkeep.cache.stretches import Stretches
-from kvkeep.engine import abreast, many, pool
-from kvkeep.engine.abreast import Abreast
-from kvkeep.engine.batch import Batch, Request
+from kvkeep.engine import batch_generate, independent_batch, row_pool
+from kvkeep.engine.batch_generate import can_batch
+from kvkeep.engine.detokenizer import Unfolding
 from kvkeep.engine.draw import draw
-from kvkeep.engine.many import can_batch
-from kvkeep.engine.pool import Pool
-from kvkeep.engine.sample import Sampler
-from kvkeep.engine.words import Unfolding
+from kvkeep.engine.independent_batch import Abreast
+from kvkeep.engine.row_pool import Pool
+from kvkeep.engine.sampling import Sampler
+from kvkeep.engine.scheduler import Batch, Request
 from kvkeep.errors import BadInput, BadParameter
+from kvkeep.storage.free_list import Stretches
 
 WORDS = tiny_chat.tokenizer()
 
@@ -153,7 +153,13 @@ def test_one_and_many_sample_as_a_plain_loop_does(temperature, top_p, top_k):
     logits, many = torch.randn(20).mul(2).round(decimals=1), 20_000  # some are equal
     want = plain_chances(logits.tolist(), temperature, top_p, top_k)
     source, ones = torch.Generator().manual_seed(1), torch.ones(many)
-    drawn = draw(logits.expand(many, -1), temperature * ones, top_p * ones, source, torch.full((many,), top_k))
+    drawn = draw(
+        logits.expand(many, -1),
+        temperature * ones,
+        top_p * ones,
+        source,
+        torch.full((many,), top_k),
+    )
     sampler = Sampler(temperature, top_p, 2, top_k)
     for found, count in ((drawn.tolist(), many), ([sampler(logits) for _ in range(4000)], 4000)):
         assert set(found) <= set(want)
@@ -237,17 +243,17 @@ def precise(spec, **how):
 def test_no_more_prompts_are_read_than_the_host_can_hold(at_once, monkeypatch):
     engine = precise("infllm")
     want = [engine.generate(prompt, max_new_tokens=3) for prompt in PROMPTS]
-    one = pool.row_bytes(engine.model, 153 + 3) / 0.8  # three words more than the prompt's, and the answer
+    one = row_pool.row_bytes(engine.model, 153 + 3) / 0.8  # three words more than the prompt's, and the answer
     alive = living(monkeypatch)
-    monkeypatch.setattr(abreast, "host_bytes", lambda: (2 - alive()) * one + 1)
+    monkeypatch.setattr(independent_batch, "host_bytes", lambda: (2 - alive()) * one + 1)
     assert engine.generate(PROMPTS, max_new_tokens=3) == want and set(at_once) == {2}
-    monkeypatch.setattr(abreast, "host_bytes", lambda: 0)
+    monkeypatch.setattr(independent_batch, "host_bytes", lambda: 0)
     at_once.clear()
     assert engine.generate(PROMPTS, max_new_tokens=3) == want and set(at_once) == {1}
-    monkeypatch.setattr(abreast, "host_bytes", lambda: None)
+    monkeypatch.setattr(independent_batch, "host_bytes", lambda: None)
     at_once.clear()
     assert engine.generate(PROMPTS, max_new_tokens=3) == want and set(at_once) == {4}
-    assert pool.host_bytes() is None or 2**20 < pool.host_bytes() < 2**50
+    assert row_pool.host_bytes() is None or 2**20 < row_pool.host_bytes() < 2**50
 
 
 def test_prompts_share_what_the_host_may_hold(at_once):
@@ -314,13 +320,13 @@ def test_a_batch_is_as_large_as_the_device_allows(storage, monkeypatch):
     prompts = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(150)) for seed in range(5)]
     want = engine.generate(prompts, max_new_tokens=8)
     tokens = 64 + (8 if storage is None else 32)
-    one = pool.row_bytes(engine.model, tokens, storage)
+    one = row_pool.row_bytes(engine.model, tokens, storage)
     assert one == sum(room.nbytes for room in Pool(engine.model, 1, 2 * tokens, 200, storage).rooms.values())
     sizes = []
-    monkeypatch.setattr(many, "Pool", lambda *how: sizes.append(how[1]) or Pool(*how))
+    monkeypatch.setattr(batch_generate, "Pool", lambda *how: sizes.append(how[1]) or Pool(*how))
     for room, rows in ((2.5, 2), (9.0, 5)):
-        monkeypatch.setattr(many, "free_bytes", lambda device, room=room: int(room * one / 0.8))
+        monkeypatch.setattr(batch_generate, "free_bytes", lambda device, room=room: int(room * one / 0.8))
         assert engine.generate(prompts, max_new_tokens=8) == want and sizes.pop() == rows
-    monkeypatch.setattr(many, "free_bytes", lambda device: one)
+    monkeypatch.setattr(batch_generate, "free_bytes", lambda device: one)
     with pytest.raises(BadInput, match="one sequence take .* of the device's memory can be used"):
         engine.generate(prompts, max_new_tokens=8)

@@ -15,9 +15,9 @@ from oracles.tova import oracle_tova
 from transformers.cache_utils import Cache as TransformersCache
 
 import kvkeep
+from kvkeep.cache.padding import Arrival
+from kvkeep.cache.report import human
 from kvkeep.compress.method import Method
-from kvkeep.engine.arrival import Arrival
-from kvkeep.engine.report import human
 from kvkeep.errors import BadCacheFile, BadParameter, BadTensor, BudgetTooSmall, CacheMisuse, UnknownName
 
 IDS = torch.arange(240).mul(37).remainder(128)[None]
@@ -326,7 +326,7 @@ def test_a_ratio_of_kvpress_is_answered_with_a_budget(tiny, ratio):
         lambda: kvkeep.Cache(tiny, method, 60, compression_ratio=ratio),
         lambda: kvkeep.Engine(tiny, None, "snapkv", compression_ratio=ratio),
         lambda: kvkeep.select("snapkv", q, kv, kv, compression_ratio=ratio),
-        lambda: kvkeep.compress.method.parse(f"snapkv:compression_ratio={ratio}+adakv"),
+        lambda: kvkeep.compress.parse.parse(f"snapkv:compression_ratio={ratio}+adakv"),
     ):
         with pytest.raises(BadParameter, match=r"budget=: tokens per.*compression_ratio=0\.75 .* is budget=0\.25"):
             make()

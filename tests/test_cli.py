@@ -12,10 +12,10 @@ import pytest
 import tiny_chat
 from typer.testing import CliRunner
 
-import kvkeep.cli.ask
 import kvkeep.cli.inputs
+import kvkeep.cli.run
 from kvkeep.cli import app
-from kvkeep.cli.ask import told
+from kvkeep.cli.run import told
 from kvkeep.cli.show import busy, counting
 from kvkeep.engine.progress import Progress
 from kvkeep.errors import BadInput
@@ -43,9 +43,9 @@ def tiny(monkeypatch):
         asked.append({"name": name, **options})
         return tiny_chat.model(), tiny_chat.tokenizer()
 
-    monkeypatch.setattr(kvkeep.cli.ask, "load", load)
-    monkeypatch.setattr(kvkeep.cli.ask, "load_tokenizer", lambda *_: tiny_chat.tokenizer())
-    monkeypatch.setattr(kvkeep.cli.ask, "load_window", lambda *_: 1024)
+    monkeypatch.setattr(kvkeep.cli.run, "load", load)
+    monkeypatch.setattr(kvkeep.cli.run, "load_tokenizer", lambda *_: tiny_chat.tokenizer())
+    monkeypatch.setattr(kvkeep.cli.run, "load_window", lambda *_: 1024)
     monkeypatch.setattr("kvkeep.model.load.load", load)
     monkeypatch.setattr("kvkeep.model.load.load_tokenizer", lambda *_: tiny_chat.tokenizer())
     return asked
@@ -148,7 +148,7 @@ def test_options_reach_the_model_and_the_method(tiny, document, monkeypatch):
 
 
 def test_a_model_without_a_chat_template_is_asked_plainly(tiny, monkeypatch, document):
-    monkeypatch.setattr(kvkeep.cli.ask, "load", lambda *_, **__: (tiny_chat.model(), tiny_chat.tokenizer(None)))
+    monkeypatch.setattr(kvkeep.cli.run, "load", lambda *_, **__: (tiny_chat.model(), tiny_chat.tokenizer(None)))
     done = kvkeep_("run", document, "How many?", "--max-new-tokens", 2, "--json")
     assert json.loads(done.stdout)["prompt_tokens"] == len(document.read_text().strip()) + len("\n\nHow many?")
 
@@ -175,7 +175,7 @@ def refused(*args, stdin=None, after=()):
 @pytest.fixture
 def no_model(monkeypatch):
     """Mistakes below are found before any model is loaded."""
-    for place in ("kvkeep.cli.ask", "kvkeep.model.load"):
+    for place in ("kvkeep.cli.run", "kvkeep.model.load"):
         for name in ("load", "load_tokenizer", "load_window"):
             monkeypatch.setattr(f"{place}.{name}", lambda *_, **__: pytest.fail("a model was loaded"))
 
@@ -314,7 +314,7 @@ def test_a_model_that_is_not_there(document):
 def test_wrong_usage_is_status_2_and_a_bug_is_1(tiny, document, monkeypatch):
     assert kvkeep_("run", document).exit_code == 2
     assert kvkeep_("run", document, "Why?", "--max-new-tokens", 0).exit_code == 2
-    monkeypatch.setattr(kvkeep.cli.ask.Asker, "ask", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(kvkeep.cli.run.Asker, "ask", lambda *_, **__: 1 / 0)
     assert kvkeep_("run", document, "Why?").exit_code == 1
 
 
@@ -322,7 +322,7 @@ def test_ctrl_c_is_130(tiny, monkeypatch, document):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kvkeep.cli.ask, "load", interrupted)
+    monkeypatch.setattr(kvkeep.cli.run, "load", interrupted)
     done = kvkeep_("run", document, "Why?")
     assert (done.exit_code, done.stderr) == (130, "interrupted\n")
 
@@ -474,7 +474,7 @@ def test_eval_scores_methods_and_goes_on_where_it_was(tiny, official, tmp_path, 
     assert done.exit_code == 0, done.output
     assert "10 rows in" in done.stdout and all(word in done.stdout for word in ("qasper", "snapkv", "0.5", "n=2"))
     before = (tmp_path / "out" / "rows.jsonl").read_bytes()
-    monkeypatch.setattr("kvkeep.evaluate.answer.Answerer.__call__", lambda *_: pytest.fail("answered again"))
+    monkeypatch.setattr("kvkeep.evaluate.worker.Answerer.__call__", lambda *_: pytest.fail("answered again"))
     assert kvkeep_(*args).exit_code == 0 and (tmp_path / "out" / "rows.jsonl").read_bytes() == before
     assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 6
 

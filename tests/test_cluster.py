@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvkeep.errors import BadInput, BadParameter, MissingExtra
-from kvkeep.evaluate.cluster import AHEAD, LOSSES, _room, on_ray
+from kvkeep.evaluate.ray_pool import AHEAD, LOSSES, _room, on_ray
 
 SOON = 60  # seconds in which a process must have started or ended
 
@@ -201,7 +201,7 @@ def test_the_same_rows_come_out_of_the_command(running, tmp_path, killed, monkey
     from typer.testing import CliRunner
 
     from kvkeep.cli.app import app
-    from kvkeep.evaluate import run as module
+    from kvkeep.evaluate import grid as module
 
     tiny_chat.model().save_pretrained(tmp_path / "model")
     tiny_chat.tokenizer().save_pretrained(tmp_path / "model")

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import kvkeep
-from kvkeep.compress.method import parse
+from kvkeep.compress.parse import parse
 from kvkeep.errors import BadCacheFile, BadInput, BadParameter, CacheMisuse, QueryAwareWarning
+from kvkeep.model.chat import context_ids, encode, question_ids
 from kvkeep.model.load import load
-from kvkeep.model.prompt import context_ids, encode, question_ids
 
 TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 29 == 0 else "") for i in range(300))
 QUESTIONS = ("What is my name?", "zzzz qqqq", "Why?")
@@ -244,7 +244,7 @@ def test_a_context_is_saved_and_loaded(chat, tmp_path):
 
 def test_a_context_says_what_it_is(chat):
     context = engine(chat, "snapkv", 100).read(TEXT)
-    held = f"100 of the context kept per key head, {kvkeep.engine.report.human(context.report().bytes)}"
+    held = f"100 of the context kept per key head, {kvkeep.cache.report.human(context.report().bytes)}"
     assert repr(context) == f"<kvkeep.Context snapkv, budget 100: {len(TEXT) + 1} tokens seen, {held}>"
     said = repr(context)
     quietly(context, "Why?")

@@ -8,13 +8,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from kvkeep.bench.baselines import Eager, Static, StaticSteps
+from kvkeep.bench.cost import Cost, Plan, costs
+from kvkeep.bench.roofline import COPIED, Floors
 from kvkeep.cli import bench
 from kvkeep.cli.app import app
 from kvkeep.errors import BadParameter
-from kvkeep.evaluate.baselines import Eager, Static, StaticSteps
-from kvkeep.evaluate.cost import Cost, Plan, costs
-from kvkeep.evaluate.floors import COPIED, Floors
-from kvkeep.model.shapes import SHAPES, of_shape
+from kvkeep.model.random_models import SHAPES, of_shape
 
 FLOORS = Floors({1: 0.001, 2: 0.001, 3: 0.002}, 1e10)
 TINY = ["bench", "--shape", "tiny", "--device", "cpu", "--budgets", "32", "--steps", "2"]

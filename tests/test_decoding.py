@@ -11,8 +11,9 @@ from oracles.protokv import oracle_protokv
 from oracles.snapkv import oracle_snapkv
 
 import kvkeep
-from kvkeep.compress.method import Method, parse
-from kvkeep.compress.score.aha import gain
+from kvkeep.compress.method import Method
+from kvkeep.compress.parse import parse
+from kvkeep.compress.scorers.ahakv import gain
 from kvkeep.errors import BadParameter
 
 PROMPT, STEPS = 90, 300

@@ -6,9 +6,9 @@ import torch
 from conftest import EVICTING, FETCHING
 
 import kvkeep
-from kvkeep.compress.method import parse
-from kvkeep.engine.sample import Generation, Sampler
-from kvkeep.engine.words import Sentences, Unfolding
+from kvkeep.compress.parse import parse
+from kvkeep.engine.detokenizer import Sentences, Unfolding
+from kvkeep.engine.sampling import Generation, Sampler
 from kvkeep.errors import BadInput, BadParameter, StoreFull
 
 TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 29 == 0 else "") for i in range(600))
@@ -147,7 +147,7 @@ def test_a_fetch_that_fails_midway_leaves_the_cache_usable(chat, monkeypatch):
     one, twin = (engine(chat, "infllm", 64, piece=64) for _ in range(2))
     for each in (one, twin):
         each.generate(TEXT[:400], max_new_tokens=1)
-    host = kvkeep.cache.host.Host
+    host = kvkeep.storage.offload.host.Host
     fetch, calls = host.fetch, []
 
     def failing(self, *index):

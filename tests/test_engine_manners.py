@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import kvkeep
-from kvkeep.compress.method import parse
-from kvkeep.engine import many
-from kvkeep.engine.slots import WARM, Together
-from kvkeep.engine.words import Unfolding
+from kvkeep.compress.parse import parse
+from kvkeep.engine import batch_generate
+from kvkeep.engine.detokenizer import Unfolding
+from kvkeep.engine.pooled_batch import WARM, Together
 from kvkeep.errors import BadParameter, BudgetTooSmall
 
 TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 29 == 0 else "") for i in range(300))
@@ -109,10 +109,10 @@ def test_a_layer_may_get_far_more_than_its_share(spec, storage):
 def test_the_pool_stays_within_the_devices_memory(chat, monkeypatch):
     """Room for a layer that gets everything is made only where there is some."""
     one = kvkeep.Engine(*chat, "cake", 40)
-    requests = [many.Request(one.encode(text), Unfolding(one.tokenizer), 4) for text in (TEXT, OTHER)]
-    usual = many.row_bytes(one.model, 2 * 40 + 4)
-    monkeypatch.setattr(many, "free_bytes", lambda _: int(usual / many.SHARE) + 1)
-    pool = many.batch_for(one, requests, 2).pool
+    requests = [batch_generate.Request(one.encode(text), Unfolding(one.tokenizer), 4) for text in (TEXT, OTHER)]
+    usual = batch_generate.row_bytes(one.model, 2 * 40 + 4)
+    monkeypatch.setattr(batch_generate, "free_bytes", lambda _: int(usual / batch_generate.SHARE) + 1)
+    pool = batch_generate.batch_for(one, requests, 2).pool
     assert pool.rows == 1 and sum(room.nbytes for room in pool.rooms.values()) <= usual
 
 
@@ -127,12 +127,12 @@ def no_gc():
 def test_the_pool_is_freed_when_generate_returns(chat, no_gc, monkeypatch):
     pools = []
 
-    class Watched(many.Pool):
+    class Watched(batch_generate.Pool):
         def __init__(self, *sizes):
             super().__init__(*sizes)
             pools.append(weakref.ref(self))
 
-    monkeypatch.setattr(many, "Pool", Watched)
+    monkeypatch.setattr(batch_generate, "Pool", Watched)
     kvkeep.Engine(*chat, "snapkv", 64).generate([TEXT, OTHER], max_new_tokens=4)
     assert len(pools) == 1 and pools[0]() is None
 

@@ -17,15 +17,15 @@ import torch
 from conftest import EVICTING, FETCHING, make_llama
 
 import kvkeep
-from kvkeep.engine.fan import read
+from kvkeep.engine.shared_prefill import read
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse, KvkeepError
-from kvkeep.evaluate.answer import Answerer, Writing, _cut
-from kvkeep.evaluate.render import render
-from kvkeep.evaluate.rows import KEY, Rows
-from kvkeep.evaluate.run import Grid, items, run
+from kvkeep.evaluate.grid import Grid, items, run
+from kvkeep.evaluate.prompt import render
+from kvkeep.evaluate.results import KEY, Rows
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.suite import Sources, load
-from kvkeep.evaluate.table import cells, interval, write_csv
+from kvkeep.evaluate.summary import cells, interval, write_csv
+from kvkeep.evaluate.worker import Answerer, Writing, _cut
 from kvkeep.types import Observation
 
 CONTEXT = "".join(chr(97 + i * i % 23) for i in range(300))
@@ -163,7 +163,7 @@ import sys, os, signal
 sys.path.insert(0, {tests!r})
 import tiny_chat
 from test_eval import GRID, evaluate, sample
-from kvkeep.evaluate.rows import KEY, Rows
+from kvkeep.evaluate.results import KEY, Rows
 add = Rows.add
 def add_and_die(self, row):
     add(self, row)
@@ -283,7 +283,7 @@ def test_choices_are_weighed_from_what_is_kept(chat, tmp_path, shots):
 
 def test_problems_are_graded_in_the_grid(chat, tmp_path, monkeypatch):
     problems = [sample(0, metric="math", references=("2",)), sample(1, metric="aime", references=("033",))]
-    monkeypatch.setattr("kvkeep.evaluate.answer._cut", lambda *_: "so \\boxed{\\frac{4}{2}}")
+    monkeypatch.setattr("kvkeep.evaluate.worker._cut", lambda *_: "so \\boxed{\\frac{4}{2}}")
     right, wrong = evaluate(chat, problems, Grid(("full",), (), ("aware",)), tmp_path)
     assert (right["score"], wrong["score"]) == (1.0, 0.0)
 
@@ -356,7 +356,7 @@ def test_questions_about_one_text_share_its_reading(chat, tmp_path, monkeypatch)
     ]  # fmt: skip
     apart = [evaluate(chat, [each], GRID, tmp_path / each.id / each.task) for each in samples]
     readings = []
-    monkeypatch.setattr("kvkeep.evaluate.hold.read", lambda *of: readings.append(of) or read(*of))
+    monkeypatch.setattr("kvkeep.evaluate.prefill.read", lambda *of: readings.append(of) or read(*of))
     rows = evaluate(chat, samples, GRID, tmp_path)
     assert len(readings) == 5
 
@@ -418,7 +418,7 @@ def test_a_full_disk_is_named_and_costs_nothing(chat, tmp_path, monkeypatch):
 
     evaluate(chat, [sample()], replace(GRID, protocols=("agnostic",)), tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr("kvkeep.evaluate.rows.os.fsync", full)
+        patch.setattr("kvkeep.evaluate.results.os.fsync", full)
         with pytest.raises(BadInput, match="cannot be written .No space left on device.; its 5 rows are safe"):
             evaluate(chat, [sample()], GRID, tmp_path / "out")
     with (tmp_path / "out" / "rows.jsonl").open("a") as file:

@@ -12,21 +12,21 @@ import torch
 from conftest import EVICTING, FETCHING
 
 import kvkeep
-from kvkeep.cli import grid as command
+from kvkeep.cli import eval as command
 from kvkeep.cli.reproduce import Options, _wanted
 from kvkeep.cli.show import remarks
-from kvkeep.compress.method import parse
-from kvkeep.engine.abreast import Abreast
+from kvkeep.compress.parse import parse
+from kvkeep.engine.independent_batch import Abreast
 from kvkeep.errors import BadInput, NoData
-from kvkeep.evaluate import run as running
-from kvkeep.evaluate.answer import Answerer
-from kvkeep.evaluate.choose import loglikelihoods
+from kvkeep.evaluate import grid as running
+from kvkeep.evaluate.grid import Grid, run
+from kvkeep.evaluate.multiple_choice import loglikelihoods
+from kvkeep.evaluate.prompt import answerable, render
 from kvkeep.evaluate.recipes.jobs import jobs
 from kvkeep.evaluate.recipes.recipe import recipe
-from kvkeep.evaluate.render import answerable, render
-from kvkeep.evaluate.rows import Rows, alone
-from kvkeep.evaluate.run import Grid, run
+from kvkeep.evaluate.results import Rows, alone
 from kvkeep.evaluate.sample import Sample
+from kvkeep.evaluate.worker import Answerer
 
 CONTEXT = "".join(chr(97 + i * i % 23) + (". " if i % 31 == 0 else "") for i in range(700))
 BUDGET = 64
@@ -196,7 +196,7 @@ def test_answers_longer_than_the_window_are_left_out_by_name():
 
 HOLDING = """
 import sys, time
-from kvkeep.evaluate.rows import alone
+from kvkeep.evaluate.results import alone
 with alone(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from kvkeep.cli import app
 from kvkeep.cli.show import print_scores
 from kvkeep.errors import BadInput, BadParameter
-from kvkeep.evaluate import suite, table
+from kvkeep.evaluate import suite, summary
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.longbench import RANGES, averages, length_range, score_answer
+from kvkeep.evaluate.prompt import render
 from kvkeep.evaluate.recipes import compare
 from kvkeep.evaluate.recipes.recipe import recipe, shrink
-from kvkeep.evaluate.render import render
 from kvkeep.evaluate.suite import Sources, load
 from kvkeep.evaluate.tasks import infinitebench
 from kvkeep.evaluate.tasks.needle import DEPTHS
@@ -66,20 +66,20 @@ def test_cells_of_longbench_e_are_the_official_ranges(golden):
     name, classes = golden["dataset"], golden["all_classes"]
     parts = zip(golden["predictions"], golden["references"], golden["lengths"], strict=True)
     rows = [in_words(f"{name}_e", score_answer(said, right, name, classes), words) for said, right, words in parts]
-    found = {cell.task: round(cell.score, 2) for cell in table.cells(rows)}
+    found = {cell.task: round(cell.score, 2) for cell in summary.cells(rows)}
     assert found == {f"{name}_e {part}": score for part, score in golden["expected_by_length"].items()}
 
 
 def test_ranges_end_where_the_next_begins_and_keep_their_order():
     lengths = [8000, 7999, 4000, 3999, 0]
     assert [length_range(words) for words in lengths] == ["8k+", "4-8k", "4-8k", "0-4k", "0-4k"]
-    found = table.cells([in_words("qasper_e", words / 8000, words) for words in lengths])
+    found = summary.cells([in_words("qasper_e", words / 8000, words) for words in lengths])
     assert [(cell.task, cell.n) for cell in found] == [("qasper_e 0-4k", 2), ("qasper_e 4-8k", 2), ("qasper_e 8k+", 1)]
 
 
 def test_only_longbench_e_is_split():
     rows = [in_words("qasper", 1.0, 100), in_words("qasper", 0.0, 9000), row("lcc_e", 1.0)]
-    assert [(cell.task, cell.n) for cell in table.cells(rows)] == [("qasper", 2), ("lcc_e", 1)]
+    assert [(cell.task, cell.n) for cell in summary.cells(rows)] == [("qasper", 2), ("lcc_e", 1)]
 
 
 def test_ranges_are_averaged_apart(capsys, monkeypatch):
@@ -260,14 +260,14 @@ FULL = Path("/dev/full")
 @pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full to write to")
 def test_a_full_disk_is_named():
     lines = compare.compare(shrink(recipe("protokv/figure9")), {})
-    for write in (lambda: table.write_csv([row("t", 1.0)], FULL), lambda: compare.write_csv(lines, FULL)):
+    for write in (lambda: summary.write_csv([row("t", 1.0)], FULL), lambda: compare.write_csv(lines, FULL)):
         with pytest.raises(BadInput, match="'/dev/full' cannot be written .No space left on device.; the rows .* safe"):
             write()
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path):
     with pytest.raises(BadInput, match="results.csv' cannot be written .No such file"):
-        table.write_csv([row("t", 1.0)], tmp_path / "gone" / "results.csv")
+        summary.write_csv([row("t", 1.0)], tmp_path / "gone" / "results.csv")
 
 
 # --- averages and normalised choices ---
@@ -283,22 +283,22 @@ def test_ruler_is_averaged_by_length_over_the_tasks_there_are(capsys, monkeypatc
     assert re.search(r"RULER 4096 \(11 tasks\) +full +– +50\.0", said)
     assert re.search(r"RULER 8192 \(2 tasks\) +full +– +40\.0", said)
     assert "RULER 16384" not in said
-    assert table.means({"passkey_4096": 1.0, "kv_retrieval_4096": 2.0, "needle_number": 3.0}) == {}
+    assert summary.means({"passkey_4096": 1.0, "kv_retrieval_4096": 2.0, "needle_number": 3.0}) == {}
 
 
 def test_choices_are_also_given_by_character(capsys, monkeypatch, tmp_path):
     rows = [row("wic", score, score_per_character=other) for score, other in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0))]
-    chosen, written = table.cells([*rows, row("qasper", 1.0)])
+    chosen, written = summary.cells([*rows, row("qasper", 1.0)])
     assert chosen.score_per_character == pytest.approx(100 / 3) and written.score_per_character is None
     monkeypatch.setenv("COLUMNS", "200")
     print_scores([*rows, row("qasper", 1.0)])
     said = capsys.readouterr().out
     assert "33.3 [6, 79] n=3, per character 33.3" in said and said.count("per character") == 1
-    table.write_csv([*rows, row("qasper", 1.0)], tmp_path / "results.csv")
+    summary.write_csv([*rows, row("qasper", 1.0)], tmp_path / "results.csv")
     with (tmp_path / "results.csv").open() as file:
         found = [each["score_per_character"] for each in csv.DictReader(file)]
     assert found[0].startswith("33.3") and found[1] == ""
-    assert [field.name for field in fields(table.Cell)][-1] == "score_per_character"
+    assert [field.name for field in fields(summary.Cell)][-1] == "score_per_character"
 
 
 # --- packages ---

@@ -17,10 +17,11 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import kvkeep
-from kvkeep.compress.method import Method, parse
-from kvkeep.compress.observe import attention
+from kvkeep.compress.attention import attention
+from kvkeep.compress.method import Method
+from kvkeep.compress.parse import parse
 from kvkeep.errors import CacheMisuse, KvkeepError, UnsupportedModel
-from kvkeep.model.adapter import OwnedLayer
+from kvkeep.model.hf_cache import OwnedLayer
 
 METHODS = [*EVICTING, "snapkv+adakv", "intentkv+pyramid", "tova+adakv+pyramid"]
 BUDGET, TOKENS, STEPS = 16, 60, 8

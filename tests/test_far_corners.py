@@ -10,11 +10,11 @@ from conftest import make_llama
 from families import SIZES, build, prompt, randomised
 
 import kvkeep
-from kvkeep.cache import pinned
-from kvkeep.cache.host import Host, Purse
-from kvkeep.compress.method import parse
-from kvkeep.compress.score.gravity import WithoutGravity
-from kvkeep.model.rotary import rotations
+from kvkeep.compress.parse import parse
+from kvkeep.compress.scorers.intelllm import WithoutGravity
+from kvkeep.model.rope import rotations
+from kvkeep.storage.offload import pinned
+from kvkeep.storage.offload.host import Host, Purse
 from kvkeep.types import NOWHERE, Observation
 
 CPU = torch.device("cpu")

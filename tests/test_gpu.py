@@ -8,11 +8,11 @@ import torch
 from conftest import EVICTING, FETCHING, make_llama
 
 import kvkeep
-from kvkeep.compress.method import parse
-from kvkeep.engine import slots
-from kvkeep.engine.fan import read
-from kvkeep.kernels import turning
-from kvkeep.model.attention import Handover, with_sums
+from kvkeep.compress.parse import parse
+from kvkeep.engine import pooled_batch
+from kvkeep.engine.shared_prefill import read
+from kvkeep.kernels.torch import rotation
+from kvkeep.model.hf_attention import Handover, with_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 IDS = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :400]
@@ -91,7 +91,7 @@ def test_slots_go_on_in_a_graph_where_they_were():
     caches = [kvkeep.Cache(model, "snapkv+adakv", budget, schedule="prompt") for budget in (40, 60, 80)]
     for cache in caches:
         read(model, IDS[:, :200].to("cuda"), [cache])
-    rows = slots.Together(model, caches, 30)
+    rows = pooled_batch.Together(model, caches, 30)
     want = [
         [model(IDS[:, t : t + 1].cuda(), past_key_values=cache).logits[0, -1] for t in range(30)] for cache in caches
     ]
@@ -123,7 +123,7 @@ def test_attention_tells_every_querys_sum(heads, kv_heads, n, dim):
 
 def test_a_kernel_started_again_is_the_one_for_its_arguments():
     """Sizes, places in memory and dtypes change from call to call; nothing compiled for others is used."""
-    from kvkeep.kernels.fused import gather, turn
+    from kvkeep.kernels.triton import apply_rope, host_gather
 
     def drawn(heads, n, dim, kind, offset):
         return torch.randn(heads * n * dim + offset, device="cuda").to(kind)[offset:].view(heads, n, dim)
@@ -134,18 +134,18 @@ def test_a_kernel_started_again_is_the_one_for_its_arguments():
         angle = torch.randn(n, dim // 2, device="cuda")
         turns = torch.cat([angle, angle], 1).cos(), torch.cat([-angle, angle], 1).sin()
         for angles in ([turns], [turns, turns]):
-            got, want = turn.turned(keys, *angles), turning.turned(keys, *angles)
+            got, want = apply_rope.turned(keys, *angles), rotation.turned(keys, *angles)
             bound = 2e-6 if kind == torch.float32 else 2 * torch.finfo(kind).eps  # rounded alike, unless on a verge
             assert (got.float() - want.float()).abs().max() <= bound * keys.float().abs().max()
         table = torch.empty(3, 4 + n, dtype=torch.int64, device="cuda")
         home = tuple(torch.empty(t.shape, dtype=kind, pin_memory=True) for t in (keys, values))
-        gather.put(keys, values, home, table, 0, n)
+        host_gather.put(keys, values, home, table, 0, n)
         index = torch.randint(n, (2, n + 3), device="cuda")
         found = tuple(torch.empty(2, n + 3, t.shape[-1], dtype=kind, device="cuda") for t in (keys, values))
-        gather.gather(index, table, 1, *found)
+        host_gather.gather(index, table, 1, *found)
         torch.cuda.synchronize()
         for have, part, there in zip(found, (keys, values), home, strict=True):
             assert have.equal(part.gather(1, index[..., None].expand(-1, -1, part.shape[-1])))
             assert there.equal(part.cpu())
-    ready = [len(known) for _, known in turn._turned.plans.values()]
+    ready = [len(known) for _, known in apply_rope._turned.plans.values()]
     assert 1 < sum(ready) < 100  # compiled for some, started again for the others

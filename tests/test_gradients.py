@@ -9,7 +9,7 @@ from families import build
 from test_registry import IDS, LEGAL, make_cache, passes
 
 import kvkeep
-from kvkeep.compress.method import parse
+from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import METHODS
 
 EVERY = [*METHODS, "protokv+recall", *(spec for spec in LEGAL if "+" in spec and parse(spec).memory)]

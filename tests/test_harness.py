@@ -10,7 +10,7 @@ import torch
 from conftest import EVICTING, FETCHING
 
 import kvkeep
-from kvkeep.compress.method import parse
+from kvkeep.compress.parse import parse
 from kvkeep.errors import BadInput, BadParameter, MissingExtra, UnknownName
 
 pytest.importorskip("lm_eval", reason="needs kvkeep[harness]")
@@ -21,8 +21,8 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from kvkeep.evaluate import harness  # noqa: E402
-from kvkeep.evaluate.harness import HFLM, KvkeepLM  # noqa: E402
+from kvkeep.evaluate import lm_eval_model
+from kvkeep.evaluate.lm_eval_model import HFLM, KvkeepLM  # noqa: E402
 
 TEXT = "".join(chr(97 + i * i % 23) for i in range(300))
 PAIRS = [
@@ -225,16 +225,16 @@ def test_its_command_line_is_lm_evals(monkeypatch):
         asked_for.append((name, device, dtype))
         return tiny_chat.model(), tiny_chat.tokenizer()
 
-    monkeypatch.setattr(harness, "load", fetched)
+    monkeypatch.setattr(lm_eval_model, "load", fetched)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: get_model("kvkeep")(method="snapkv", device="cuda:0"))
     with pytest.raises(SystemExit, match="error: 'snapkv' needs a budget"):
-        harness.main()
+        lm_eval_model.main()
     assert asked_for == [("default", None, None)]  # cuda:0 is lm-eval's word for "not said"
 
 
 def test_without_lm_eval_the_way_to_it_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "kvkeep.evaluate.harness")
+    monkeypatch.delitem(sys.modules, "kvkeep.evaluate.lm_eval_model")
     monkeypatch.setitem(sys.modules, "lm_eval.api.registry", None)
     with pytest.raises(MissingExtra, match=r"pip install 'kvkeep\[harness\]'"):
-        importlib.import_module("kvkeep.evaluate.harness")
+        importlib.import_module("kvkeep.evaluate.lm_eval_model")

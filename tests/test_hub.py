@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import BadInput, MissingExtra, UnknownName
-from kvkeep.evaluate.hub import SOURCES, data_folder, fetch
+from kvkeep.evaluate.datasets import SOURCES, data_folder, fetch
 from kvkeep.evaluate.suite import Sources, load
 
 LETTERS = {"text": ["in a cup", "in the sun", "in a box", "at night"], "label": ["A", "B", "C", "D"]}

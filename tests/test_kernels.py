@@ -41,7 +41,7 @@ def test_kernels_equal_the_reference(cases):
 
 
 def test_a_failing_kernel_is_reported_once_and_done_without(monkeypatch):
-    from kvkeep.kernels.best import Best
+    from kvkeep.kernels.dispatch import Best
 
     class OnGpu(torch.Tensor):
         device = torch.device("cuda")
@@ -59,7 +59,7 @@ def test_a_failing_kernel_is_reported_once_and_done_without(monkeypatch):
 
 def test_a_kernel_starts_where_its_tensors_are(monkeypatch):
     """A model spread over several GPUs: the current device is not the one its later layers are on."""
-    from kvkeep.kernels.best import Best
+    from kvkeep.kernels.dispatch import Best
 
     class There(torch.Tensor):
         device = torch.device("cuda:1")

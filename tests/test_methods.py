@@ -7,13 +7,14 @@ import torch
 from conftest import EVICTING, make_llama
 
 import kvkeep
-from kvkeep.compress.allocate.heads import AdaptiveHeads
-from kvkeep.compress.allocate.layers import poured
-from kvkeep.compress.group.prototypes import Prototypes
-from kvkeep.compress.method import Method, parse
+from kvkeep.compress.budget.heads import AdaptiveHeads
+from kvkeep.compress.budget.layers import poured
+from kvkeep.compress.grouping.prototypes import Prototypes
+from kvkeep.compress.method import Method
+from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import CROSSINGS
-from kvkeep.compress.score.intent import Intent
-from kvkeep.compress.score.prototype import WindowLogits
+from kvkeep.compress.scorers.intentkv import Intent
+from kvkeep.compress.scorers.protokv import WindowLogits
 from kvkeep.compress.select import Units, select
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
@@ -156,7 +157,7 @@ def test_h2o_in_pieces_remembers_every_query(piece):
 
 def test_the_mass_of_a_long_text_is_summed_in_blocks(monkeypatch):
     """However little may be held at a time, the column sums are the same."""
-    from kvkeep.kernels import reference
+    from kvkeep.kernels.torch import reference
 
     q, k, _ = draw(300)
     where = torch.arange(300).expand(2, -1)

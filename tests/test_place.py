@@ -8,7 +8,7 @@ from transformers import SmolLM3ForCausalLM as SmolLM3
 
 import kvkeep
 from kvkeep.errors import BadParameter, UnsupportedModel
-from kvkeep.model.rotary import rotations
+from kvkeep.model.rope import rotations
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},

@@ -12,12 +12,12 @@ from oracles import reading
 from test_decoding import seen_by
 
 import kvkeep
-from kvkeep.cache.copies import Copies
-from kvkeep.compress.method import parse
-from kvkeep.compress.recall import fetch
-from kvkeep.engine import recaller
-from kvkeep.engine.recaller import Layer, Piece
+from kvkeep.cache import retrieval
+from kvkeep.cache.retrieval import Layer, Piece
+from kvkeep.compress.parse import parse
+from kvkeep.compress.retrieval import topk
 from kvkeep.errors import BadParameter, BudgetTooSmall, CacheMisuse, UnsupportedModel
+from kvkeep.storage.offload.device_lru import Copies
 
 ALONE = [name for name in FETCHING if not parse(name).recall.needs]  # these need nothing but keys and queries
 IDS = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :400]  # no token comes twice: no ties
@@ -253,9 +253,9 @@ def test_layers_share_what_they_fetch_and_never_more():
 @pytest.mark.parametrize("reverse", [False, True])
 def test_shares_follow_density_or_its_reverse(reverse, monkeypatch):
     """ActQKV, appendix D.3: with 1 / density the layers of lowest density fetch most."""
-    known, shares, share = iter([2.0, 1.5, 3.0, 1.0, 2.5, 0.5, 4.0]), [], recaller.density_share
-    monkeypatch.setattr(fetch, "match_entropy", lambda worth: next(known))
-    monkeypatch.setattr(recaller, "density_share", lambda *given: shares.append(share(*given)) or shares[-1])
+    known, shares, share = iter([2.0, 1.5, 3.0, 1.0, 2.5, 0.5, 4.0]), [], retrieval.density_share
+    monkeypatch.setattr(topk, "match_entropy", lambda worth: next(known))
+    monkeypatch.setattr(retrieval, "density_share", lambda *given: shares.append(share(*given)) or shares[-1])
     model = llama(num_hidden_layers=4)
     cache = kvkeep.Cache(model, "actqkv", 64, chunk=2, sinks=2, local=10, reverse=reverse)
     model(IDS[:, :300], past_key_values=cache)

@@ -24,14 +24,9 @@ from oracles import retrieval as r
 from oracles.common import attention, top
 
 import kvkeep
-from kvkeep.cache import pinned
-from kvkeep.cache import spill as spilling
-from kvkeep.cache.host import Host, Purse, runs
-from kvkeep.cache.pinned import Arena
-from kvkeep.cache.shelf import Fetched, Pile, Shelf
-from kvkeep.cache.spill import Spill
-from kvkeep.compress.method import parse
-from kvkeep.compress.recall.cut import (
+from kvkeep.cache.rope_shift import Turns
+from kvkeep.compress.parse import parse
+from kvkeep.compress.retrieval.chunking import (
     Chunks,
     Clusters,
     Events,
@@ -44,8 +39,7 @@ from kvkeep.compress.recall.cut import (
     similarity,
     stretches,
 )
-from kvkeep.compress.recall.fetch import density_share, match_entropy, spend, spend_even
-from kvkeep.compress.recall.index import (
+from kvkeep.compress.retrieval.index import (
     UNWANTED,
     Asking,
     Bounds,
@@ -56,10 +50,16 @@ from kvkeep.compress.recall.index import (
     chosen_in_units,
     ranked_in_units,
 )
-from kvkeep.compress.recall.probe import Moments, activation_bias, joined
-from kvkeep.engine.turns import Turns
+from kvkeep.compress.retrieval.query import Moments, activation_bias, joined
+from kvkeep.compress.retrieval.topk import density_share, match_entropy, spend, spend_even
 from kvkeep.errors import BadParameter, StoreFull
-from kvkeep.model.rotary import Rotation
+from kvkeep.model.rope import Rotation
+from kvkeep.storage.offload import disk as spilling
+from kvkeep.storage.offload import pinned
+from kvkeep.storage.offload.disk import Spill
+from kvkeep.storage.offload.host import Host, Purse, runs
+from kvkeep.storage.offload.layer_state import Fetched, Pile, Shelf
+from kvkeep.storage.offload.pinned import Arena
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1), (1, 1), (3, 3)]
 LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34]
@@ -1130,7 +1130,7 @@ def test_the_folder_goes_with_the_store(tmp_path):
 
 STAYS = """
 import sys, time, torch
-from kvkeep.cache.spill import Spill
+from kvkeep.storage.offload.disk import Spill
 spill = Spill(sys.argv[1])
 spill.write(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
 print(spill.folder, flush=True)

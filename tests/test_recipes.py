@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from kvkeep.cli import reproduce as command
 from kvkeep.cli.bench import Options as Bench
-from kvkeep.compress.method import parse
+from kvkeep.compress.parse import parse
 from kvkeep.errors import UnknownName
-from kvkeep.evaluate import suite, table
+from kvkeep.evaluate import suite, summary
 from kvkeep.evaluate.recipes.compare import compare, mean, row_name
 from kvkeep.evaluate.recipes.jobs import jobs, used
 from kvkeep.evaluate.recipes.recipe import PAPERS, _read, names, recipe, shrink
 from kvkeep.evaluate.tasks import infinitebench, longbench
-from kvkeep.model.shapes import SHAPES
+from kvkeep.model.random_models import SHAPES
 
 TABLES = {"intentkv": 10, "intelllm": 4, "ahakv": 3, "actqkv": 10, "protokv": 11}
 FIGURES = {"intentkv": (4, 5, 9, 10), "ahakv": (4, 7, 8), "actqkv": (4,), "protokv": (8, 9, 10, 11, 12, 13, 33)}
@@ -232,11 +232,11 @@ def test_what_kvkeep_does_not_have_keeps_its_number():
 
 
 def test_intervals_of_several_tasks_are_narrower_than_of_one_and_as_lopsided():
-    one, *_ = table.cells(measured("a", "full", None, [0.2, 0.4, 0.9]))
+    one, *_ = summary.cells(measured("a", "full", None, [0.2, 0.4, 0.9]))
     score, low, high = mean([one] * 4)
     assert score == pytest.approx(one.score)
     assert high - low == pytest.approx((one.high - one.low) / 2)
-    none, *_ = table.cells(measured("a", "full", None, [0.0, 0.0, 0.0]))
+    none, *_ = summary.cells(measured("a", "full", None, [0.0, 0.0, 0.0]))
     _, low, high = mean([none] * 2)
     assert low == 0 and high == pytest.approx(none.high / 2**0.5)
 

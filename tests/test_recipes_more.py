@@ -19,7 +19,7 @@ from kvkeep.evaluate.metrics.longbench import CATEGORIES, averages
 from kvkeep.evaluate.recipes.compare import row_name
 from kvkeep.evaluate.recipes.jobs import jobs, used
 from kvkeep.evaluate.recipes.recipe import recipe, shrink
-from kvkeep.evaluate.rows import Rows
+from kvkeep.evaluate.results import Rows
 from kvkeep.evaluate.suite import RULER_SAMPLES, Sources, load
 from kvkeep.evaluate.tasks.needle import DEPTHS
 from kvkeep.types import Observation

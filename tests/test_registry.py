@@ -8,7 +8,7 @@ import torch
 from conftest import make_llama
 
 import kvkeep
-from kvkeep.compress.method import parse
+from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import CROSSINGS, METHODS
 from kvkeep.errors import BadParameter
 

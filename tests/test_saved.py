@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import kvkeep
-from kvkeep.cache import file
 from kvkeep.errors import BadCacheFile, KvkeepError
+from kvkeep.storage import checkpoint
 
 IDS = torch.randint(1, 128, (2, 80), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones_like(IDS).index_fill_(1, torch.arange(9), 0)
@@ -53,12 +53,12 @@ def saved(request, tmp_path_factory):
 def rewrite(path, target, facts=None, tensors=None):
     """The same cache with something changed, and every checksum right again."""
     target.mkdir(exist_ok=True)
-    save_file(tensors or load_file(path / file.TENSORS), target / file.TENSORS)
-    facts = copy.deepcopy(facts or json.loads((path / file.DESCRIPTION).read_text()))
+    save_file(tensors or load_file(path / checkpoint.TENSORS), target / checkpoint.TENSORS)
+    facts = copy.deepcopy(facts or json.loads((path / checkpoint.DESCRIPTION).read_text()))
     facts.pop("sha256")
-    facts["tensors_sha256"] = hashlib.sha256((target / file.TENSORS).read_bytes()).hexdigest()
+    facts["tensors_sha256"] = hashlib.sha256((target / checkpoint.TENSORS).read_bytes()).hexdigest()
     facts["sha256"] = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    (target / file.DESCRIPTION).write_text(json.dumps(facts))
+    (target / checkpoint.DESCRIPTION).write_text(json.dumps(facts))
     return target
 
 
@@ -85,7 +85,7 @@ FREE = ("model_class", "format", "sha256", "tensors_sha256")
 
 def test_an_edited_description_is_refused_or_goes_on(saved, tmp_path):
     model, path = saved
-    facts = json.loads((path / file.DESCRIPTION).read_text())
+    facts = json.loads((path / checkpoint.DESCRIPTION).read_text())
     ways = [way for way in leaves(facts) if way and way[0] not in FREE and not {"1", "2", "3"} & set(way[1:2])]
     ways = [way for way in ways if type(way[-1]) is str or way[-1] == 0]
     refused = 0
@@ -131,7 +131,7 @@ def strange_tensors(tensors):
 
 def test_edited_tensors_are_refused(saved, tmp_path):
     model, path = saved
-    for what, tensors in strange_tensors(load_file(path / file.TENSORS)):
+    for what, tensors in strange_tensors(load_file(path / checkpoint.TENSORS)):
         with pytest.raises(BadCacheFile):
             kvkeep.Cache.load(rewrite(path, tmp_path / "edited", tensors=tensors), model)
             pytest.fail(what)
@@ -143,8 +143,8 @@ def test_numbers_that_cannot_be_are_refused(tmp_path):
     cache = kvkeep.Cache(model, "snapkv", 40)
     model(IDS, past_key_values=cache)
     cache.save(tmp_path / "good")
-    tensors = load_file(tmp_path / "good" / file.TENSORS)
-    facts = json.loads((tmp_path / "good" / file.DESCRIPTION).read_text())
+    tensors = load_file(tmp_path / "good" / checkpoint.TENSORS)
+    facts = json.loads((tmp_path / "good" / checkpoint.DESCRIPTION).read_text())
     places = tensors["layer.0.positions"]
     for name, t in {
         "layer.0.positions": [places + 80, places - 80, places.flip(0), places * 0],
@@ -175,13 +175,13 @@ def test_what_is_not_a_folder_of_two_files_is_refused(tmp_path):
         "digits": "9" * 5000,
     }.items():
         (tmp_path / name).mkdir()
-        description = tmp_path / name / file.DESCRIPTION
+        description = tmp_path / name / checkpoint.DESCRIPTION
         description.mkdir() if text is None else description.write_text(text)
-    facts = {"format": file.FORMAT}
+    facts = {"format": checkpoint.FORMAT}
     (tmp_path / "less").mkdir()
     facts["sha256"] = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    (tmp_path / "less" / file.DESCRIPTION).write_text(json.dumps(facts))
-    (tmp_path / "less" / file.TENSORS).mkdir()
+    (tmp_path / "less" / checkpoint.DESCRIPTION).write_text(json.dumps(facts))
+    (tmp_path / "less" / checkpoint.TENSORS).mkdir()
     for path in tmp_path.iterdir():
         with pytest.raises(BadCacheFile):
             kvkeep.Cache.load(path, model)
@@ -213,7 +213,7 @@ def test_roundabout_ways_and_links_are_followed(tmp_path, monkeypatch, exchange)
     model = make_llama()
     first, second = caches(model)
     if not exchange:
-        monkeypatch.setattr(file, "_exchange", lambda *_: False)
+        monkeypatch.setattr(checkpoint, "_exchange", lambda *_: False)
     first.save(tmp_path / "a")
     os.symlink("a", tmp_path / "link")
     os.symlink("new", tmp_path / "dangling")
@@ -236,7 +236,7 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
         replace(one, other)
 
     with monkeypatch.context() as patch:
-        patch.setattr(file, "_exchange", lambda *_: False)
+        patch.setattr(checkpoint, "_exchange", lambda *_: False)
         patch.setattr(os, "replace", failing)
         with pytest.raises(BadCacheFile, match="No space left on device.*untouched"):
             second.save(tmp_path / "a")

@@ -11,15 +11,15 @@ from test_tasks import ARC, OPENBOOK, WIC, WINOGRANDE, book, row, written
 from tokenizers import normalizers
 
 from kvkeep.errors import BadInput
-from kvkeep.evaluate.choose import prompts
-from kvkeep.evaluate.render import AGAIN, HALVES, render
+from kvkeep.evaluate.multiple_choice import prompts
+from kvkeep.evaluate.prompt import AGAIN, HALVES, render
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
 from kvkeep.evaluate.tasks.needle import needle
 from kvkeep.evaluate.tasks.ruler import ruler
-from kvkeep.model import prompt
+from kvkeep.model import chat
+from kvkeep.model.chat import ends
 from kvkeep.model.load import load_tokenizer
-from kvkeep.model.prompt import ends
 
 WINDOW = 2**20
 CONTEXT = "".join(chr(97 + i * i % 23) for i in range(3000))
@@ -139,7 +139,7 @@ def test_the_end_of_a_turn_ends_an_answer(monkeypatch):
 )
 def test_a_template_may_have_no_end_of_turn(template):
     words = tiny_chat.tokenizer(template)
-    assert prompt.end_of_turn(words, template) is None and ends(tiny_chat.model(), words) == {1}
+    assert chat.end_of_turn(words, template) is None and ends(tiny_chat.model(), words) == {1}
 
 
 # cuts

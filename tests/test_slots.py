@@ -8,11 +8,11 @@ from conftest import EVICTING, make_llama
 from families import build, prompt
 
 import kvkeep
-from kvkeep.engine import slots
-from kvkeep.engine.fan import read
-from kvkeep.engine.slots import Together, packs
+from kvkeep.engine import pooled_batch
+from kvkeep.engine.pooled_batch import Together, packs
+from kvkeep.engine.shared_prefill import read
 from kvkeep.errors import CacheMisuse
-from kvkeep.kernels.reference import attend_slots
+from kvkeep.kernels.torch.reference import attend_slots
 
 SPECS = [*EVICTING, "snapkv+adakv", "snapkv+pyramid", "protokv:votes=softmax+adakv", "h2o+adakv"]
 
@@ -25,7 +25,7 @@ def kept(model, ids, spec, budget):
 @pytest.fixture(params=["slots", "stretches"])
 def layout(request, monkeypatch):
     """Both on a processor; on a GPU only the ragged one is used."""
-    monkeypatch.setattr(slots, "is_ragged", lambda model: request.param == "stretches")
+    monkeypatch.setattr(pooled_batch, "is_ragged", lambda model: request.param == "stretches")
 
 
 @pytest.mark.core

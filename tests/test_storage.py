@@ -9,14 +9,14 @@ from conftest import EVICTING, FETCHING, make_llama
 from families import build, prompt
 
 import kvkeep
-from kvkeep.cache.layer import LayerCache
-from kvkeep.compress.method import parse
-from kvkeep.engine.batch import Batch, Request
-from kvkeep.engine.many import batch_for
-from kvkeep.engine.pool import Pool
-from kvkeep.engine.slots import Together
-from kvkeep.engine.words import Unfolding
+from kvkeep.compress.parse import parse
+from kvkeep.engine.batch_generate import batch_for
+from kvkeep.engine.detokenizer import Unfolding
+from kvkeep.engine.pooled_batch import Together
+from kvkeep.engine.row_pool import Pool
+from kvkeep.engine.scheduler import Batch, Request
 from kvkeep.errors import BadParameter
+from kvkeep.storage.ragged import LayerCache
 from kvkeep.types import Tokens
 
 IDS = torch.randint(5, 120, (1, 300), generator=torch.Generator().manual_seed(1))

@@ -46,10 +46,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 import kvkeep
-from kvkeep.compress.method import parse
-from kvkeep.compress.observe import attention
+from kvkeep.compress.attention import attention
+from kvkeep.compress.parse import parse
 from kvkeep.errors import BadCacheFile, BadParameter, CacheMisuse, KvkeepError, UnsupportedModel
-from kvkeep.model.attention import Handover, enable
+from kvkeep.model.hf_attention import Handover, enable
 
 VOCAB = 128
 SHAPE = dict(

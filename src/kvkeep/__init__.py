@@ -5,18 +5,18 @@ from typing import Any
 
 __version__ = "0.1.0"
 _HOME = {  # imported when first used, so that `import kvkeep` costs nothing
-    "Cache": "kvkeep.engine.session",
+    "Cache": "kvkeep.cache.cache",
     "Context": "kvkeep.engine.context",
-    "Engine": "kvkeep.engine.generate",
+    "Engine": "kvkeep.engine.engine",
     "Method": "kvkeep.compress.method",
-    "select": "kvkeep.compress.decide",
+    "select": "kvkeep.compress.api",
 }
 __all__ = ["Cache", "Context", "Engine", "Method", "methods", "select"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "methods":
-        value = import_module("kvkeep.compress.method").catalogue()
+        value = import_module("kvkeep.compress.parse").catalogue()
     elif name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
     else:

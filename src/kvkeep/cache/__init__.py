@@ -1,1 +1,1 @@
-"""What to keep, turned into memory: ragged storage that really shrinks, and files of it."""
+"""`kvkeep.Cache`: all that happens in one attention call."""

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 import kvkeep
-from kvkeep.cli import grid, inputs, show
+from kvkeep.cli import eval as evaluation
+from kvkeep.cli import inputs, show
 from kvkeep.errors import KvkeepError
 
 TRAITS = """\
@@ -32,7 +33,7 @@ class _Commands(typer.core.TyperGroup):
         """Nothing at all asks for help; `--ray` may stand alone, which the parser does not know."""
         args = args or ["--help"]
         ends = [*args[1:], "-"]
-        given = [[each, grid.LOCAL] if each == "--ray" and after.startswith("-") else [each]
+        given = [[each, evaluation.LOCAL] if each == "--ray" and after.startswith("-") else [each]
                  for each, after in zip(args, ends, strict=True)]  # fmt: skip
         return super().parse_args(ctx, [part for parts in given for part in parts])
 
@@ -47,9 +48,7 @@ class _Commands(typer.core.TyperGroup):
             raise typer.Exit(130) from None
 
 
-app = typer.Typer(
-    cls=_Commands, add_completion=False, pretty_exceptions_enable=False, epilog=EPILOG
-)
+app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False, epilog=EPILOG)
 
 
 Limit = Annotated[
@@ -100,8 +99,8 @@ def run(
     plans = [inputs.plan(method, budget, settings or [], storage)]
     if compare:
         plans.append(inputs.plan("full", budget, []))
-    from kvkeep.cli.ask import Asker, check_lengths
-    from kvkeep.engine.sample import Generation
+    from kvkeep.cli.run import Asker, check_lengths
+    from kvkeep.engine.sampling import Generation
     from kvkeep.model.load import check_place
 
     how = Generation(max_new_tokens, temperature, top_p, top_k, seed)
@@ -159,9 +158,9 @@ def evaluate(
 ) -> None:
     """Score methods on tasks; a run that was stopped goes on where it was."""
     given = {name: value for name, value in locals().items() if name != "config"}
-    options = grid.wanted(config, given)
+    options = evaluation.wanted(config, given)
     with show.counting("starting") as (say, note):
-        rows, skipped = grid.run(options, say, note)
+        rows, skipped = evaluation.run(options, say, note)
     show.print_scores(rows)
     for remark in show.remarks(rows):
         typer.echo(f"note: {remark}", err=True)

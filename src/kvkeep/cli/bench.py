@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeep.cli.grid import shaped
+from kvkeep.cli.eval import shaped
 from kvkeep.errors import BadInput
 
 HEADER = ["", "read s", "×", "step ms", "×", "floor ms, by", "×", "tok/s", "cache", "peak"]
@@ -45,9 +45,9 @@ class Options:
 
 def run(options: Options, say: Any) -> tuple[list[Any], str]:
     """-> costs, and what was written where a folder was given; what cannot be had is said before the model is loaded"""
-    from kvkeep.evaluate.cost import Plan, costs
-    from kvkeep.evaluate.floors import Floors
-    from kvkeep.evaluate.rows import make_folder
+    from kvkeep.bench.cost import Plan, costs
+    from kvkeep.bench.roofline import Floors
+    from kvkeep.evaluate.results import make_folder
     from kvkeep.model.load import check_place
 
     names = shaped("methods", options.baselines)
@@ -80,7 +80,7 @@ def run(options: Options, say: Any) -> tuple[list[Any], str]:
 
 def _others(path: str) -> list[Any]:
     """What another library's script has measured."""
-    from kvkeep.evaluate.cost import Cost
+    from kvkeep.bench.cost import Cost
 
     try:
         return [Cost(**row) for row in json.loads(Path(path).read_text())]
@@ -112,7 +112,7 @@ def _model(options: Options, say: Any) -> Any:
         return load(options.model, device=options.device, dtype=options.dtype, progress=say)[0]
     import torch
 
-    from kvkeep.model.shapes import of_shape
+    from kvkeep.model.random_models import of_shape
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = options.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
@@ -141,17 +141,8 @@ def table(found: list[Any]) -> str:
     return "\n".join([*lines, LEGEND])
 
 
-def name(cost: Any) -> str:
-    """How a line is called."""
-    if cost.by in ("transformers", "static"):
-        return {"transformers": "transformers", "static": "StaticCache"}[cost.by]
-    whose = "" if cost.by == "kvkeep" else f"{cost.by}: "
-    parts = (f"{whose}{cost.method}", "" if cost.budget is None else str(cost.budget), cost.storage or "")
-    return " ".join(filter(None, parts))
-
-
 def _cells(cost: Any) -> list[str]:
-    from kvkeep.engine.report import human
+    from kvkeep.cache.report import human
 
     def number(value: float | None, digits: int, unit: float = 1) -> str:
         return "–" if value is None else f"{unit * value:,.{digits}f}"
@@ -159,7 +150,7 @@ def _cells(cost: Any) -> list[str]:
     floor = number(cost.floor_s, 1, 1000) + f" {cost.floor_by or '':7}"
     rate = number(cost.tokens_per_s, 1 if (cost.tokens_per_s or 0) < 100 else 0)
     return [
-        name(cost), number(cost.prefill_s, 2), number(cost.prefill_ratio, 2), number(cost.step_s, 1, 1000),
+        cost.label, number(cost.prefill_s, 2), number(cost.prefill_ratio, 2), number(cost.step_s, 1, 1000),
         number(cost.step_ratio, 2), floor, number(cost.floor_ratio, 1), rate,
         "–" if cost.kv_bytes is None else human(cost.kv_bytes), human(cost.peak_bytes) if cost.peak_bytes else "–",
     ]  # fmt: skip

@@ -19,7 +19,7 @@ class Plan:
 
 
 def plan(method: str, budget: str, settings: list[str], storage: str | None = None) -> Plan:
-    from kvkeep.compress.method import parse, setting
+    from kvkeep.compress.parse import parse, setting
 
     parameters = dict(setting(each) for each in settings)
     _, number = setting(f"budget={budget}")

@@ -12,8 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from kvkeep.cli.bench import name
-from kvkeep.engine.report import human
+from kvkeep.cache.report import human
 
 GREYS = {"transformers": "#333333", "static": "#8c8c8c"}
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#882255", "#44aa99"]
@@ -39,7 +38,7 @@ def draw(found: Sequence[Any], folder: Path) -> list[str]:
 
 def _shades(found: Sequence[Any]) -> dict[str, str]:
     """Others are grey, ours are coloured."""
-    names = {name(cost): cost.by for cost in found}
+    names = {cost.label: cost.by for cost in found}
     ours = [each for each, by in names.items() if by not in GREYS]
     return {each: GREYS.get(by) or COLOURS[ours.index(each) % len(COLOURS)] for each, by in names.items()}
 
@@ -72,8 +71,8 @@ def _times(panel: Any, costs: Sequence[Any], shades: dict[str, str]) -> None:
 
 
 def _lines(panel: Any, costs: Sequence[Any], lengths: list[int], shades: dict[str, str]) -> None:
-    for each in dict.fromkeys(map(name, costs)):
-        mine = sorted((c for c in costs if name(c) == each), key=lambda c: c.context)
+    for each in dict.fromkeys(c.label for c in costs):
+        mine = sorted((c for c in costs if c.label == each), key=lambda c: c.context)
         done = [c for c in mine if c.step_s is not None]
         then = ", then out of memory" if any("memory" in c.note for c in mine) else ""
         x = [c.context for c in done]
@@ -122,12 +121,12 @@ def _apart(heights: list[float]) -> list[float]:
 def _memory(found: Sequence[Any], shades: dict[str, str]) -> Any:
     """Of one sequence at the longest prompt; the most that reading it took lies pale behind, where it is known."""
     longest = max(cost.context for cost in found)
-    costs = list({name(c): c for c in found if c.context == longest and c.kv_bytes is not None}.values())
+    costs = list({c.label: c for c in found if c.context == longest and c.kv_bytes is not None}.values())
     figure, panel = plt.subplots(figsize=(8, 1.2 + 0.38 * len(costs)), layout="constrained")
     _bars(panel, costs, [cost.kv_bytes for cost in costs], shades, human)
     peaks = [cost.peak_bytes or 0 for cost in costs]
     if any(peaks):
-        panel.barh(range(len(costs)), peaks, height=0.64, color=[shades[name(c)] for c in costs], alpha=0.2)
+        panel.barh(range(len(costs)), peaks, height=0.64, color=[shades[c.label] for c in costs], alpha=0.2)
         panel.set_xlim(0, 1.15 * max(*peaks, *(cost.kv_bytes for cost in costs)))
         panel.set_title("pale: the most while reading", loc="right", fontsize=9, color="#777777")
     panel.set_title(f"Keys and values held of {longest:,} tokens", loc="left", fontsize=12)
@@ -136,7 +135,7 @@ def _memory(found: Sequence[Any], shades: dict[str, str]) -> Any:
 
 def _bars(panel: Any, costs: Sequence[Any], values: Sequence[Any], shades: dict[str, str], say: Any) -> None:
     """One for every cost; its note where there is no value."""
-    names, sizes = [name(cost) for cost in costs], [value or 0 for value in values]
+    names, sizes = [cost.label for cost in costs], [value or 0 for value in values]
     panel.barh(range(len(names)), sizes, height=0.64, color=[shades[each] for each in names])
     for y, (cost, value) in enumerate(zip(costs, values, strict=True)):
         said, shade = (cost.note, "#777777") if value is None else (say(value), "#333333")

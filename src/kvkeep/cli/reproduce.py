@@ -9,7 +9,8 @@ from typing import Any
 
 import typer
 
-from kvkeep.cli import grid, show
+from kvkeep.cli import eval as evaluation
+from kvkeep.cli import show
 from kvkeep.errors import NoData
 from kvkeep.evaluate.recipes.compare import Line, compare, counts, write_csv
 from kvkeep.evaluate.recipes.jobs import Job, jobs
@@ -87,20 +88,20 @@ def _changed(wanted: Recipe, options: Options) -> Recipe:
     return replace(wanted, limit=options.limit or wanted.limit)
 
 
-def _wanted(wanted: Recipe, job: Job, out: Path, options: Options) -> grid.Wanted:
+def _wanted(wanted: Recipe, job: Job, out: Path, options: Options) -> evaluation.Wanted:
     places = {key: getattr(options, key) for key in ("data", "haystack", "squad", "hotpotqa", "ray", "device", "dtype")}
     sizes = {"budgets": job.budgets, "length": job.lengths}
     sizes |= {key: getattr(wanted, key) for key in ("limit", "max_length", "beyond_window")}
     given = {key: value for key, value in {**places, **sizes}.items() if value}
-    return grid.Wanted(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)
+    return evaluation.Wanted(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)
 
 
-def _check(grids: Iterable[grid.Wanted]) -> None:
+def _check(grids: Iterable[evaluation.Wanted]) -> None:
     """Refuse what is known to be wrong with any grid before the first is run; one without data is left out."""
     failed, fine = [], False
     for each in grids:
         try:
-            grid.check(each)
+            evaluation.check(each)
             fine = True
         except NoData as error:
             failed.append(error)
@@ -108,14 +109,14 @@ def _check(grids: Iterable[grid.Wanted]) -> None:
         raise failed[0]
 
 
-def _run(plan: Iterable[tuple[Job, grid.Wanted]]) -> dict[str, list[dict[str, Any]]]:
+def _run(plan: Iterable[tuple[Job, evaluation.Wanted]]) -> dict[str, list[dict[str, Any]]]:
     """Rows of each model, by its name in the paper. A grid without data is left out, unless all are."""
     rows: dict[str, list[dict[str, Any]]] = {}
     failed: list[NoData] = []
     for job, each in plan:
         try:
             with show.counting("starting") as (say, note):
-                found, skipped = grid.run(each, say, note)
+                found, skipped = evaluation.run(each, say, note)
         except NoData as error:
             failed.append(error)
             continue
@@ -169,7 +170,7 @@ def _remark(wanted: Recipe) -> None:
         typer.echo(f"Misprint: {each['at']}: {says}")
 
 
-def _print_plan(plan: Iterable[tuple[Job, grid.Wanted]]) -> None:
+def _print_plan(plan: Iterable[tuple[Job, evaluation.Wanted]]) -> None:
     for number, (job, each) in enumerate(plan, 1):
         answers = (
             f"{job.answers * each.limit:,} answers"

@@ -103,12 +103,12 @@ def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
 
 def print_scores(rows: list[dict[str, Any]]) -> None:
     """Methods down, tasks across, a mean in percent with its 95 % interval and number; too wide: each on a line."""
-    from kvkeep.evaluate import table
+    from kvkeep.evaluate import summary
 
-    found = {(c.protocol, c.method, c.budget, c.task): c for c in table.cells(rows)}
+    found = {(c.protocol, c.method, c.budget, c.task): c for c in summary.cells(rows)}
     tasks = list(dict.fromkeys(c.task for c in found.values()))
     places = list(dict.fromkeys(place[:3] for place in found))
-    means = [table.means({c.task: c.score for at, c in found.items() if at[:3] == place}) for place in places]
+    means = [summary.means({c.task: c.score for at, c in found.items() if at[:3] == place}) for place in places]
     names, lines = list(dict.fromkeys(name for mean in means for name in mean)), []
     for (protocol, method, budget), mean in zip(places, means, strict=True):
         scores = [found.get((protocol, method, budget, task)) for task in tasks]
@@ -153,7 +153,7 @@ def _too_long(task: str, rows: list[dict[str, Any]]) -> str:
 
 
 def print_outcomes(outcomes: list[Outcome]) -> None:
-    from kvkeep.engine.report import human, told
+    from kvkeep.cache.report import human, told
 
     rows = [
         ["prompt tokens", *(_length(each) for each in outcomes)],

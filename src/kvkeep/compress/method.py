@@ -1,21 +1,20 @@
-"""A method is a value: one choice per axis. Names and parameters are turned into one here."""
+"""A method is a value: one choice per axis."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from kvkeep.compress.allocate.heads import EqualHeads
-from kvkeep.compress.allocate.layers import EqualLayers
-from kvkeep.compress.recall.plan import Recall
+from kvkeep.compress.budget.heads import EqualHeads
+from kvkeep.compress.budget.layers import EqualLayers
+from kvkeep.compress.guard import Guard
+from kvkeep.compress.retrieval.config import Recall
 from kvkeep.compress.schedule import Schedule
-from kvkeep.compress.window import Guard
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.packed import GROUP
-from kvkeep.registry import Registry, did_you_mean
+from kvkeep.kernels.torch.quantization import GROUP
 
 STORAGE = {None: None, "int8": 8, "int4": 4}  # bits a number takes
 
@@ -125,122 +124,3 @@ def check_budget(budget: int | float) -> int | float:
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise BadParameter(f"budget={budget} is not a fraction in (0, 1]; for a number of tokens pass an integer.")
     return budget
-
-
-def parse(spec: str | Method, /, **parameters: Any) -> Method:
-    """The method called "snapkv", or a crossing such as "snapkv:window=32+adakv", with these parameters."""
-    if "compression_ratio" in parameters:
-        raise BadParameter(_ratio(parameters["compression_ratio"]))
-    if isinstance(spec, Method):
-        if parameters:
-            raise BadParameter(
-                f"parameters {sorted(parameters)} cannot change a Method value; use dataclasses.replace."
-            )
-        return spec
-    from kvkeep.compress.presets import CROSSINGS, METHODS
-
-    if not isinstance(spec, str):
-        raise BadParameter(f"method={spec!r} is neither a name such as 'snapkv+adakv' nor a Method.")
-    (base, written), *more = (_settings(part) for part in spec.split("+"))
-    crossings = [name for name, _ in more]
-    parts = [METHODS[base], *(CROSSINGS[name] for name in crossings)]
-    for part, settings in zip(parts, [written, *(settings for _, settings in more)], strict=True):
-        _share_out([part], settings, spec)
-        parameters = {**settings, **parameters}
-    given = _share_out(parts, parameters, spec)
-    method = replace(parts[0].build(**given[0]), name=spec)
-    for name, part, values in zip(crossings, parts[1:], given[1:], strict=True):
-        method = _cross(method, name, part.build(**values), base)
-    used = {k: v for part, values in zip(parts, given, strict=True) for k, v in {**part.defaults, **values}.items()}
-    keeps, deviates = (
-        "; ".join(filter(None, text)) for text in zip(*((p.keeps, p.deviates) for p in parts), strict=True)
-    )
-    return replace(method, name=spec, paper=parts[0].paper, keeps=keeps, deviates=deviates, parameters=used)
-
-
-def _ratio(value: Any) -> str:
-    """kvpress says how much is dropped, kvkeep how much is kept."""
-    dropped = value if isinstance(value, float) and 0 < value < 1 else 0.75
-    return (
-        f"compression_ratio={value!r}: kvkeep takes budget=: tokens per key head, or a fraction kept; "
-        f"compression_ratio={dropped:g} in kvpress is budget={1 - dropped:g}."
-    )
-
-
-def _settings(part: str) -> tuple[str, dict[str, Any]]:
-    """ "snapkv:window=32:pool=7" as its name and its parameters."""
-    name, *settings = part.split(":")
-    return name, dict(setting(each) for each in settings)
-
-
-def setting(text: str) -> tuple[str, Any]:
-    """ "window=32" as a name and a value: an int, float or bool if it reads as one, else text."""
-    name, _, value = text.partition("=")
-    if not (name.isidentifier() and value):
-        raise BadParameter(f"'{text}' is not name=value; write for example window=32.")
-    if value.lower() in ("true", "false"):
-        return name, value.lower() == "true"
-    for kind in (int, float):
-        try:
-            return name, kind(value)
-        except ValueError:
-            continue
-    return name, value
-
-
-def _share_out(parts: list[Named], parameters: Mapping[str, Any], spec: str) -> list[dict[str, Any]]:
-    """Give each part the parameters it knows; refuse those none of them does."""
-    known = [name for part in parts for name in part.defaults]
-    for name in parameters:
-        if name == "compression_ratio" and name not in known:
-            raise BadParameter(_ratio(parameters[name]))
-        if name not in known:
-            have = f"it has {', '.join(known)}" if known else "it has none"
-            raise BadParameter(f"'{spec}' has no parameter '{name}'; {have}.{did_you_mean(name, known)}")
-    return [{k: _like(k, parameters[k], d) for k, d in part.defaults.items() if k in parameters} for part in parts]
-
-
-def _like(name: str, value: Any, default: Any) -> Any:
-    """A parameter of the default's kind; whole floats pass as integers, integers as floats."""
-    if default is None or isinstance(value, type(default)) and isinstance(value, bool) == isinstance(default, bool):
-        return value
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    raise BadParameter(f"{name}={value!r} should be {type(default).__name__}, like its default {default!r}.")
-
-
-def _cross(method: Method, crossing: str, change: Any, base: str) -> Method:
-    """Make one change, or one that depends on what there is, unless it makes no sense."""
-    spec = f"'{base}+{crossing}' cannot work"
-    if method.recall is not None:
-        raise BadParameter(f"{spec}: '{base}' drops nothing, so there is no budget to share.")
-    if callable(change):
-        if method.scorer is None:
-            raise BadParameter(f"{spec}: '{base}' keeps everything, so there is nothing to choose.")
-        if not getattr(method.scorer, "scores", True):
-            raise BadParameter(f"{spec}: '{base}' orders tokens by age; there are no votes to change.")
-        change = change(method)
-    if "recall" in change:
-        if not hasattr(method.group, "members"):
-            raise BadParameter(f"{spec}: '{base}' has no clusters to put away; 'protokv+recall' does.")
-        return replace(method, scorer=None, group=None, voters=0, recall=change["recall"](method))
-    if method.scorer is None:
-        raise BadParameter(f"{spec}: '{base}' keeps everything, so there is no budget to share.")
-    if not getattr(method.scorer, "scores", True) and getattr(change.get("heads"), "needs_scores", False):
-        raise BadParameter(f"{spec}: '{base}' orders tokens by age and has no scores to compare heads by.")
-    if "layers" in change and not isinstance(method.layers, EqualLayers):
-        raise BadParameter(f"{spec}: the budget is shared among layers already.")
-    if "layers" in change and method.reuse > 1:
-        raise BadParameter(
-            f"{spec}: reuse={method.reuse} lets layers share one choice, '{crossing}' gives them different budgets; "
-            "set reuse=1."
-        )
-    voters = max(method.voters, getattr(change.get("layers"), "window", 0))
-    return replace(method, voters=voters, **change)
-
-
-def catalogue() -> Registry:
-    """Every named method with its default parameters."""
-    from kvkeep.compress.presets import METHODS
-
-    return Registry("method", {name: parse(name) for name in METHODS})

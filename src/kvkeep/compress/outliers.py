@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkeep.compress.observe import real
-from kvkeep.kernels.best import likeness
+from kvkeep.compress.attention import real
+from kvkeep.kernels.dispatch import likeness
 from kvkeep.types import Observation
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvkeep.compress.attention import real
 from kvkeep.compress.method import Method
-from kvkeep.compress.observe import real
 from kvkeep.compress.select import select
 from kvkeep.types import Observation, Selection
 

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvkeep.compress.allocate.heads import AdaptiveHeads
-from kvkeep.compress.allocate.layers import CakeLayers, EntropyLayers, Pyramid
-from kvkeep.compress.group.blocks import Blocks
-from kvkeep.compress.group.prototypes import Prototypes
+from kvkeep.compress.budget.heads import AdaptiveHeads
+from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
+from kvkeep.compress.grouping.blocks import Blocks
+from kvkeep.compress.grouping.prototypes import Prototypes
+from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method, Named
-from kvkeep.compress.place import Capped, Contiguous, Gap
-from kvkeep.compress.recall.cut import Chunks, Clusters, Events, Grouped, Marked
-from kvkeep.compress.recall.index import Bounds, Centres, EachToken, Representatives
-from kvkeep.compress.recall.plan import Recall, check_probe
+from kvkeep.compress.positions import Capped, Contiguous, Gap
+from kvkeep.compress.retrieval.chunking import Chunks, Clusters, Events, Grouped, Marked
+from kvkeep.compress.retrieval.config import Recall, check_probe
+from kvkeep.compress.retrieval.index import Bounds, Centres, EachToken, Representatives
 from kvkeep.compress.schedule import Schedule
-from kvkeep.compress.score.aha import Aha, RecentVotes
-from kvkeep.compress.score.gravity import WithoutGravity
-from kvkeep.compress.score.intent import Intent
-from kvkeep.compress.score.mass import Accumulate, Mass
-from kvkeep.compress.score.nacl import VotesAndLuck
-from kvkeep.compress.score.outlier import Outliers
-from kvkeep.compress.score.prior import ByValue
-from kvkeep.compress.score.prototype import WindowLogits
-from kvkeep.compress.score.recency import Recency
-from kvkeep.compress.score.spread import MeanAndVariance
-from kvkeep.compress.score.votes import LastVote, Votes
-from kvkeep.compress.window import Guard
+from kvkeep.compress.scorers.ahakv import Aha, RecentVotes
+from kvkeep.compress.scorers.cake import MeanAndVariance
+from kvkeep.compress.scorers.h2o import Accumulate, Mass
+from kvkeep.compress.scorers.intelllm import WithoutGravity
+from kvkeep.compress.scorers.intentkv import Intent
+from kvkeep.compress.scorers.nacl import VotesAndLuck
+from kvkeep.compress.scorers.protokv import WindowLogits
+from kvkeep.compress.scorers.recency import Recency
+from kvkeep.compress.scorers.satkv import Outliers
+from kvkeep.compress.scorers.snapkv import LastVote, Votes
+from kvkeep.compress.scorers.value_norm import ByValue
 from kvkeep.registry import Registry
 
 

@@ -1,1 +1,1 @@
-"""Time: one request from its first token to its last."""
+"""`kvkeep.Engine`: requests over time, from a prompt's first token to an answer's last."""

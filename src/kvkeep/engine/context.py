@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvkeep.engine import saving
+from kvkeep.cache import serialize
+from kvkeep.cache.cache import Cache
+from kvkeep.cache.report import Report
+from kvkeep.cache.rewind import check_can_unread, unread
 from kvkeep.engine.progress import Progress
-from kvkeep.engine.report import Report
-from kvkeep.engine.sample import Generation
-from kvkeep.engine.session import Cache
-from kvkeep.engine.unread import check_can_unread, unread
+from kvkeep.engine.sampling import Generation
 from kvkeep.errors import BadCacheFile, QueryAwareWarning
-from kvkeep.model.prompt import check_text, context_ids, question_ids
+from kvkeep.model.chat import check_text, context_ids, question_ids
 
 if TYPE_CHECKING:
-    from kvkeep.engine.generate import Engine
+    from kvkeep.engine.engine import Engine
 
 Watching = Callable[[Progress], None] | None
 
@@ -100,11 +100,11 @@ class Context:
     def save(self, path: str | Path) -> None:
         """Write it to a folder; model and tokenizer are not part of it."""
         facts = {"text": self.text, "ids": self._engine.fed, "known": sorted(self.known)}
-        saving.save(self._engine.cache, path, context=facts)
+        serialize.save(self._engine.cache, path, context=facts)
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path) -> Context:
-        engine.cache, found = saving.load_context(Cache, path, engine.model)
+        engine.cache, found = serialize.load_context(Cache, path, engine.model)
         engine.method, engine.budget, engine.fed = engine.cache.method, engine.cache.budget, found["ids"]
         if context_ids(engine.tokenizer, found["text"]) != engine.fed:
             raise BadCacheFile(f"{path} was saved with another tokenizer or chat template; load it with that one.")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -22,3 +25,9 @@ class Progress:
     def left(self) -> float:
         """Seconds, if it goes on like this."""
         return (self.total - self.done) / self.rate if self.rate else 0.0
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

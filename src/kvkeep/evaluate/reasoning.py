@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.engine.session import Cache
+from kvkeep.cache.cache import Cache
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.answer import extract_answer
 from kvkeep.evaluate.sample import Sample
-from kvkeep.model.adapter import trained_window
-from kvkeep.model.prompt import encode, ends
+from kvkeep.model.chat import encode, ends
+from kvkeep.model.hf_cache import trained_window
 
 ASK = "{question}\n\nReason step by step, and put the final answer in \\boxed{{}}."
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import KvkeepError, NoData, UnknownName
-from kvkeep.evaluate import hub
-from kvkeep.evaluate.hub import SOURCES, fetch
+from kvkeep.evaluate import datasets
+from kvkeep.evaluate.datasets import SOURCES, fetch
 from kvkeep.evaluate.metrics.longbench import CHINESE
 from kvkeep.evaluate.reasoning import ASK
 from kvkeep.evaluate.sample import Sample
@@ -87,7 +87,7 @@ def lacks(name: str, sources: Sources) -> str:
     if name.startswith("longbench/") and _stem(name) in CHINESE and find_spec("jieba") is None:
         return "is scored with jieba, which is missing (pip install 'kvkeep[eval]')"
     if sources.data is None:
-        return hub.lacks(name)
+        return datasets.lacks(name)
     there = _file(name, sources.data)
     return "" if there else f"has no file {_stem(name)}.jsonl in {str(sources.data)!r} or its folders"
 

@@ -1,1 +1,1 @@
-"""Attention over ragged caches. `reference` (plain torch) is the specification; faster versions must equal it."""
+"""Attention over ragged caches: plain torch (the specification), Triton, and `dispatch`, which chooses."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadParameter, ModelUnavailable
-from kvkeep.model.default import DEFAULT, WHEEL, WINDOW, Say, check_tokenizer, default_folder, fetch_default
-from kvkeep.model.lacking import causes, first_line, lacking
+from kvkeep.model.default_model import DEFAULT, WHEEL, WINDOW, Say, check_tokenizer, default_folder, fetch_default
+from kvkeep.model.missing_packages import causes, first_line, lacking
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
@@ -67,7 +67,7 @@ def load_window(name: str | None = None) -> int:
     """Tokens a model was made for, from its configuration alone."""
     from transformers import AutoConfig
 
-    from kvkeep.model.adapter import window_of
+    from kvkeep.model.hf_cache import window_of
 
     return window_of(_part(AutoConfig, name))
 

@@ -10,7 +10,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from kvkeep.evaluate import table
+from kvkeep.evaluate import summary
 from kvkeep.evaluate.recipes.jobs import used
 from kvkeep.evaluate.recipes.recipe import Budget, Cell, Point, Recipe
 from kvkeep.evaluate.tasks.infinitebench import MADE
@@ -43,7 +43,7 @@ def compare(recipe: Recipe, rows: Mapping[str, Iterable[dict[str, Any]]]) -> lis
     found = {
         (group, cell.task, cell.method, cell.budget): cell
         for group, measured in rows.items()
-        for cell in table.cells(measured)
+        for cell in summary.cells(measured)
     }
     return [_line(recipe, cell, found) for cell in recipe.cells]
 
@@ -64,7 +64,7 @@ def row_name(point: Point) -> str:
     return f"{task}_{length}" if task in RULER or task in MADE else SAME.get(task, task.rpartition("/")[2])
 
 
-def mean(cells: Sequence[table.Cell]) -> tuple[float, float, float]:
+def mean(cells: Sequence[summary.Cell]) -> tuple[float, float, float]:
     """Of the tasks' means, with its interval: the tasks' distances to their own bounds, added as variances are."""
     middle = sum(cell.score for cell in cells) / len(cells)
     below = sqrt(sum((cell.score - cell.low) ** 2 for cell in cells)) / len(cells)
@@ -73,10 +73,10 @@ def mean(cells: Sequence[table.Cell]) -> tuple[float, float, float]:
 
 
 def write_csv(lines: Iterable[Line], path: str | Path) -> None:
-    table.write_lines(Line, lines, path)
+    summary.write_lines(Line, lines, path)
 
 
-def _line(recipe: Recipe, cell: Cell, found: Mapping[tuple, table.Cell]) -> Line:
+def _line(recipe: Recipe, cell: Cell, found: Mapping[tuple, summary.Cell]) -> Line:
     budget = used(recipe, cell)
     place = (cell.group, cell.label, cell.spec or "", cell.budget, budget, cell.column, cell.number)
     if not cell.spec:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadInput, BadParameter
-from kvkeep.evaluate.render import render
+from kvkeep.evaluate.prompt import render
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.build import fill, identity, samples, texts
 from kvkeep.evaluate.tasks.lines import text

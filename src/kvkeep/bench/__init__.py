@@ -1,0 +1,1 @@
+"""Speed and memory, beside what a user has today."""

@@ -1,0 +1,93 @@
+"""The pure decision on tensors, no model needed: `kvkeep.select`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.compress.method import Method
+from kvkeep.compress.parse import parse
+from kvkeep.compress.pipeline import compress, remember
+from kvkeep.compress.retrieval.oneshot import recall_once
+from kvkeep.errors import BadParameter, BadTensor
+from kvkeep.types import Observation, Selection
+
+
+def select(
+    method: str | Method,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    budget: int | float | None = None,
+    *,
+    scale: float | None = None,
+    layer: int = 0,
+    layers: int = 1,
+    **parameters: Any,
+) -> Selection:
+    """Which tokens a method keeps, given the queries, keys and values of one layer of one sequence.
+
+    queries [heads, n, dim], keys and values [kv_heads, n, dim], as attention used them
+    """
+    chosen_method = parse(method, **parameters)
+    if scale is not None and not 0 < scale < float("inf"):
+        raise BadParameter(f"scale={scale} is not a positive number; leave it out for 1/sqrt(dim).")
+    budget = chosen_method.check(budget)
+    check(queries, keys, values)
+    if not isinstance(layer, int) or not isinstance(layers, int) or not 0 <= layer < layers:
+        raise BadParameter(f"layer={layer} is not one of the {layers} layers, counted from 0.")
+    kv_heads, n, dim = keys.shape
+    if layers > 1 and chosen_method.layers.weigh:
+        raise BadParameter(
+            f"'{chosen_method.name}' shares by comparing layers, and select sees one; leave out layer and layers."
+        )
+    positions = torch.arange(n, device=keys.device).expand(kv_heads, -1)
+    notes = (
+        keys.new_zeros(kv_heads, n, chosen_method.memory.width, dtype=torch.float32) if chosen_method.memory else None
+    )
+    seen = Observation(
+        queries, keys, values, positions, (n,) * kv_heads, n, n, scale or dim**-0.5,
+        notes=notes, layer=layer, layers=layers,
+    )  # fmt: skip
+    tokens = chosen_method.tokens(budget, n)
+    if chosen_method.recall:
+        kept = recall_once(seen, chosen_method, tokens)
+    else:
+        kept = compress(remember(seen, chosen_method, tokens), chosen_method, tokens)
+    return kept or Selection(positions, seen.lengths)
+
+
+def check(queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Refuse tensors that cannot be the queries, keys and values of one layer."""
+    named = {"queries": queries, "keys": keys, "values": values}
+    for name, t in named.items():
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            kind = f"dtype {t.dtype}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
+            raise BadTensor(f"{name} is {kind}; pass a floating-point torch tensor.")
+        if t.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise BadTensor(f"{name} has dtype {t.dtype}; pass float64, float32, bfloat16 or float16.")
+        if t.ndim != 3:
+            raise BadTensor(
+                f"{name} has shape {tuple(t.shape)}; pass [heads, tokens, dim] of one layer of one sequence."
+            )
+        if t.device != queries.device:
+            raise BadTensor(f"{name} is on {t.device}, queries are on {queries.device}; put them on one device.")
+    (heads, n, dim), (kv_heads, _, _) = queries.shape, keys.shape
+    if (
+        not n
+        or not dim
+        or keys.shape != (kv_heads, n, dim)
+        or values.shape[:2] != (kv_heads, n)
+        or not kv_heads
+        or heads % kv_heads
+    ):
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in named.items())
+        raise BadTensor(
+            f"{shapes} do not fit together; use [heads, n, dim] and twice [kv_heads, n, dim], heads = g·kv_heads."
+        )
+    for name, t in named.items():
+        if not bool(t.isfinite().all()):
+            head, token, _ = (~t.isfinite()).nonzero()[0].tolist()
+            raise BadTensor(f"{name} holds a value that is not a finite number at head {head}, token {token}.")

@@ -1,0 +1,94 @@
+"""One vector that asks for a whole window of queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.kernels.dispatch import Best
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and variance of every number over all vectors so far, brought up to date window by window."""
+
+    count: int
+    mean: Tensor  # [dim] float32
+    variance: Tensor  # [dim]
+
+    @classmethod
+    def of(cls, vectors: Tensor) -> Moments:
+        """vectors [n, dim]"""
+        vectors = vectors.float()
+        return cls(len(vectors), vectors.mean(0), vectors.var(0, unbiased=False))
+
+    def joined(self, other: Moments) -> Moments:
+        """Of both together, without ever summing squares: differences of large numbers lose everything."""
+        count = self.count + other.count
+        step = other.mean - self.mean
+        mean = self.mean + step * (other.count / count)
+        inside = self.variance * (self.count / count) + other.variance * (other.count / count)
+        return Moments(count, mean, inside + step.square() * (self.count * other.count / count**2))
+
+
+def joined(vectors: Tensor, kv_heads: int) -> Tensor:
+    """All heads as one vector: queries averaged within their group, key heads side by side.
+
+    [heads, n, dim] -> [n, kv_heads * dim]
+    """
+    heads, n, dim = vectors.shape
+    if heads == kv_heads:
+        return vectors.transpose(0, 1).reshape(n, -1).float()
+    return vectors.float().view(kv_heads, -1, n, dim).mean(1).transpose(0, 1).reshape(n, -1)
+
+
+def activation_bias(window: Tensor, moments: Moments, reverse: bool = False) -> Tensor:
+    """ActQKV's probe: queries weighted by how far they lie from the mean of all, in units of its variance.
+
+    window [w, dim] -> [dim]; a number that never varied counts for nothing
+    reverse: weighted by 1 / that, the ablation of the paper's appendix D.3
+    """
+    still = moments.variance <= 1e-12 * moments.mean.square().clamp_min(1e-30)
+    spread = moments.variance.masked_fill(still, torch.inf)
+    surprise = ((window - moments.mean).square() / spread).sum(1)
+    if reverse:
+        surprise = 1 / surprise.clamp_min(1e-30)
+    total = surprise.sum()
+    weight = torch.where(total > 0, surprise / total.clamp_min(1e-30), 1 / len(window))
+    return weight @ window
+
+
+def _surprised(
+    queries: Tensor,
+    kv_heads: int,
+    count: int,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    question: Tensor | None,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of `count` queries brought up to date with a window, and what it asks for, a question's queries with it.
+
+    queries [heads, w, dim], question [x, kv_heads * dim] -> mean, variance, probe [kv_heads * dim] float32
+    """
+    window = joined(queries, kv_heads)
+    moments = Moments.of(window)
+    if mean is not None and variance is not None:
+        moments = Moments(count, mean, variance).joined(moments)
+    asked = window if question is None else torch.cat([window, question])
+    return moments.mean, moments.variance, activation_bias(asked, moments, reverse)
+
+
+_best_surprised = Best("surprised", "probe", lambda queries, *_: queries.stride(-1) == 1, _surprised)
+
+
+def surprised(
+    queries: Tensor, kv_heads: int, so_far: Moments | None, question: Tensor | None = None, reverse: bool = False
+) -> tuple[Moments, Tensor]:
+    """Moments of all queries, this window's included, and its probe. Shapes as above"""
+    count, mean, variance = (so_far.count, so_far.mean, so_far.variance) if so_far else (0, None, None)
+    given = queries, kv_heads, count, mean, variance, question
+    mean, variance, probe = _surprised(*given, True) if reverse else _best_surprised(*given)
+    return Moments(count + queries.shape[1], mean, variance), probe

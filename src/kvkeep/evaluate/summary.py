@@ -1,0 +1,118 @@
+"""Rows summed up: means with their number and a 95 % interval, in percent of the best a metric gives."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from kvkeep.evaluate.metrics.longbench import RANGES, averages, length_range
+from kvkeep.evaluate.results import no_room
+from kvkeep.evaluate.tasks.ruler import TASKS as RULER
+
+WIDE = 1.96  # standard errors of a 95 % interval
+BEST = {"ruler_string_match_all": 100, "ruler_string_match_part": 100, "niah_kvcachefactory_rouge1": 10}  # others: 1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All samples of one task, in LongBench-E of one range of its lengths, under one protocol, method and budget."""
+
+    task: str
+    protocol: str
+    method: str
+    budget: int | float | None
+    n: int
+    score: float  # percent, as the interval
+    low: float
+    high: float
+    kept_per_head: float
+    bytes: float
+    full_bytes: float
+    truncated: int  # samples that lost their middle
+    score_per_character: float | None = None  # percent; of choices, judged by length (lm-eval's acc_norm)
+
+
+def cells(rows: Iterable[dict[str, Any]]) -> list[Cell]:
+    """In the order they first come; ranges of lengths from short to long."""
+    groups: dict[tuple, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        place = row["task"], row["protocol"], row["method"], row["budget"]
+        groups.setdefault(place, {}).setdefault(_range(row), []).append(row)
+    return [
+        _cell((f"{task} {part}".rstrip(), protocol, method, budget), parts[part])
+        for (task, protocol, method, budget), parts in groups.items()
+        for part in ("", *RANGES)
+        if part in parts
+    ]
+
+
+def _range(row: Mapping[str, Any]) -> str:
+    """The range of lengths a row of LongBench-E is reported in, nothing for other rows."""
+    words = row.get("made", {}).get("length")
+    return length_range(words) if row["task"].endswith("_e") and words is not None else ""
+
+
+def _cell(place: tuple[str, str, str, int | float | None], group: Sequence[dict[str, Any]]) -> Cell:
+    scores = [share(row) for row in group]
+    low, high = interval(scores)
+    by_character = [row["score_per_character"] for row in group if "score_per_character" in row]
+    return Cell(
+        *place,
+        n=len(group),
+        score=100 * _mean(scores),
+        low=100 * low,
+        high=100 * high,
+        kept_per_head=_mean([row["kept_per_head"] for row in group]),
+        bytes=_mean([row["bytes"] for row in group]),
+        full_bytes=_mean([row["full_bytes"] for row in group]),
+        truncated=sum(row["truncated"] > 0 for row in group),
+        score_per_character=100 * _mean(by_character) if by_character else None,
+    )
+
+
+def share(row: Mapping[str, Any]) -> float:
+    """Of the best its metric gives."""
+    return float(row["score"]) / BEST.get(row["metric"], 1)
+
+
+def interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Of the mean of scores from 0 to 1: Wilson's, as if each were 0 or 1, and so too wide where they lie between."""
+    n, mean = len(scores), min(1.0, max(0.0, _mean(scores)))
+    middle = (mean + WIDE**2 / (2 * n)) / (1 + WIDE**2 / n)
+    half = WIDE * sqrt(mean * (1 - mean) / n + WIDE**2 / (4 * n**2)) / (1 + WIDE**2 / n)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def means(scores: Mapping[str, float]) -> dict[str, float]:
+    """Averages of LongBench, and of RULER at each length, under names that say of how many tasks; of one task, none."""
+    lengths: dict[str, list[float]] = {}
+    for name, score in scores.items():
+        task, _, length = name.rpartition("_")
+        if task in RULER:
+            lengths.setdefault(length, []).append(score)
+    several = {length: found for length, found in lengths.items() if len(found) > 1}
+    ruler = {f"RULER {length} ({len(found)} tasks)": _mean(found) for length, found in several.items()}
+    return averages(scores) | ruler
+
+
+def write_csv(rows: Iterable[dict[str, Any]], path: str | Path) -> None:
+    write_lines(Cell, cells(rows), path)
+
+
+def write_lines(kind: type, lines: Iterable[Any], path: str | Path) -> None:
+    """A CSV of dataclasses of one kind, made from rows that are on disk."""
+    try:
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(field.name for field in fields(kind))
+            writer.writerows(vars(line).values() for line in lines)
+    except OSError as error:
+        raise no_room(path, error, "the rows it sums up") from error
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)

