@@ -33,7 +33,7 @@ run: model  ## set up, fetch the default model, answer a question about a long d
 test: lint model  ## set up, then the linter and the whole test suite
 	.venv/bin/python -m pytest -n $(JOBS) -q
 
-first-run:  ## as a newcomer has it: an empty environment, no extras, a fresh model folder, one question
+first-run:  ## an empty environment, no extras, a fresh model folder, one question
 	rm -rf .venv-first
 	$(PYTHON) -m venv .venv-first
 	.venv-first/bin/pip install -q $(TORCH)
@@ -43,7 +43,7 @@ first-run:  ## as a newcomer has it: an empty environment, no extras, a fresh mo
 	grep -q $(ANSWER) .venv-first/said
 	rm -rf .venv-first
 
-gpu-test:  ## on a machine with a GPU and torch: the kernels, and the rest of what differs there
+gpu-test:  ## on a machine with a GPU and torch: the kernels, and other GPU code
 	PYTHONPATH=src python -m pytest -q tests/kernel_cases.py tests/kernel_cases_more.py tests/kernel_cases_packed.py tests/kernel_cases_gather.py tests/kernel_cases_apart.py tests/test_gpu.py tests/test_slots.py
 
 lint: .venv/.dev  ## ruff
@@ -56,9 +56,9 @@ compat: .venv-compat-oldest/.ready .venv-compat-newest/.ready  ## the core tests
 	.venv-compat-oldest/bin/python -m pytest -n $(JOBS) -q -m core
 	.venv-compat-newest/bin/python -m pytest -n $(JOBS) -q -m core
 
-mutate: .venv-mutate/.ready  ## plant small faults, FAULTS of them drawn with SEED, and see whether tests notice
+mutate: .venv-mutate/.ready  ## mutation tests: FAULTS mutants, sampled with SEED
 	mkdir -p mutants/src
-	-$(MUTMUT) run --max-children 1 none > /dev/null 2>&1  # makes the faults and times the tests; the draw comes next
+	-$(MUTMUT) run --max-children 1 none > /dev/null 2>&1  # creates the mutants and times the tests; the sample is run next
 	$(MUTMUT) run --max-children 1 $$(.venv-mutate/bin/python -c "$$DRAW")
 
 clean:  ## remove environments and caches; the fetched model stays

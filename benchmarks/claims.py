@@ -1,7 +1,7 @@
 """The papers' claims, in shape, on the default model: python benchmarks/claims.py --haystack DIR [--out FILE]
 
-DIR holds plain-text prose (*.txt). Needles are 7-digit numbers; the question comes last and is seen before compression.
-Every table is printed as Markdown; docs/CLAIMS.md is this script's output with a word on each.
+DIR holds plain-text prose (*.txt). Needles are 7-digit numbers; the question comes last and is prefilled with the text.
+Every table is printed as Markdown; docs/CLAIMS.md is this script's output with a comment on each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvkeep.compress.attention import attention
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
 from kvkeep.compress.outliers import outlier_degree
-from kvkeep.model.load import hush, load
+from kvkeep.model.load import load, quiet_transformers
 from kvkeep.types import Observation
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -80,7 +80,7 @@ class Lab:
         return right / self.samples
 
     def surprise(self, method: str | Method, budget: int, tokens: int, **options) -> float:
-        """Mean negative log-likelihood of the next 100 tokens of prose, read from the compressed cache."""
+        """Mean negative log-likelihood of the next 100 tokens of prose, given the compressed cache."""
         losses = self.losses(method, budget, tokens, **options)
         return sum(losses) / len(losses)
 
@@ -89,8 +89,8 @@ class Lab:
     ) -> list[float]:
         """The same, of every sample.
 
-        chunk: tokens of a forward pass of the prefill, all if None
-        steps: the next tokens one at a time, as they would be decoded
+        chunk: prefill chunk size, all tokens if None
+        steps: the next tokens one at a time, as in decode
         """
         losses = []
         for seed in range(self.samples):
@@ -104,16 +104,16 @@ class Lab:
         return losses
 
     def watch(self, look: Callable, ids: Tensor, voters: int) -> list:
-        """What `look` makes of every layer's observation of a prompt."""
-        noted = []
+        """`look` of every layer's observation of a prompt."""
+        looks = []
 
         def spy(seen, budget):
-            noted.append(look(seen))
+            looks.append(look(seen))
             return torch.zeros(seen.keys.shape[:2], device=seen.keys.device)
 
-        cache = kvkeep.Cache(self.model, Method("spy", spy, voters=voters), 1)
+        cache = kvkeep.Cache(self.model, Method("spy", spy, observation_window=voters), 1)
         self.model(ids[None].to(self.model.device), past_key_values=cache, logits_to_keep=1)
-        return noted
+        return looks
 
 
 def table(title: str, head: Iterable[str], rows: Iterable[Iterable]) -> str:
@@ -139,7 +139,7 @@ def named(options: dict) -> str:
 
 
 def boundary(lab: Lab) -> str:
-    head = ["reading", "exact", "within 4 rows", "`smooth` before to 4 after", "row 0", "quartiles of the offset"]
+    head = ["variant", "exact", "within 4 rows", "`smooth` before to 4 after", "row 0", "quartiles of the offset"]
     return table("Where IntentKV begins the question (window 64; query heads of all layers)", head, boundaries(lab))
 
 
@@ -151,7 +151,7 @@ def aha(lab: Lab) -> str:
     for t in tries:
         found = [lab.found("ahakv", budget, 2000, **t) for budget in budgets]
         rows.append([named(t), *found, lab.surprise("ahakv", 256, 1500, steps=True, **t)])
-    head = ["change", *map(str, budgets), "loss of the next 100 tokens, read one by one, budget 256"]
+    head = ["change", *map(str, budgets), "loss of the next 100 tokens, decoded one by one, budget 256"]
     return table("AhaKV: its parts (needle, 2,000 tokens; loss after 1,500 tokens of prose)", head, rows)
 
 
@@ -174,17 +174,17 @@ def bias(lab: Lab) -> str:
 
 
 def tenth(attended: Tensor, degree: Tensor) -> float:
-    """Of the attention these tokens get, the share of their tenth of highest degree; mean over key heads."""
+    """Share of these tokens' attention that the tenth of highest degree gets; mean over key heads."""
     top = degree >= degree.quantile(0.9, dim=1, keepdim=True)
     return float(((attended * top).sum(1) / attended.sum(1)).mean())
 
 
 def decode_shares(seen: Observation, context: int, ahead: int) -> list[float]:
-    """What the last `ahead` queries, those of written tokens, give the context: of that, the parts asked about.
+    """Shares of the attention the last `ahead` queries, those of decoded tokens, give the context.
 
     The tenth of highest degree; the first 4; the tenth of highest degree among the others.
     """
-    part = dict(keys=seen.keys[:, :context], positions=seen.positions[:, :context])
+    part = dict(keys=seen.keys[:, :context], token_positions=seen.token_positions[:, :context])
     degree = outlier_degree(replace(seen, **part, lengths=(context,) * seen.kv_heads), 5)
     attended = attention(seen, ahead).mean((1, 2))[:, :context]
     first = float((attended[:, :4].sum(1) / attended.sum(1)).mean())
@@ -195,10 +195,10 @@ def outliers(lab: Lab) -> str:
     context, ahead, shares = 1500, 32, []
     for seed in range(lab.samples):
         ids = torch.tensor(lab.stretch(3000 + seed, context), device=lab.model.device)[None]
-        written = lab.model.generate(
+        decoded = lab.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=ahead, min_new_tokens=ahead, do_sample=False
         )
-        shares.append(lab.watch(lambda seen: decode_shares(seen, context, ahead), written[0], ahead))
+        shares.append(lab.watch(lambda seen: decode_shares(seen, context, ahead), decoded[0], ahead))
     thirds = torch.tensor(shares).mean(0).chunk(3)  # [layers, 3] each
     asked = [
         "the 10 % of highest outlier degree",
@@ -206,29 +206,29 @@ def outliers(lab: Lab) -> str:
         "without the first 4: the 10 % of highest outlier degree",
     ]
     text = table(
-        f"Share of {ahead} written tokens' attention to a context of {context:,} tokens, by outlier degree",
+        f"Share of {ahead} decoded tokens' attention to a context of {context:,} tokens, by outlier degree",
         ["tokens of the context", "first layers", "middle layers", "last layers"],
         [[name, *(float(third[:, row].mean()) for third in thirds)] for row, name in enumerate(asked)],
     )
 
-    def drop_outliers(seen, budget):
+    def evict_outliers(seen, budget):
         return -outlier_degree(seen, 5)
 
-    def drop_random(seen, budget):
+    def evict_random(seen, budget):
         source = torch.Generator().manual_seed(seen.layer)
         return torch.rand(seen.keys.shape[:2], generator=source).to(seen.keys.device)
 
     guard = Guard(recent=32)
     rows = [["nothing", lab.surprise("full", 1500, 1500)]]
-    rows.append(["10 % at random", lab.surprise(Method("random", drop_random, guard), 1350, 1500)])
-    rows.append(["10 % of highest outlier degree", lab.surprise(Method("outliers", drop_outliers, guard), 1350, 1500)])
+    rows.append(["10 % at random", lab.surprise(Method("random", evict_random, guard), 1350, 1500)])
+    rows.append(["10 % of highest outlier degree", lab.surprise(Method("outliers", evict_outliers, guard), 1350, 1500)])
     rows.append(
         [
             "10 % of highest degree, but not the first 4",
-            lab.surprise(Method("late", drop_outliers, Guard(4, 32)), 1350, 1500),
+            lab.surprise(Method("late", evict_outliers, Guard(4, 32)), 1350, 1500),
         ]
     )
-    return text + table("Dropping tokens: mean loss of the next 100 tokens", ["dropped", "loss"], rows)
+    return text + table("Evicting tokens: mean loss of the next 100 tokens", ["evicted", "loss"], rows)
 
 
 def hits(lab: Lab) -> str:
@@ -242,7 +242,7 @@ def hits(lab: Lab) -> str:
         "random blocks",
         "size",
     ]
-    title = "How often the 10 best blocks of 64 hold the answer, by who looks (segments of 16, about 4,466 tokens)"
+    title = "How often the 10 best blocks of 64 hold the answer, by querying segment (of 16; about 4,466 tokens)"
     return table(title, head, answer_hits(lab))
 
 
@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    hush()
+    quiet_transformers()
     model, tokenizer = load(options.model, device=options.device, dtype="float32")
     text = "\n\n".join(path.read_text() for path in sorted(options.haystack.glob("*.txt"))[:30])
     lab = Lab(model, tokenizer, tokenizer(text, add_special_tokens=False).input_ids, options.samples, options.batch)

@@ -1,6 +1,6 @@
-"""What attention itself shows of the papers' claims: where a question begins, where it looks, whom positions favour.
+"""The papers' claims on attention: where a question begins, what it attends to, which positions are favoured.
 
-For claims.py, whose Lab it is given. Every function returns the rows of its tables.
+Used by claims.py, with its Lab. Every function returns the rows of its tables.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep.compress.attention import attention, real, value_sizes
+from kvkeep.compress.attention import attention, squared_value_norms, token_mask
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
-from kvkeep.compress.pipeline import compress, remember
+from kvkeep.compress.pipeline import compress, update_token_state
 from kvkeep.compress.pooling import pool
-from kvkeep.compress.scorers.ahakv import prior
-from kvkeep.compress.scorers.intentkv import Intent
+from kvkeep.compress.scorers.ahakv import relative_value_norms
+from kvkeep.compress.scorers.intentkv import IntentKVScorer
 from kvkeep.types import Observation
 
 QUESTIONS = (
@@ -31,7 +31,7 @@ QUESTIONS = (
     "lighthouse?",
     "Tell me the magic number for the lighthouse mentioned in the text.",
 )
-READINGS = (("first", 8), ("first", 1), ("subsequent", 8), ("subsequent", 4), ("subsequent", 1))
+VARIANTS = (("first", 8), ("first", 1), ("subsequent", 8), ("subsequent", 4), ("subsequent", 1))
 SEGMENT, BLOCK, BEST, SENSITIVE = 16, 64, 10, 0.7  # IntentKV, appendix C.2
 STRETCHES, THRESHOLDS = 10, (1e-4, 1e-3, 1e-2, 1e-1)
 JUDGES = ("h2o", "snapkv", "ahakv", "ahakv:recent_only=false", "ahakv:step_gain=false", "ahakv:value_prior=false")
@@ -52,23 +52,23 @@ def span(tokenizer: Any, ids: Tensor, words: str) -> tuple[int, int]:
 
 
 def boundaries(lab: Any, tokens: int = 2000, window: int = 64) -> list[list]:
-    """Per reading: how often a query head begins the question where it does begin."""
-    offsets: dict[tuple, list[int]] = {each: [] for each in READINGS}
-    zeros = dict.fromkeys(READINGS, 0)
+    """Per variant: how often a query head finds the question's true beginning."""
+    offsets: dict[tuple, list[int]] = {each: [] for each in VARIANTS}
+    zeros = dict.fromkeys(VARIANTS, 0)
     for seed in range(lab.samples):
         question = QUESTIONS[seed % len(QUESTIONS)]
         ids, _ = lab.needle(seed, tokens, question)
         begins = span(lab.tokenizer, ids, question)[0] - (len(ids) - window)
-        for layer in lab.watch(lambda seen: [_starts(seen, window, *each) for each in READINGS], ids, window):
-            for each, starts in zip(READINGS, layer, strict=True):
+        for layer in lab.watch(lambda seen: [_starts(seen, window, *each) for each in VARIANTS], ids, window):
+            for each, starts in zip(VARIANTS, layer, strict=True):
                 offsets[each] += [start - begins for start in starts]
                 zeros[each] += sum(start == 0 for start in starts)
-    return [_found(each, offsets[each], zeros[each]) for each in READINGS]
+    return [_found(each, offsets[each], zeros[each]) for each in VARIANTS]
 
 
 def _starts(seen: Observation, window: int, boundary: str, smooth: int) -> list[int]:
     """The row each query head's question begins with."""
-    votes = Intent(window, smooth, True, boundary).asking(attention(seen, window).flatten(0, 1))
+    votes = IntentKVScorer(window, smooth, True, boundary).weights(attention(seen, window).flatten(0, 1))
     return (votes > 0).int().argmax(1).tolist()
 
 
@@ -82,18 +82,18 @@ def _found(each: tuple[str, int], offsets: list[int], zeros: int) -> list:
     ]  # fmt: skip
 
 
-# IntentKV, appendix C.2: where the question looks
+# IntentKV, appendix C.2: what the question attends to
 
 
 def hits(lab: Any, tokens: int = 4466) -> list[list]:
     """How often a segment's 10 best blocks of 64 hold the whole answer: by segment, for heads sensitive to it or not.
 
-    Segments are 16 tokens: three before the question, the question's last, and what the model writes.
+    Segments are 16 tokens: three before the question, the question's last, and the answer.
     """
     rates, chance = [], []
     for seed in range(lab.samples):
         ids, number = lab.needle(seed, tokens)
-        whole = torch.cat([ids, written(lab, ids)])
+        whole = torch.cat([ids, answer_of(lab, ids)])
         begins, ends = span(lab.tokenizer, ids, QUESTIONS[0])
         parts = [(begins - SEGMENT * i, begins - SEGMENT * (i - 1)) for i in (3, 2, 1)]
         parts += [(max(begins, ends - SEGMENT), ends), (len(ids), len(whole))]
@@ -113,8 +113,8 @@ def hits(lab: Any, tokens: int = 4466) -> list[list]:
     ]
 
 
-def written(lab: Any, ids: Tensor) -> Tensor:
-    """What the model says to a prompt, with all of its cache: at most a segment, without its end mark."""
+def answer_of(lab: Any, ids: Tensor) -> Tensor:
+    """The full model's answer to a prompt: at most a segment, without its end token."""
     ids = ids.to(lab.model.device)[None]
     out = lab.model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=SEGMENT, do_sample=False
@@ -125,7 +125,7 @@ def written(lab: Any, ids: Tensor) -> Tensor:
 
 def _hit(seen: Observation, voters: int, n: int, parts: Sequence[tuple[int, int]], answer: range) -> Tensor:
     """Whether all blocks of the answer are among a segment's best. -> [heads, segments] float"""
-    rows, first = attention(seen, voters).flatten(0, 1), seen.cursor - voters
+    rows, first = attention(seen, voters).flatten(0, 1), seen.seq_len - voters
     found = []
     for a, b in parts:
         given = rows[:, a - first : b - first, :n].sum(1)
@@ -135,7 +135,7 @@ def _hit(seen: Observation, voters: int, n: int, parts: Sequence[tuple[int, int]
     return torch.stack(found, 1).float().cpu()
 
 
-# AhaKV, figures 2, 5 and 6: whom positions favour
+# AhaKV, figures 2, 5 and 6: which positions are favoured
 
 
 def positions(lab: Any, tokens: int = 3600, budget: int = 720) -> tuple[list[list], list[list], list[list]]:
@@ -182,30 +182,30 @@ def _judged(seen: Observation, methods: Sequence[Method], budget: int) -> list[t
     tenth = torch.arange(seen.tokens, device=seen.keys.device) * STRETCHES // seen.tokens
     found = []
     for method in methods:
-        noted = noting(seen, method, budget)
-        score = method.scorer(noted, budget).mean(0)
-        kept = tenth[compress(noted, method, budget).index.long()]
-        chosen = kept[:, : budget - method.guard.ends(budget)[1]]  # the others stay for being recent
+        state = with_token_state(seen, method, budget)
+        score = method.scorer(state, budget).mean(0)
+        kept = tenth[compress(state, method, budget).index.long()]
+        chosen = kept[:, : budget - method.guard.sinks_and_recent(budget)[1]]  # without the guard's recent tokens
         share = torch.zeros(STRETCHES, device=score.device).index_add_(0, tenth, score / score.sum())
         counts = torch.stack([some.flatten().bincount(minlength=STRETCHES) / some.numel() for some in (kept, chosen)])
         found.append((share.cpu(), counts.cpu()))
     return found
 
 
-def noting(seen: Observation, method: Method, budget: int) -> Observation:
-    """The observation of a whole prompt, with what this method notes of its tokens."""
+def with_token_state(seen: Observation, method: Method, budget: int) -> Observation:
+    """The observation of a whole prompt, with this method's state per token."""
     if not method.memory:
         return seen
-    notes = torch.zeros(*seen.keys.shape[:2], method.memory.width, device=seen.keys.device)
-    return remember(replace(seen, notes=notes), method, budget)
+    token_state = torch.zeros(*seen.keys.shape[:2], method.memory.width, device=seen.keys.device)
+    return update_token_state(replace(seen, token_state=token_state), method, budget)
 
 
 def _passed(seen: Observation, budget: int) -> Tensor:
     """Share of tokens whose score is at least a threshold of the head's highest, without and with the value prior."""
     h2o = parse("h2o")
-    plain = h2o.scorer(noting(seen, h2o, budget), budget)
-    tokens = real(seen)
-    weighted = plain * prior(pool(value_sizes(seen) * tokens, tokens, 5))
+    plain = h2o.scorer(with_token_state(seen, h2o, budget), budget)
+    tokens = token_mask(seen)
+    weighted = plain * relative_value_norms(pool(squared_value_norms(seen) * tokens, tokens, 5))
     limits = torch.tensor(THRESHOLDS, device=plain.device)
     normal = torch.stack([score / score.amax(1, keepdim=True) for score in (plain, weighted)])  # [2, kv_heads, n]
     return (normal[..., None] >= limits).float().mean((1, 2)).cpu()

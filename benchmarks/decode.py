@@ -1,8 +1,8 @@
 """What a decode step costs, all methods interleaved in one run: python benchmarks/decode.py [--budget 512]
 
-`extra` is the mean time inside our cache beyond that of a cache that only adds (snapkv/prompt), as a share of its step;
-`again` is what one re-selection of a buffered cache costs, spread over the steps until the next. Ratios only: absolute
-times depend on the machine and on what else it does. `stock` is transformers' own cache, holding as many tokens.
+`extra` is the median time inside the cache beyond that of one that only appends (snapkv/prompt), in percent of its
+step; `again` is the time of one eviction of a buffered cache, divided by the steps until the next. Ratios only:
+absolute times depend on the machine and its load. `stock` is transformers' own cache with as many tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from transformers import DynamicCache
 
 import kvkeep
-from kvkeep.model.load import hush, load
+from kvkeep.model.load import load, quiet_transformers
 
 PLAIN = ("snapkv", "prompt")
 
 
 class Timed(kvkeep.Cache):
-    """Adds up the time spent in it."""
+    """Sums the time spent in attend."""
 
     spent = 0.0
 
@@ -36,13 +36,13 @@ class Timed(kvkeep.Cache):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--length", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=260)
     options = parser.parse_args()
-    hush()
+    quiet_transformers()
     model, _ = load()
     torch.manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (1, options.tokens))
+    ids = torch.randint(0, model.config.vocab_size, (1, options.length))
     specs = [PLAIN] + [(name, "prompt") for name in ("snapkv+adakv", "snapkv+pyramid", "full")]
     specs += [(name, "step") for name in ("streamingllm", "lm_infinite", "tova", "h2o", "ahakv")]
     specs += [(name, "buffer") for name in ("snapkv", "intentkv", "protokv", "snapkv+adakv")]
@@ -61,7 +61,7 @@ def main() -> None:
                 model(ids[:, step : step + 1], past_key_values=cache)
                 whole[spec].append(time.perf_counter() - start)
                 inside[spec].append(cache.spent)
-    print(f"{options.tokens} tokens, budget {options.budget}, {options.steps} steps, ratios to {'/'.join(PLAIN)}")
+    print(f"{options.length} tokens, budget {options.budget}, {options.steps} steps, ratios to {'/'.join(PLAIN)}")
     step, base = statistics.median(whole[PLAIN]), statistics.median(inside[PLAIN])
     for spec in caches:
         ratio = statistics.median(mine / theirs for mine, theirs in zip(whole[spec], whole[PLAIN], strict=True))

@@ -3,8 +3,8 @@
 python benchmarks/default_model.py niah --out results/niah --haystack DIR           # RULER's needle tasks
 python benchmarks/default_model.py needle --out results/needle --haystack DIR       # a grid of lengths and depths
 python benchmarks/default_model.py longbench --out results/longbench --data DIR
-python benchmarks/default_model.py niah_fetching --out results/niah_fetching …      # methods that drop nothing
-python benchmarks/default_model.py needle_fetching --out results/needle_fetching …
+python benchmarks/default_model.py niah_retrieval --out results/niah_retrieval …    # retrieval methods
+python benchmarks/default_model.py needle_retrieval --out results/needle_retrieval …
 python benchmarks/default_model.py table --out results                              # from all rows that are there
 python benchmarks/default_model.py paired --out results     # `kvkeep` and all others, on what its search did not see
 """
@@ -20,30 +20,30 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from pool import answers
+from process_pool import map_in_processes
 from search import LONGBENCH, NIAH
 
 import kvkeep
-from kvkeep.cli.eval import Wanted, about, answerer
+from kvkeep.cli.eval import EvalOptions, about, load_worker
 from kvkeep.compress.parse import parse
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate import suite
 from kvkeep.evaluate.grid import Grid, run
 from kvkeep.evaluate.prompt import PROTOCOLS
-from kvkeep.evaluate.results import Rows
-from kvkeep.evaluate.summary import WIDE, interval, share, write_csv
+from kvkeep.evaluate.results import Results
+from kvkeep.evaluate.summary import Z_95, interval, normalized_score, write_csv
 from kvkeep.model.load import load_tokenizer
 
-DROPPING = [name for name, method in kvkeep.methods.items() if method.recall is None and method.scorer]
-CROSSED = ["snapkv+adakv", "protokv:votes=softmax+adakv", "intentkv+adakv"]
-FETCHING = [name for name, method in kvkeep.methods.items() if method.recall]
+EVICTION = [name for name, method in kvkeep.methods.items() if method.retrieval is None and method.scorer]
+MODIFIED = ["snapkv+adakv", "protokv:votes=softmax+adakv", "intentkv+adakv"]
+RETRIEVAL = [name for name, method in kvkeep.methods.items() if method.retrieval]
 BUDGETS, LENGTHS = (64, 128, 256, 512, 1024), (2048, 4096)
 PARTS = {
-    "niah": (["niah"], ["full", *DROPPING, *CROSSED], BUDGETS, LENGTHS),
-    "needle": (["needle_number"], ["full", *DROPPING, *CROSSED], BUDGETS, LENGTHS),
-    "longbench": (["longbench"], ["full", *DROPPING, *CROSSED], (128, 512, 1024), ()),
-    "niah_fetching": (["niah"], ["full", *FETCHING], BUDGETS, LENGTHS),
-    "needle_fetching": (["needle_number"], ["full", *FETCHING], BUDGETS, LENGTHS),
+    "niah": (["niah"], ["full", *EVICTION, *MODIFIED], BUDGETS, LENGTHS),
+    "needle": (["needle_number"], ["full", *EVICTION, *MODIFIED], BUDGETS, LENGTHS),
+    "longbench": (["longbench"], ["full", *EVICTION, *MODIFIED], (128, 512, 1024), ()),
+    "niah_retrieval": (["niah"], ["full", *RETRIEVAL], BUDGETS, LENGTHS),
+    "needle_retrieval": (["needle_number"], ["full", *RETRIEVAL], BUDGETS, LENGTHS),
 }
 
 
@@ -52,24 +52,25 @@ def main() -> None:
     if options.part in REPORTS:
         return REPORTS[options.part](Path(options.out))
     tasks, methods, budgets, lengths = PARTS[options.part]
-    budgets, lengths = tuple(options.budgets or budgets), tuple(options.lengths or lengths)
-    wanted = Wanted(
+    budgets, lengths = tuple(options.budget or budgets), tuple(options.length or lengths)
+    eval_options = EvalOptions(
         tuple(tasks), options.out, (*(options.methods or methods), *options.also), budgets, model=options.model,
         device=options.device, dtype=options.dtype, length=lengths or (4096,),
     )  # fmt: skip
-    grid = Grid(tuple(name for name in wanted.methods if _allowed(name, budgets)), budgets, tuple(options.protocols))
+    methods = tuple(name for name in eval_options.methods if _allowed(name, budgets))
+    grid = Grid(methods, budgets, tuple(options.protocols))
     places = {name: Path(value) if (value := getattr(options, name)) else None for name in ("data", "haystack")}
-    sources = suite.Sources(**places, lengths=wanted.length, limit=options.limit)
+    sources = suite.Sources(**places, lengths=eval_options.length, limit=options.limit)
     samples, skipped = suite.load(tasks, load_tokenizer(options.model), sources)
-    print(f"{len(samples)} samples, {len(grid.cells)} cells; left out: {skipped}", flush=True)
-    make = partial(answerer, wanted, tuple(grid.cells))
+    print(f"{len(samples)} samples, {len(grid.configs)} configs; left out: {skipped}", flush=True)
+    make = partial(load_worker, eval_options, tuple(grid.configs))
     show = partial(print, flush=True)  # rows done, rows in all
-    rows = run(answers(make, options.workers), samples, grid, options.out, show, about(wanted))
+    rows = run(map_in_processes(make, options.workers), samples, grid, options.out, show, about(eval_options))
     write_csv(rows, Path(options.out) / "results.csv")
 
 
 def _allowed(name: str, budgets: Iterable[int]) -> bool:
-    """Whether a method can work with every budget."""
+    """Whether every budget is enough for the method."""
     try:
         for budget in budgets:
             parse(name).check(budget)
@@ -80,29 +81,29 @@ def _allowed(name: str, budgets: Iterable[int]) -> bool:
 
 
 def table(out: Path) -> None:
-    """Markdown, one table for each part and protocol: mean over all samples, with its interval."""
+    """Markdown, one table for each part and protocol: means over all samples with their intervals."""
     for part in PARTS:
         path = out / part / "rows.jsonl"
         if not path.is_file():
             continue
         groups: dict[tuple, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for row in Rows(path).rows:
+        for row in Results(path).rows:
             kind = (part, _kind(row), row["protocol"])
-            groups[kind][row["method"], row["budget"]].append(100 * share(row))
+            groups[kind][row["method"], row["budget"]].append(100 * normalized_score(row))
         for kind, scores in sorted(groups.items()):
             _print(" · ".join(kind), scores)
 
 
 def paired(out: Path) -> None:
-    """Means on the half of the tasks that its search did not see, and how far `kvkeep` is ahead, sample by sample."""
+    """Means on the half of the tasks that the search of `kvkeep` did not use, and its paired lead over the others."""
     for parts, tasks in (("niah", "needle"), NIAH[1]), (("longbench",), LONGBENCH[1]):
         paths = [path for part in parts if (path := out / part / "rows.jsonl").is_file()]
-        rows = [row for path in paths for row in Rows(path).rows if row["task"].startswith(tasks)]
+        rows = [row for path in paths for row in Results(path).rows if row["task"].startswith(tasks)]
         for protocol in sorted({row["protocol"] for row in rows}):
             scores: dict[str, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
             for row in rows:
                 if row["protocol"] == protocol:
-                    scores[row["method"]][row["task"], row["id"]].append(100 * share(row))
+                    scores[row["method"]][row["task"], row["id"]].append(100 * normalized_score(row))
             _compare(
                 f"{' and '.join(parts)}, other half · {protocol}", {name: _means(of) for name, of in scores.items()}
             )
@@ -118,7 +119,7 @@ def _compare(title: str, methods: dict[str, dict[tuple, float]], mine: str = "kv
     print(f"\n### {title} (n = {len(own)})\n\n| method | mean | {mine} ahead by |\n|---|---|---|")
     for name, scores in sorted(methods.items(), key=lambda pair: -sum(pair[1].values())):
         ahead = [own[sample] - score for sample, score in scores.items()]
-        shown = f"{fmean(ahead):.1f} ± {WIDE * stdev(ahead) / len(ahead) ** 0.5:.1f}"
+        shown = f"{fmean(ahead):.1f} ± {Z_95 * stdev(ahead) / len(ahead) ** 0.5:.1f}"
         print(f"| {name} | {fmean(scores.values()):.1f} | {'' if name in (mine, 'full') else shown} |")
 
 
@@ -154,6 +155,10 @@ def _cell(values: list[float]) -> str:
 REPORTS = {"table": table, "paired": paired}
 
 
+def integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def _options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*PARTS, *REPORTS])
@@ -163,8 +168,8 @@ def _options() -> Any:
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--budgets", type=int, nargs="+", help="in place of the part's own")
-    parser.add_argument("--lengths", type=int, nargs="+", help="of prompts that are made, in place of the part's own")
+    parser.add_argument("--budget", type=integers, help="by commas, in place of the part's own")
+    parser.add_argument("--length", type=integers, help="of generated prompts, in place of the part's own")
     parser.add_argument("--limit", type=int, help="samples of each task")
     parser.add_argument("--methods", nargs="+", help="in place of the part's own")
     parser.add_argument("--also", nargs="*", default=[], help="methods beside the part's own")

@@ -3,7 +3,7 @@
     python benchmarks/harness.py --data DIR --limit 100 --method snapkv --budget 0.2
 
 DIR holds arc_easy.jsonl, openbookqa.jsonl, wic.jsonl and winogrande.jsonl. Every log-likelihood is compared. With
-everything kept all three must agree; with --method, the two of kvkeep must, and lm-eval's own shows what changed.
+everything kept all three must agree; with --method, the two of kvkeep must, and lm-eval's own is the full cache.
 The tasks are the definitions lm-eval ships, with local files in place of the hub.
 """
 
@@ -27,8 +27,8 @@ from lm_eval.tasks import TaskManager
 from kvkeep.evaluate import suite
 from kvkeep.evaluate.grid import Grid, run
 from kvkeep.evaluate.lm_eval_model import HFLM, KvkeepLM
-from kvkeep.evaluate.worker import Answerer
-from kvkeep.model.load import hush, load
+from kvkeep.evaluate.worker import Worker
+from kvkeep.model.load import load, quiet_transformers
 
 SHIPPED = {  # where lm-eval keeps each definition
     "arc_easy": "arc/arc_easy.yaml",
@@ -64,8 +64,8 @@ def as_on_hub(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "label": int(str(record["label"]).lower() in ("true", "1"))} if "label" in record else record
 
 
-def asked(lm: Any, tasks: TaskManager, limit: int) -> dict[str, list[tuple[float, list[float]]]]:
-    """Task -> (right or not, log-likelihoods) of every sample, as lm-eval finds them."""
+def by_lm_eval(lm: Any, tasks: TaskManager, limit: int) -> dict[str, list[tuple[float, list[float]]]]:
+    """Task -> (right or not, log-likelihoods) of every sample, by lm-eval."""
     names = [f"local_{task}" for task in SHIPPED]
     found = lm_eval.simple_evaluate(lm, tasks=names, task_manager=tasks, limit=limit, bootstrap_iters=0)["samples"]
     return {
@@ -78,11 +78,11 @@ def _in_order(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(samples, key=lambda one: one["doc_id"])
 
 
-def own(model: Any, tokenizer: Any, data: Path, limit: int, grid: Grid) -> dict[str, dict[str, list]]:
-    """Method -> the same as kvkeep's evaluation finds it, query-aware."""
+def by_kvkeep(model: Any, tokenizer: Any, data: Path, limit: int, grid: Grid) -> dict[str, dict[str, list]]:
+    """Method -> the same, by kvkeep's evaluation, query-aware."""
     samples, _ = suite.load(SHIPPED, tokenizer, suite.Sources(data=data, limit=limit))
     with tempfile.TemporaryDirectory() as out:
-        rows = run(Answerer(model, tokenizer, grid.cells), samples, grid, out)
+        rows = run(Worker(model, tokenizer, grid.configs), samples, grid, out)
     found: dict[str, dict[str, list]] = {method: {task: [] for task in SHIPPED} for method in grid.methods}
     for row in rows:
         found[row["method"]][row["task"]].append((row["score"], row["loglikelihoods"]))
@@ -108,21 +108,21 @@ def main() -> None:
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
     options = parser.parse_args()
-    hush()
+    quiet_transformers()
     model, tokenizer = load(options.model, device=options.device)
     grid = Grid(("full", options.method) if options.method else ("full",), (options.budget,), ("aware",))
     with tempfile.TemporaryDirectory() as folder:
         tasks = localize(options.data, Path(folder))
-        stock = timed("lm-eval", asked, HFLM(model, tokenizer=tokenizer), tasks, options.limit)  # before any cache
+        stock = timed("lm-eval", by_lm_eval, HFLM(model, tokenizer=tokenizer), tasks, options.limit)  # before any cache
         inside = {}
-        for method, budget in grid.cells:
+        for method, budget in grid.configs:
             lm = KvkeepLM(model, method, budget, tokenizer=tokenizer)
-            inside[method] = timed(f"kvkeep in lm-eval, {method}", asked, lm, tasks, options.limit)
-    alone = timed("kvkeep eval", own, model, tokenizer, options.data, options.limit, grid)
+            inside[method] = timed(f"kvkeep in lm-eval, {method}", by_lm_eval, lm, tasks, options.limit)
+    own = timed("kvkeep eval", by_kvkeep, model, tokenizer, options.data, options.limit, grid)
     print("| task | method | samples | texts | lm-eval | kvkeep in lm-eval | kvkeep eval | apart: 1, 2 | apart: 2, 3 |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for (method, budget), task in product(grid.cells, SHIPPED):
-        a, b, c = stock[task], inside[method][task], alone[method][task]
+    for (method, budget), task in product(grid.configs, SHIPPED):
+        a, b, c = stock[task], inside[method][task], own[method][task]
         texts = sum(len(scores) for _, scores in a)
         name = f"{method} {budget}" if budget else method
         right = " | ".join(f"{accuracy(found):.2f}" for found in (a, b, c))

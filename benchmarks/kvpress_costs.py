@@ -1,8 +1,8 @@
 """What kvpress costs, in the rows of `kvkeep bench --also FILE`: python benchmarks/kvpress_costs.py --out kvpress.json
 
 kvpress 0.5 wants transformers below 5.3 and kvkeep 5.10 or later, so this runs in an environment of its own
-(pip install torch==2.13.0, then kvpress) on the same machine, and imports nothing of kvkeep. Prompts, steps and what
-is counted are those of `kvkeep bench`. Ratios are to the uncompressed model in this very run, the row named "full".
+(pip install torch==2.13.0, then kvpress) on the same machine, and imports nothing of kvkeep. Prompts, steps and
+figures are those of `kvkeep bench`. Ratios are to the uncompressed model in this very run, the row named "full".
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def main() -> None:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
     rows: list[dict[str, Any]] = []
-    for context in options.lengths:
+    for context in options.length:
         ids = torch.arange(context, device=device)[None] * 7919 % model.config.vocab_size
         base: dict[int, dict[str, Any]] = {}
-        for method, budget in [("full", None), *product(options.methods, options.budgets)]:
+        for method, budget in [("full", None), *product(options.methods, options.budget)]:
             for row in measured(model, method, budget, ids, options):
                 plain = base.setdefault(row["batch"], row)
                 for figure in ("prefill", "step"):
@@ -55,19 +55,19 @@ def main() -> None:
 
 @torch.inference_mode()
 def measured(model: Any, method: str, budget: float | None, ids: torch.Tensor, options: Any) -> Any:
-    """One sequence read under a press, then copies of it written; a row for each batch."""
+    """Prefill one sequence under a press, then decode batches of copies of it; a row for each batch."""
     context, cuda = ids.shape[1], model.device.type == "cuda"
     press = None
     if budget is not None:
         kept = min(budget if budget >= 1 else budget * context, context)
         press = PRESSES[method](compression_ratio=1 - kept / context)
-    read(model, press, ids[:, :512])
+    prefill(model, press, ids[:, :512])
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated() if cuda else 0
     began = now(model)
-    cache = read(model, press, ids)
+    cache = prefill(model, press, ids)
     seconds = now(model) - began
     peak = torch.cuda.max_memory_allocated() - held if cuda else 0
     lengths = [layer.keys.shape[2] for layer in cache.layers]
@@ -85,7 +85,7 @@ def measured(model: Any, method: str, budget: float | None, ids: torch.Tensor, o
         }  # fmt: skip
 
 
-def read(model: Any, press: Any, ids: torch.Tensor) -> DynamicCache:
+def prefill(model: Any, press: Any, ids: torch.Tensor) -> DynamicCache:
     cache = DynamicCache()
     with press(model) if press else nullcontext():
         model(ids, past_key_values=cache, logits_to_keep=1)
@@ -93,7 +93,7 @@ def read(model: Any, press: Any, ids: torch.Tensor) -> DynamicCache:
 
 
 def steps(model: Any, cache: Any, lengths: list[int], context: int, rows: int, count: int) -> float:
-    """Median seconds of a token for every row, positions counted from the prompt's end as kvpress' pipeline does."""
+    """Median seconds of a decode step, positions counted from the prompt's end as kvpress' pipeline does."""
     token = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
     spent = []
     if rows > 1:
@@ -121,16 +121,16 @@ def _options() -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default=str(Path.home() / ".cache/kvkeep/models/smollm2-135m-instruct"))
     parser.add_argument("--methods", type=several(str), default=list(PRESSES))
-    parser.add_argument("--budgets", type=several(float), default=[256])
-    parser.add_argument("--lengths", type=several(int), default=[2048])
+    parser.add_argument("--budget", type=several(float), default=[256])
+    parser.add_argument("--length", type=several(int), default=[2048])
     parser.add_argument("--batch", type=several(int), default=[1])
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--device", default=None)
     parser.add_argument("--out", default="kvpress.json")
     options = parser.parse_args()
-    options.budgets = [int(each) if each >= 1 else each for each in options.budgets]
-    if strange := [each for each in options.methods if each not in PRESSES]:
-        parser.error(f"kvpress has no '{strange[0]}' here; known: {', '.join(PRESSES)}")
+    options.budget = [int(each) if each >= 1 else each for each in options.budget]
+    if unknown := [each for each in options.methods if each not in PRESSES]:
+        parser.error(f"kvpress has no '{unknown[0]}' here; known: {', '.join(PRESSES)}")
     return options
 
 

@@ -1,7 +1,7 @@
-"""Does memory stay flat while 2,000 tokens are written? python benchmarks/long_generation.py [--methods h2o snapkv]
+"""Does memory stay flat while 2,000 tokens are decoded? python benchmarks/long_generation.py [--methods h2o snapkv]
 
-Every method with a schedule of its own keeps it; the others re-select every 128 steps. The bound is checked after every
-single step; every 250 the memory in use is read: of the GPU where there is one, else of the process.
+Every method with a schedule of its own keeps it; the others evict every 128 steps. The bound is checked after every
+step; every 250 steps the memory in use is measured: of the GPU where there is one, else of the process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import kvkeep
-from kvkeep.model.load import hush, load
+from kvkeep.model.load import load, quiet_transformers
 
 BUFFER = 128
 
@@ -21,14 +21,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--methods", nargs="+", default=[name for name in kvkeep.methods if name != "full"])
     parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=600)
+    parser.add_argument("--length", type=int, default=600)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
     options = parser.parse_args()
-    hush()
+    quiet_transformers()
     model, _ = load(options.model, device=options.device)
-    print(f"{options.prompt} tokens of prompt, {options.steps} written, budget {options.budget}")
+    print(f"{options.length} tokens of prompt, {options.steps} decoded, budget {options.budget}")
     heads = f"{'method':14} {'every':>6} {'most kept':>10} {'allowed':>8} {'most MB':>8} {'MB at end':>10}"
     print(f"{heads} {'in use grew':>12}")
     for name in options.methods:
@@ -40,7 +40,7 @@ def line(model, name: str, options: argparse.Namespace) -> str:
     cache = kvkeep.Cache(model, name, options.budget, schedule=None if own else BUFFER)
     allowed = options.budget + (0 if own else BUFFER - 1)
     torch.manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (1, options.prompt)).to(model.device)
+    ids = torch.randint(0, model.config.vocab_size, (1, options.length)).to(model.device)
     kept, sizes, resident = [], [], []
     with torch.inference_mode():
         token = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)

@@ -1,16 +1,16 @@
 """Which probe ranks far chunks as attention does: python benchmarks/probe.py --texts DIR [--variants] [--out FILE]
 
-DIR holds plain-text prose (*.txt), at least one file of --tokens tokens per sample. ActQKV's setting: windows of 256
-queries, 64 sinks, 512 near tokens, chunks of 32 tokens, all of which represent it (--representatives 4: the paper's
-number). The model reads each text whole; what its own attention gave a chunk is compared with what a probe, made of the
-same queries, thinks of it. Printed as Markdown.
+DIR holds plain-text prose (*.txt), at least one file of --length tokens per sample. ActQKV's setting: windows of 256
+queries, 64 sinks, 512 near tokens, chunks of 32 tokens that all represent it (--representatives 4: the paper's number).
+The model prefills each text whole; the attention a chunk gets is compared with the score of a probe made of the same
+queries. Printed as Markdown.
 
 sum: attention of all queries of the window, averaged over heads; peak: of the query that gave the chunk most.
-hits: share of the oracle's best 16 chunks that are fetched: 46 of more, or a quarter of all (never more than 46).
+hits: share of the oracle's best 16 chunks that are retrieved: 46 of more, or a quarter of all (never more than 46).
 Windows of one text are not independent: the intervals are narrower than those of other texts would be.
 
 Deviation: the paper's table 7 (0.73 for activation bias, 0.54 for the mean) ranks by BGE-M3 embeddings, not by
-attention: a block is worth its best cosine with any query token. `most like` is that rule with the model's own vectors.
+attention: a block scores its best cosine with any query token. `most like` is that rule with the model's own vectors.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from torch.nn.functional import normalize
 
 import kvkeep
 from kvkeep.compress.method import Method
-from kvkeep.compress.retrieval.index import Leaving, Representatives
-from kvkeep.compress.retrieval.query import Moments, activation_bias, joined
-from kvkeep.kernels.torch.reference import lower_right, probabilities
-from kvkeep.model.load import hush, load
+from kvkeep.compress.retrieval.index import OffloadedTokens, Representatives
+from kvkeep.compress.retrieval.query import Moments, activation_bias, concat_heads
+from kvkeep.kernels.torch.reference import causal_lower_right, probabilities
+from kvkeep.model.load import load, quiet_transformers
 from kvkeep.model.rope import Rotation, rotations
 from kvkeep.types import Observation
 
 WINDOW, SINKS, NEAR, CHUNK = 256, 64, 512, 32
-FETCHED, BEST = 46, 16  # chunks a budget of 2,048 has room for; chunks of the oracle that should be among them
+RETRIEVED, BEST = 46, 16  # chunks a budget of 2,048 has room for; chunks of the oracle that should be among them
 ORACLES = ("sum", "peak", "most like")
-MEASURES = ("ρ", "hits in a quarter", f"hits in {FETCHED}")
+MEASURES = ("ρ", "hits in a quarter", f"hits in {RETRIEVED}")
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a probe can be made of: all heads side by side, turned to the near window's edge."""
+    """What a probe can be made of: heads concatenated, rotated to the near window's edge."""
 
     queries: Tensor  # [w, dim]
     history: Tensor  # [n, dim] all queries so far, these included
@@ -115,16 +115,16 @@ VARIANTS: dict[str, Probe] = {
 
 
 def watch(look: Callable[[Observation], Tensor], model, ids: Tensor) -> Tensor:
-    """What `look` makes of every layer, stacked."""
-    noted = []
+    """`look` of every layer's observation, stacked."""
+    looks = []
 
     def spy(seen: Observation, budget: int) -> Tensor:
-        noted.append(look(seen))
+        looks.append(look(seen))
         return torch.zeros(seen.keys.shape[:2], device=seen.keys.device)
 
-    cache = kvkeep.Cache(model, Method("spy", spy, voters=ids.shape[-1]), 1)
+    cache = kvkeep.Cache(model, Method("spy", spy, observation_window=ids.shape[-1]), 1)
     model(ids[None].to(model.device), past_key_values=cache, logits_to_keep=1)
-    return torch.stack(noted)
+    return torch.stack(looks)
 
 
 def attention(seen: Observation) -> Tensor:
@@ -133,32 +133,32 @@ def attention(seen: Observation) -> Tensor:
     mean = torch.zeros(n, n, device=seen.keys.device)
     for start in range(0, n, WINDOW):
         end = min(n, start + WINDOW)
-        allowed = lower_right(end - start, end - start, mean.device)[None]
+        allowed = causal_lower_right(end - start, end - start, mean.device)[None]
         queries, keys = seen.queries[:, start:end], seen.keys[:, :end]
-        chances = probabilities(queries, keys, allowed, seen.scale, seen.softcap, seen.sinks)
+        chances = probabilities(queries, keys, allowed, seen.scale, seen.softcap, seen.sink_logits)
         mean[start:end, :end] = chances.mean((0, 1))
     return mean
 
 
 def compare(seen: Observation, turn: Rotation | None, first: int, probes: dict[str, Probe], speak: int) -> Tensor:
     """One layer: every probe against every oracle. [windows, probes and DOT and REFERENCES, oracles, measures]"""
-    n, places = seen.tokens, seen.positions[0]
+    n, places = seen.tokens, seen.token_positions[0]
     given = attention(seen)
-    queries = joined(turn.turn(seen.queries, NEAR - places) if turn else seen.queries, seen.kv_heads)
-    keys = turn.turn(seen.keys, -places) if turn else seen.keys
+    queries = concat_heads(turn.rotate(seen.queries, NEAR - places) if turn else seen.queries, seen.kv_heads)
+    keys = turn.rotate(seen.keys, -places) if turn else seen.keys
     mass = given.tril(-1).triu(-NEAR).sum(0)  # from the queries close behind, as the engine counts it
     results, moments = [], None
     for start in range(0, n - n % WINDOW, WINDOW):
         here = slice(start, start + WINDOW)
         mine = Moments.of(queries[here])
-        moments = moments.joined(mine) if moments else mine
+        moments = moments.merge(mine) if moments else mine
         if start < first:
             continue
         count = (start - NEAR - SINKS) // CHUNK
         away = slice(SINKS, SINKS + count * CHUNK)
         member = torch.arange(count, device=keys.device).repeat_interleave(CHUNK)
-        leaving = Leaving(keys[:, away], mass[away], member[None], count)
-        likes, dots = (Representatives(speak, cosine).describe(leaving)[0] for cosine in (True, False))
+        leaving = OffloadedTokens(keys[:, away], mass[away], member[None], count)
+        likes, dots = (Representatives(speak, cosine).build(leaving)[0] for cosine in (True, False))
         per_chunk = given[here, away].unflatten(1, (count, CHUNK)).sum(-1)
         similar = normalize(queries[here], dim=1) @ likes.T
         oracles = (per_chunk.sum(0), per_chunk.amax(0), similar.amax(0))
@@ -169,15 +169,15 @@ def compare(seen: Observation, turn: Rotation | None, first: int, probes: dict[s
     return torch.stack(results)
 
 
-def agreement(worth: Tensor, truth: Tensor) -> Tensor:
-    """Spearman's ρ, and how many of the truth's best chunks are fetched: of a quarter of all, of FETCHED."""
-    chunks = len(worth)
-    ranks = torch.stack([worth, truth]).argsort(1).argsort(1).float()
+def agreement(score: Tensor, truth: Tensor) -> Tensor:
+    """Spearman's ρ, and how many of the truth's best chunks are retrieved: of a quarter of all, of RETRIEVED."""
+    chunks = len(score)
+    ranks = torch.stack([score, truth]).argsort(1).argsort(1).float()
     found = [torch.corrcoef(ranks)[0, 1].item()]
-    for fetched in (min(FETCHED, chunks // 4), FETCHED):
-        best = truth.topk(min(BEST, fetched, chunks)).indices
-        share = torch.isin(best, worth.topk(min(fetched, chunks)).indices).float().mean().item()
-        found.append(share if fetched < chunks else float("nan"))  # no choice, no merit
+    for retrieved in (min(RETRIEVED, chunks // 4), RETRIEVED):
+        best = truth.topk(min(BEST, retrieved, chunks)).indices
+        share = torch.isin(best, score.topk(min(retrieved, chunks)).indices).float().mean().item()
+        found.append(share if retrieved < chunks else float("nan"))  # all are retrieved: no choice
     return torch.tensor(found)
 
 
@@ -237,20 +237,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--first", type=int, default=1024, help="where the first window that counts begins")
     parser.add_argument("--representatives", type=int, default=CHUNK, help="tokens that represent a chunk")
     parser.add_argument("--model", default=None)
     parser.add_argument("--variants", action="store_true", help="other ways to weigh queries, too")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    hush()
+    quiet_transformers()
     model, tokenizer = load(options.model, dtype="float32")
     turns = rotations(model, list(range(model.config.num_hidden_layers)))
     probes = PROBES | (VARIANTS if options.variants else {})
     results = []
     with torch.inference_mode():
-        for ids in texts(options.texts, tokenizer, options.tokens, options.samples):
+        for ids in texts(options.texts, tokenizer, options.length, options.samples):
             results.append(
                 watch(
                     lambda seen: compare(seen, turns[seen.layer], options.first, probes, options.representatives),

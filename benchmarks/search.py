@@ -1,12 +1,12 @@
-"""Crossings nobody has published, tried on half of the tasks: which is best?
+"""Search over unpublished combinations of methods and modifiers, on half of the tasks.
 
-    python benchmarks/search.py --stage 1 --out found --data DIR --haystack DIR      # a random part of all crossings
-    python benchmarks/search.py --stage 2 --out found --data DIR --haystack DIR      # the best, and what is like them
+    python benchmarks/search.py --stage 1 --out found --data DIR --haystack DIR      # a random sample of all
+    python benchmarks/search.py --stage 2 --out found --data DIR --haystack DIR      # the best, and their neighbours
     python benchmarks/search.py --stage 3 --out found --data DIR --haystack DIR      # the winner, on the other half
 
-A crossing's worth is its mean score over tasks, protocols and budgets. Stage 2 tries the best of stage 1, the one that
-is best on every axis by itself, and all that differ from these on one axis; the best of stage 2 is the winner. Only
-stage 3, and only it, sees the other half of the tasks.
+A combination is ranked by its mean score over tasks, protocols and budgets. Stage 2 tries the best of stage 1, the one
+with the best level of every axis, and all that differ from these on one axis; the best of stage 2 is the winner. Only
+stage 3 uses the other half of the tasks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pool import answers
+from process_pool import map_in_processes
 
-from kvkeep.cli.eval import Wanted, answerer
+from kvkeep.cli.eval import EvalOptions, load_worker
 from kvkeep.compress.parse import parse
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate import suite
 from kvkeep.evaluate.grid import Grid, run
-from kvkeep.evaluate.results import Rows
-from kvkeep.evaluate.summary import cells
+from kvkeep.evaluate.results import Results
+from kvkeep.evaluate.summary import summarize
 from kvkeep.model.load import load_tokenizer
 
 PUBLISHED = (
@@ -66,23 +66,23 @@ def main() -> None:
     if options.stage == 1:
         specs = sorted(map(spec, drawn(options.count, options.seed)))
     elif options.stage == 2:
-        specs = sorted(map(spec, refined(worth(read(out / "stage1")))))
+        specs = sorted(map(spec, refined(mean_scores(read(out / "stage1")))))
     else:
-        specs = [max(ranked(worth(read(out / "stage2"))), key=lambda pair: pair[1])[0]]
+        specs = [max(ranked(mean_scores(read(out / "stage2"))), key=lambda pair: pair[1])[0]]
     half = [task for task in HALVES[options.stage == 3] if not options.only or task in options.only]
     rows = evaluate((*options.among, *specs), half, out / f"stage{options.stage}", options)
-    for name, score in ranked(worth(rows))[:25]:
+    for name, score in ranked(mean_scores(rows))[:25]:
         print(f"{score:6.2f}  {name}{'' if name in PUBLISHED else '   (ours)'}")
 
 
 def drawn(count: int, seed: int) -> list[Choice]:
-    """So many of all crossings that work, at random."""
+    """A random sample of the valid combinations."""
     working = [choice for choice in product(*AXES.values()) if works(spec(choice))]
     return random.Random(seed).sample(working, count)
 
 
 def refined(scores: dict[str, float]) -> set[Choice]:
-    """The five best crossings, the best level of every axis together, and their neighbours on one axis."""
+    """The five best combinations, the best levels of all axes together, and neighbours on one axis."""
     known = {choice: scores[spec(choice)] for choice in product(*AXES.values()) if spec(choice) in scores}
     best = sorted(known, key=lambda choice: -known[choice])[:5]
     together = tuple(_best_level(number, known) for number in range(len(AXES)))
@@ -97,7 +97,7 @@ def refined(scores: dict[str, float]) -> set[Choice]:
 
 
 def _best_level(axis: int, known: dict[Choice, float]) -> str:
-    """By its mean over everything it was crossed with."""
+    """By its mean over all combinations it is in."""
     levels = defaultdict(list)
     for choice, score in known.items():
         levels[choice[axis]].append(score)
@@ -117,24 +117,25 @@ def works(name: str) -> bool:
 
 
 def evaluate(methods: Sequence[str], tasks: Sequence[str], out: Path, options: Any) -> list[dict[str, Any]]:
-    wanted = Wanted(
-        tuple(tasks), str(out), ("full", *dict.fromkeys(methods)), tuple(options.budgets), model=options.model,
+    eval_options = EvalOptions(
+        tuple(tasks), str(out), ("full", *dict.fromkeys(methods)), tuple(options.budget), model=options.model,
         device=options.device, dtype="float32", max_length=options.max_length,
     )  # fmt: skip
-    grid = Grid(wanted.methods, wanted.budgets, tuple(options.protocols))
+    grid = Grid(eval_options.methods, eval_options.budget, tuple(options.protocols))
     sources = suite.Sources(
         Path(options.data), Path(options.haystack), lengths=(options.length,), limit=options.limit, seed=options.seed
     )
     samples, skipped = suite.load(tasks, load_tokenizer(options.model), sources)
     assert not skipped, skipped
-    make = partial(answerer, wanted, tuple(grid.cells))
-    return run(answers(make, options.workers), samples, grid, out, lambda done, total: print(done, total, flush=True))
+    make = partial(load_worker, eval_options, tuple(grid.configs))
+    progress = partial(print, flush=True)  # rows done, rows in all
+    return run(map_in_processes(make, options.workers), samples, grid, out, progress)
 
 
-def worth(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
+def mean_scores(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Mean over tasks, protocols and budgets, in percent."""
     found = defaultdict(list)
-    for cell in cells(rows):
+    for cell in summarize(rows):
         found[cell.method].append(cell.score)
     return {method: sum(scores) / len(scores) for method, scores in found.items()}
 
@@ -144,7 +145,7 @@ def ranked(scores: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    return Rows(folder / "rows.jsonl").rows
+    return Results(folder / "rows.jsonl").rows
 
 
 def _options() -> Any:
@@ -157,8 +158,8 @@ def _options() -> Any:
     parser.add_argument("--protocols", nargs="+", default=["agnostic", "aware"])
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--count", type=int, default=60, help="crossings drawn in stage 1")
+    parser.add_argument("--budget", type=lambda text: [*map(int, text.split(","))], default=[128, 512])
+    parser.add_argument("--count", type=int, default=60, help="combinations drawn in stage 1")
     parser.add_argument("--limit", type=int, default=8, help="samples of each task")
     parser.add_argument("--among", nargs="+", default=PUBLISHED, help="published methods beside them")
     parser.add_argument("--length", type=int, default=2048)

@@ -7,8 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvkeep
 
 torch.set_num_threads(1)
-EVICTING = [name for name, method in kvkeep.methods.items() if method.recall is None]
-FETCHING = [name for name, method in kvkeep.methods.items() if method.recall] + ["protokv+recall"]
+EVICTING = [name for name, method in kvkeep.methods.items() if method.retrieval is None]
+RETRIEVING = [name for name, method in kvkeep.methods.items() if method.retrieval] + ["protokv+recall"]
 
 
 def make_llama(seed: int = 0, **changes) -> LlamaForCausalLM:

@@ -5,7 +5,7 @@ import torch
 
 from kvkeep.kernels.torch import reference
 from kvkeep.kernels.triton import column_mass, decode
-from kvkeep.types import NOWHERE
+from kvkeep.types import PAD_POSITION
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
@@ -26,21 +26,21 @@ def drawn(*shape, kind=torch.float32, scale=1.0):
 @pytest.mark.parametrize(
     "rows, heads, kv_heads, size, dim", [(1, 1, 1, 1, 16), (2, 4, 2, 9, 16), (3, 9, 3, 300, 64), (2, 8, 1, 129, 24)]
 )
-def test_attend_slots(rows, heads, kv_heads, size, dim, softcap, sunk, kind):
+def test_padded_attention(rows, heads, kv_heads, size, dim, softcap, sunk, kind):
     torch.manual_seed(rows)
     queries, keys, values = (drawn(rows, h, n, dim, kind=kind) for h, n in ((heads, 1), *[(kv_heads, size)] * 2))
     lengths = torch.randint(1, size + 1, (rows, kv_heads), device=DEVICE)
     lengths[0, 0], lengths[-1, -1] = 1, size
     sinks = drawn(heads) if sunk else None
-    got = decode.attend_slots(queries, keys, values, lengths, 0.3, softcap, sinks)
-    want = reference.attend_slots(queries.float(), keys.float(), values.float(), lengths, 0.3, softcap, sinks)
+    got = decode.padded_attention(queries, keys, values, lengths, 0.3, softcap, sinks)
+    want = reference.padded_attention(queries.float(), keys.float(), values.float(), lengths, 0.3, softcap, sinks)
     # the result of a lower precision is rounded to it, whoever computes it
     assert got.dtype == kind and off(got, want) <= BOUND[kind] + (torch.finfo(kind).eps if kind != torch.float32 else 0)
 
 
 @pytest.mark.parametrize("kind", BOUND, ids=str)
 @pytest.mark.parametrize("rows, heads, kv_heads, dim", [(1, 4, 1, 16), (3, 6, 3, 24), (2, 8, 2, 64)])
-def test_attend_ragged(rows, heads, kv_heads, dim, kind):
+def test_ragged_attention(rows, heads, kv_heads, dim, kind):
     torch.manual_seed(heads)
     lengths = torch.randint(0, 200, (rows, kv_heads), device=DEVICE)
     lengths[0, 0] = 1
@@ -50,7 +50,7 @@ def test_attend_ragged(rows, heads, kv_heads, dim, kind):
         drawn(rows, heads, 1, dim, kind=kind),
         *(drawn(int(room.sum()) + 5, dim, kind=kind) for _ in range(2)),
     )
-    got = decode.attend_ragged(queries, keys, values, starts, lengths, 256, 0.3)
+    got = decode.ragged_attention(queries, keys, values, starts, lengths, 256, 0.3)
     for row in range(rows):
         for head in range(heads):
             mine = head // (heads // kv_heads)
@@ -82,26 +82,26 @@ def test_append_ragged(rows, kv_heads, dim, wide, kind):
 
 def test_a_head_with_nothing_gives_zeros():
     queries, keys, values = drawn(1, 2, 1, 16), drawn(1, 2, 5, 16), drawn(1, 2, 5, 16)
-    got = decode.attend_slots(queries, keys, values, torch.tensor([[0, 3]], device=DEVICE), 0.3)
+    got = decode.padded_attention(queries, keys, values, torch.tensor([[0, 3]], device=DEVICE), 0.3)
     assert got[0, 0].eq(0).all() and got[0, 1].ne(0).any()
 
 
 @pytest.mark.parametrize("kind", BOUND, ids=str)
 @pytest.mark.parametrize("softcap, sunk", KINDS)
 @pytest.mark.parametrize(
-    "heads, kv_heads, q, n, dim, cursor",
+    "heads, kv_heads, q, n, dim, seq_len",
     [
         (1, 1, 1, 1, 16, 1), (4, 2, 5, 9, 16, 9), (6, 3, 70, 200, 24, 200), (2, 2, 64, 130, 8, 400),
         (4, 1, 130, 130, 64, 130),
     ],
 )  # fmt: skip
-def test_column_mass(heads, kv_heads, q, n, dim, cursor, softcap, sunk, kind):
+def test_column_mass(heads, kv_heads, q, n, dim, seq_len, softcap, sunk, kind):
     torch.manual_seed(n)
     queries, keys = drawn(heads, q, dim, kind=kind, scale=2), drawn(kv_heads, n, dim, kind=kind)
-    positions = torch.stack([torch.randperm(cursor)[:n].sort().values for _ in range(kv_heads)]).int().to(DEVICE)
+    positions = torch.stack([torch.randperm(seq_len)[:n].sort().values for _ in range(kv_heads)]).int().to(DEVICE)
     sinks = drawn(heads) if sunk else None
-    got = column_mass.column_mass(queries, keys, positions, cursor, 0.3, softcap, sinks)
-    want = reference.column_mass(queries.float(), keys.float(), positions, cursor, 0.3, softcap, sinks)
+    got = column_mass.column_mass(queries, keys, positions, seq_len, 0.3, softcap, sinks)
+    want = reference.column_mass(queries.float(), keys.float(), positions, seq_len, 0.3, softcap, sinks)
     assert off(got, want) <= BOUND[kind]
 
 
@@ -118,7 +118,7 @@ def test_column_mass_with_weights_and_known_sums(q, n):
     queries, keys, weights = drawn(4, q, 32, scale=2), drawn(2, n, 32), torch.rand(4, q, device=DEVICE)
     rest = keys, torch.arange(n, device=DEVICE).expand(2, -1), n, 0.3
     want = reference.column_mass(queries, *rest, weights=weights)
-    sums = column_mass.log_sums(queries.contiguous(), keys, rest[1].contiguous(), n, 0.3, None)
+    sums = column_mass.log_sum_exp(queries.contiguous(), keys, rest[1].contiguous(), n, 0.3, None)
     seen = torch.arange(n, device=DEVICE) <= torch.arange(n - q, n, device=DEVICE)[:, None]
     logits = (queries.view(2, 2, q, 32) @ keys[:, None].transpose(2, 3) * 0.3).masked_fill(~seen, float("-inf"))
     assert off(sums, logits.logsumexp(-1).view(4, q)) <= 1e-5
@@ -135,7 +135,7 @@ def test_column_mass_where_one_head_kept_all_and_another_did_not(n, q, kept, mod
     queries, keys = drawn(2, q, 16), drawn(2, n, 16)
     positions = torch.arange(n, device=DEVICE).repeat(2, 1)
     positions[1, :kept] = torch.cat([torch.randperm(n - q)[: kept - q].sort().values, torch.arange(n - q, n)])
-    positions[1, kept:] = NOWHERE
+    positions[1, kept:] = PAD_POSITION
     keys[1, kept:] = 0
     got = module.column_mass(queries, keys, positions, n, 0.3)
     for head, tokens in enumerate((n, kept)):

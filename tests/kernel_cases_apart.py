@@ -11,10 +11,10 @@ from kernel_cases_gather import with_store
 import kvkeep
 from kvkeep.compress.retrieval import index, topk
 from kvkeep.compress.retrieval import query as probing
-from kvkeep.kernels.dispatch import Best
+from kvkeep.kernels.dispatch import KernelDispatch
 from kvkeep.kernels.torch import reference
 from kvkeep.kernels.triton import representatives, retrieval_attention, unit_scores, weighted_query
-from kvkeep.storage.offload.pinned import Table
+from kvkeep.storage.offload.pinned import HostBlockTable
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 0, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -34,14 +34,14 @@ def bound(kind):
 def window(heads, kv_heads, w, far, near, dim, wide, kind):
     """As a layer has them: queries and near keys are parts of more, heads lie behind each other."""
     queries = drawn(w + 3, heads, dim, kind=kind, scale=2).transpose(0, 1)[:, 2 : w + 2]
-    turned = drawn(heads, w, dim, kind=kind, scale=2)
+    rotated = drawn(heads, w, dim, kind=kind, scale=2)
     away = tuple(drawn(kv_heads, far, size, kind=kind) for size in (dim, wide))
     here = tuple(drawn(kv_heads, near + 7, size, kind=kind)[:, 4 : near + 4] for size in (dim, wide))
-    return queries, turned, away, here
+    return queries, rotated, away, here
 
 
-def wide_floats(queries, turned, away, here):
-    return queries.float(), turned.float(), *(tuple(t.float() for t in pair) for pair in (away, here))
+def wide_floats(queries, rotated, away, here):
+    return queries.float(), rotated.float(), *(tuple(t.float() for t in pair) for pair in (away, here))
 
 
 SHAPES = [  # heads, kv_heads, w, far, near, dim, wide, band
@@ -60,34 +60,34 @@ SHAPES = [  # heads, kv_heads, w, far, near, dim, wide, band
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("softcap, sunk", [(None, False), (1.5, True)])
 @pytest.mark.parametrize("heads, kv_heads, w, far, near, dim, wide, band", SHAPES)
-def test_attend_apart(heads, kv_heads, w, far, near, dim, wide, band, softcap, sunk, kind):
+def test_two_region_attention(heads, kv_heads, w, far, near, dim, wide, band, softcap, sunk, kind):
     torch.manual_seed(w)
-    queries, turned, away, here = given = window(heads, kv_heads, w, far, near, dim, wide, kind)
+    queries, rotated, away, here = given = window(heads, kv_heads, w, far, near, dim, wide, kind)
     sinks = drawn(heads, kind=kind) if sunk else None
     before = torch.rand(near - w, device=DEVICE) if near > w else None
     rest = 0.3, softcap, sinks, band, before
-    got, mass = retrieval_attention.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest)
+    got, mass = retrieval_attention.two_region_attention(queries, rotated, (lambda: away) if far else None, here, *rest)
     wants, turns, aways, heres = wide_floats(*given)
-    want, known = reference.attend_apart(wants, turns, (lambda: aways) if far else None, heres, *rest)
+    want, known = reference.two_region_attention(wants, turns, (lambda: aways) if far else None, heres, *rest)
     assert got.dtype == kind and got.shape == (heads, w, wide) and off(got, want) <= bound(kind)
     assert mass.shape == (near,) and off(mass, known) <= BOUND[torch.float32]
-    alone, none = retrieval_attention.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest[:3])
+    alone, none = retrieval_attention.two_region_attention(queries, rotated, (lambda: away) if far else None, here, *rest[:3])
     assert alone.equal(got) and none is None
     had = None if before is None else torch.rand(heads, near - w + 5, device=DEVICE)[:, 5:]  # a part of more
     rest = *rest[:-1], had, True
-    again, mass = retrieval_attention.attend_apart(queries, turned, (lambda: away) if far else None, here, *rest)
-    known = reference.attend_apart(wants, turns, (lambda: aways) if far else None, heres, *rest)[1]
+    again, mass = retrieval_attention.two_region_attention(queries, rotated, (lambda: away) if far else None, here, *rest)
+    known = reference.two_region_attention(wants, turns, (lambda: aways) if far else None, heres, *rest)[1]
     assert again.equal(got) and mass.shape == (heads, near) and off(mass, known) <= BOUND[torch.float32]
 
 
 def test_only_queries_close_behind_a_key_count_and_never_its_own():
-    queries, turned, away, here = window(2, 1, 6, 5, 9, 16, 16, torch.float32)
+    queries, rotated, away, here = window(2, 1, 6, 5, 9, 16, 16, torch.float32)
     for band, before in product((1, 3, 8, 50), (None, torch.ones(4, device=DEVICE))):
         rest = lambda: away, here, 0.3, None, None, band, before  # noqa: E731
-        got, want = (each.attend_apart(queries, turned, *rest)[1] for each in (retrieval_attention, reference))
+        got, want = (each.two_region_attention(queries, rotated, *rest)[1] for each in (retrieval_attention, reference))
         assert off(got, want) <= 1e-5 and got[-1] == 0
     assert (
-        retrieval_attention.attend_apart(queries, turned, None, here, 0.3, None, None, 1)[1][:2].eq(0).all()
+        retrieval_attention.two_region_attention(queries, rotated, None, here, 0.3, None, None, 1)[1][:2].eq(0).all()
     )  # too far behind
 
 
@@ -95,21 +95,21 @@ def test_only_queries_close_behind_a_key_count_and_never_its_own():
 @pytest.mark.parametrize(
     "heads, kv_heads, w, dim, asked", [(1, 1, 1, 16, 0), (8, 2, 5, 24, 3), (7, 1, 64, 48, 0), (4, 4, 70, 40, 70)]
 )
-def test_surprised(heads, kv_heads, w, dim, asked, kind):
+def test_weighted_query(heads, kv_heads, w, dim, asked, kind):
     torch.manual_seed(w)
     moments, question = None, drawn(asked, kv_heads * dim) if asked else None
     for _ in range(2):
         queries = (drawn(heads, w, dim, kind=torch.float32, scale=2) + 5).to(kind)
         queries[..., 3] = 1.5  # never varies
         before = (moments.count, moments.mean, moments.variance) if moments else (0, None, None)
-        want = probing._surprised(queries, kv_heads, *before, question)
-        got = weighted_query.surprised(queries, kv_heads, *before, question)
+        want = probing._weighted_query(queries, kv_heads, *before, question)
+        got = weighted_query.weighted_query(queries, kv_heads, *before, question)
         assert all(off(a, b) <= 2e-5 for a, b in zip(got, want, strict=True))
         moments = probing.Moments(before[0] + w, *want[:2])
 
 
 def test_queries_that_never_vary_ask_alike():
-    got = weighted_query.surprised(torch.full((2, 5, 16), 3.0, device=DEVICE), 1, 0, None, None, None)
+    got = weighted_query.weighted_query(torch.full((2, 5, 16), 3.0, device=DEVICE), 1, 0, None, None, None)
     assert [float(each[0]) for each in got] == [3.0, 0.0, 3.0]
 
 
@@ -118,14 +118,14 @@ def test_queries_that_never_vary_ask_alike():
 @pytest.mark.parametrize(
     "kv_heads, units, size, dim, count", [(1, 1, 1, 16, 4), (2, 5, 32, 32, 4), (3, 3, 5, 24, 2), (8, 2, 40, 128, 7)]
 )
-def test_speakers(kv_heads, units, size, dim, count, cosine, kind):
+def test_unit_representatives(kv_heads, units, size, dim, count, cosine, kind):
     torch.manual_seed(units)
     keys = drawn(kv_heads, units * size + 9, dim, kind=kind)[:, 4 : units * size + 4]
     for mass in (torch.rand(units * size, device=DEVICE), torch.randint(0, 3, (units * size,), device=DEVICE).float()):
-        got, want = (f(keys, mass, units, count, cosine) for f in (representatives.speakers, index._speakers))
+        got, want = (f(keys, mass, units, count, cosine) for f in (representatives.unit_representatives, index._unit_representatives))
         assert got.shape == want.shape and off(got, want) <= 1e-6
         room = torch.full_like(got, 9.0)
-        assert representatives.speakers(keys, mass, units, count, cosine, room) is room and room.equal(got)
+        assert representatives.unit_representatives(keys, mass, units, count, cosine, room) is room and room.equal(got)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -134,38 +134,39 @@ def test_speakers(kv_heads, units, size, dim, count, cosine, kind):
     "kv_heads, group, units, size, dim, count",
     [(1, 1, 1, 1, 16, 4), (2, 2, 5, 32, 32, 4), (3, 3, 3, 5, 24, 2), (1, 7, 2, 9, 16, 9), (4, 4, 2, 40, 128, 7)],
 )
-def test_speakers_of_every_head(kv_heads, group, units, size, dim, count, cosine, kind):
+def test_unit_representatives_of_every_head(kv_heads, group, units, size, dim, count, cosine, kind):
     torch.manual_seed(units)
     n, heads = units * size, kv_heads * group
     keys = drawn(kv_heads, n + 9, dim, kind=kind)[:, 4 : n + 4]
     for mass in (torch.rand(heads, n + 3, device=DEVICE), torch.randint(0, 3, (heads, n + 3), device=DEVICE).float()):
         mass = mass[:, 3:]
-        got, want = (f(keys, mass, units, count, cosine) for f in (representatives.speakers, index._speakers))
+        got, want = (f(keys, mass, units, count, cosine) for f in (representatives.unit_representatives, index._unit_representatives))
         assert got.shape == want.shape and off(got, want) <= 1e-6
         room = torch.full_like(got, 9.0)
-        assert representatives.speakers(keys, mass, units, count, cosine, room) is room and room.equal(got)
+        assert representatives.unit_representatives(keys, mass, units, count, cosine, room) is room and room.equal(got)
         if count < size and heads > 1:  # heads do choose differently
-            assert off(got, index._speakers(keys, mass.mean(0), units, count, cosine)) > 1e-3
+            assert off(got, index._unit_representatives(keys, mass.mean(0), units, count, cosine)) > 1e-3
 
 
 @pytest.mark.parametrize("cosine", [False, True])
 @pytest.mark.parametrize("units, dim", [(1, 16), (15, 24), (70, 300)])
-def test_match(units, dim, cosine):
+def test_score_representatives(units, dim, cosine):
     torch.manual_seed(units)
     for kind in KINDS:  # what is known of units is kept as keys are
         vector, about = drawn(dim), drawn(1, units, dim).to(kind)
-        assert off(unit_scores.match(vector, about, cosine), index._match(vector, about, cosine)) <= 1e-5
+        score, reference_score = unit_scores.score_representatives, index._score_representatives
+        assert off(score(vector, about, cosine), reference_score(vector, about, cosine)) <= 1e-5
 
 
 @pytest.mark.parametrize("heads, units, size, quota", [(1, 1, 32, 0), (1, 1, 4, 8), (2, 9, 1, 5), (3, 2500, 3, 600)])
-def test_spend_even(heads, units, size, quota):
+def test_select_uniform_units(heads, units, size, quota):
     torch.manual_seed(units)
     few = torch.randint(-2, 3, (heads, units), device=DEVICE).float()  # hardly any two are different
     for worth in (drawn(heads, units), few, -few, few * 0, drawn(heads, units, scale=1e-20), drawn(heads, units).abs()):
-        assert unit_scores.spend_even(worth, size, quota).equal(topk._spend_even(worth, size, quota))
+        assert unit_scores.select_uniform_units(worth, size, quota).equal(topk._select_uniform_units(worth, size, quota))
 
 
-READING = {"attend_apart", "match", "speakers", "spend_even", "surprised", "turned"}
+READING = {"two_region_attention", "score_representatives", "unit_representatives", "select_uniform_units", "weighted_query", "rotate"}
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -176,20 +177,20 @@ def test_a_whole_reading_in_kernels_says_what_torch_says(monkeypatch, per_head):
     question = torch.randn(3, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     said, kept, used = [], [], set()
 
-    def fast(best, *given):
-        fits = not best.broken and best.fits(*given)
+    def uses_kernel(best, *given):
+        fits = not best.broken and best.supports(*given)
         used.update({best.name} if fits else ())
         return fits
 
     for kernels in (False, True):
         cache = kvkeep.Cache(model, "actqkv", 64, window=16, sinks=3, chunk=8, per_head=per_head)
-        cache.recaller.question[0] = question
+        cache.retrieval.question[0] = question
         with monkeypatch.context() as here:
-            here.setattr(Best, "fast", fast if kernels else lambda *_: False)
+            here.setattr(KernelDispatch, "uses_kernel", uses_kernel if kernels else lambda *_: False)
             if kernels:
-                here.setattr(cache.recaller, "_empty", with_store(cache.recaller))
+                here.setattr(cache.retrieval, "_empty", with_store(cache.retrieval))
             else:
-                here.setattr(Table, "new", lambda device: None)
+                here.setattr(HostBlockTable, "new", lambda device: None)
             steps = ((0, 96), (96, 120), (120, 121), (121, 122), (122, 135))
             said.append(torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in steps], 1))
             kept.append(cache.kept(0))

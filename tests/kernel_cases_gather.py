@@ -12,8 +12,8 @@ from conftest import make_llama
 import kvkeep
 from kvkeep.kernels.torch import rotation
 from kvkeep.kernels.triton import apply_rope, host_gather
-from kvkeep.storage.offload.host import Host, Purse
-from kvkeep.storage.offload.pinned import Table
+from kvkeep.storage.offload.host import HostMemoryBudget, HostStore
+from kvkeep.storage.offload.pinned import HostBlockTable
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -35,23 +35,23 @@ def home(like):
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=GPU)
 
 
-def settled(slabs):
+def settled(blocks):
     """Once the device is done with them."""
     if GPU:
         torch.cuda.synchronize()
-    return slabs
+    return blocks
 
 
 def filled(sizes, heads, dim, wide, kind, capacity=None):
     """Slabs put one after the other, the table, and all of them as two plain tensors."""
     table = torch.full((3, capacity or len(sizes)), -1, dtype=torch.int64, device=DEVICE)
-    slabs, pieces = [], []
+    blocks, pieces = [], []
     for slot, (n, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
         near = [drawn(heads, n + 5, d, kind=kind)[:, 2 : 2 + n] for d in (dim, wide)]  # as a part of more
-        slabs.append(tuple(home(t) for t in near))
-        host_gather.put(*near, slabs[-1], table, slot, end)
+        blocks.append(tuple(home(t) for t in near))
+        host_gather.put(*near, blocks[-1], table, slot, end)
         pieces.append(near)
-    return slabs, table, tuple(torch.cat(part, 1) for part in zip(*pieces, strict=True))
+    return blocks, table, tuple(torch.cat(part, 1) for part in zip(*pieces, strict=True))
 
 
 SHAPES = [  # sizes of slabs, heads, dim, wide
@@ -86,10 +86,10 @@ def test_a_home_at_a_low_address():
 @pytest.mark.parametrize("sizes, heads, dim, wide", SHAPES)
 def test_what_is_put_lies_there(sizes, heads, dim, wide, kind):
     torch.manual_seed(len(sizes))
-    slabs, table, whole = filled(sizes, heads, dim, wide, kind, len(sizes) + 3)
-    for got, want in zip(zip(*settled(slabs), strict=True), whole, strict=True):
+    blocks, table, whole = filled(sizes, heads, dim, wide, kind, len(sizes) + 3)
+    for got, want in zip(zip(*settled(blocks), strict=True), whole, strict=True):
         assert torch.cat(got, 1).equal(want.cpu())
-    columns = [[*(t.data_ptr() for t in slab), end] for slab, end in zip(slabs, accumulate(sizes), strict=True)]
+    columns = [[*(t.data_ptr() for t in block), end] for block, end in zip(blocks, accumulate(sizes), strict=True)]
     assert table.T.tolist() == columns + [[-1] * 3] * 3  # no other column is touched
 
 
@@ -98,7 +98,7 @@ def test_what_is_put_lies_there(sizes, heads, dim, wide, kind):
 @pytest.mark.parametrize("sizes, heads, dim, wide", SHAPES)
 def test_gathering_is_indexing(sizes, heads, dim, wide, each, kind):
     torch.manual_seed(len(sizes))
-    slabs, table, whole = filled(sizes, heads, dim, wide, kind, 2 * len(sizes))
+    blocks, table, whole = filled(sizes, heads, dim, wide, kind, 2 * len(sizes))
     n, rows = sum(sizes), heads if each else 1
     ends = list(accumulate(sizes))
     border = sorted({0, n - 1, *(end - 1 for end in ends), *ends[:-1]})  # the first and last token of every slab
@@ -110,7 +110,7 @@ def test_gathering_is_indexing(sizes, heads, dim, wide, each, kind):
         host_gather.gather(index, table, len(sizes), *got)
         for have, part in zip(got, whole, strict=True):
             assert have.equal(part.gather(1, index.expand(heads, -1)[..., None].expand(-1, -1, part.shape[-1])))
-    assert len(slabs) == len(sizes)  # held until all is read
+    assert len(blocks) == len(sizes)  # held until all is read
 
 
 def split(picks, rows):
@@ -119,17 +119,17 @@ def split(picks, rows):
 
 def test_only_the_slabs_counted_are_looked_at():
     """Another store may have filled further columns of the same table."""
-    slabs, table, whole = filled([4, 6, 5], 2, 32, 32, torch.float32)
+    blocks, table, whole = filled([4, 6, 5], 2, 32, 32, torch.float32)
     index = torch.arange(10, device=DEVICE)[None]
     got = tuple(torch.empty(2, 10, 32, device=DEVICE) for _ in range(2))
     host_gather.gather(index, table, 2, *got)
-    assert all(have.equal(part[:, :10]) for have, part in zip(got, whole, strict=True)) and slabs
+    assert all(have.equal(part[:, :10]) for have, part in zip(got, whole, strict=True)) and blocks
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("first", [0, 3, 8, 13])
 def test_behind_what_stands_in_front(first, kind):
-    slabs, table, whole = filled([4, 6, 5], 2, 24, 40, kind)
+    blocks, table, whole = filled([4, 6, 5], 2, 24, 40, kind)
     front = tuple(drawn(2, first, d, kind=kind) for d in (24, 40))
     index = torch.tensor([[0, 3, 4, 9, 10, 11, 14], [1, 2, 3, 4, 5, 6, 7]], device=DEVICE)
     got = tuple(torch.full((2, first + 7, d), 9.0, dtype=kind, device=DEVICE) for d in (24, 40))
@@ -137,21 +137,23 @@ def test_behind_what_stands_in_front(first, kind):
     for have, part, before in zip(got, whole, front, strict=True):
         behind = part.gather(1, index[..., None].expand(-1, -1, part.shape[-1]))
         assert have.equal(torch.cat([before, behind], 1))
-    assert slabs
+    assert blocks
 
 
 def test_many_slabs():
-    slabs, table, whole = filled([1 + i % 3 for i in range(70)], 1, 32, 32, torch.bfloat16, 128)
+    blocks, table, whole = filled([1 + i % 3 for i in range(70)], 1, 32, 32, torch.bfloat16, 128)
     n = whole[0].shape[1]
     got = tuple(torch.empty(1, n, 32, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     host_gather.gather(torch.arange(n, device=DEVICE)[None], table, 70, *got)
-    assert all(have.equal(part) for have, part in zip(got, whole, strict=True)) and slabs
+    assert all(have.equal(part) for have, part in zip(got, whole, strict=True)) and blocks
 
 
 def store(columns=2):
     """An empty one that the device reads by itself, or the interpreter in its place; its table has to grow soon."""
     device = torch.device(DEVICE, 0) if GPU else torch.device("cpu")
-    return Host(Purse(), device, table=Table(torch.empty(3, columns, dtype=torch.int64, device=device)))
+    return HostStore(
+        HostMemoryBudget(), device, table=HostBlockTable(torch.empty(3, columns, dtype=torch.int64, device=device))
+    )
 
 
 def same(host, pieces, index):
@@ -159,7 +161,7 @@ def same(host, pieces, index):
     rows = index.expand(len(whole[0]), -1)[..., None]
     return all(
         got.equal(part.gather(1, rows.expand(-1, -1, part.shape[-1])))
-        for got, part in zip(host.fetch(index), whole, strict=True)
+        for got, part in zip(host.gather(index), whole, strict=True)
     )
 
 
@@ -183,15 +185,15 @@ def test_stores_that_went_different_ways(kind):
             torch.tensor([[n - 1]]),
         ):
             assert same(host, mine, index.to(DEVICE))
-        assert all(a.equal(torch.cat(b, 1)) for a, b in zip(host.everything(), zip(*mine, strict=True), strict=True))
-    slabs = last.slabs
-    assert all(slab.keys.is_pinned() == GPU and slab.keys.data_ptr() % 64 == 0 for slab in slabs)
-    spent = last.purse.spent
-    assert spent == sum(slab.nbytes for host in (last, other, again) for slab in {*host.slabs} - {*hosts[2].slabs}) + (
-        hosts[2].nbytes
-    )
+        assert all(a.equal(torch.cat(b, 1)) for a, b in zip(host.gather_all(), zip(*mine, strict=True), strict=True))
+    blocks = last.blocks
+    assert all(block.keys.is_pinned() == GPU and block.keys.data_ptr() % 64 == 0 for block in blocks)
+    spent = last.host_budget.used_bytes
+    assert spent == sum(
+        block.nbytes for host in (last, other, again) for block in {*host.blocks} - {*hosts[2].blocks}
+    ) + (hosts[2].nbytes)
     del other, told, host
-    assert last.purse.spent == spent - sum(t.nbytes for t in pieces[4])
+    assert last.host_budget.used_bytes == spent - sum(t.nbytes for t in pieces[4])
 
 
 def test_a_cache_that_reads_itself_says_what_another_does(monkeypatch):
@@ -199,14 +201,14 @@ def test_a_cache_that_reads_itself_says_what_another_does(monkeypatch):
     ids = torch.randperm(64, generator=torch.Generator().manual_seed(0))[None].repeat(1, 3).to(DEVICE)
     model = make_llama(vocab_size=64, num_hidden_layers=2).to(DEVICE)
     caches = [kvkeep.Cache(model, "actqkv", 64, window=16, chunk=8) for _ in range(2)]
-    monkeypatch.setattr(caches[0].recaller, "_empty", with_store(caches[0].recaller))
+    monkeypatch.setattr(caches[0].retrieval, "_empty", with_store(caches[0].retrieval))
     if GPU:
-        monkeypatch.setattr(Table, "new", lambda device: None)  # the other one fetches by a processor
+        monkeypatch.setattr(HostBlockTable, "new", lambda device: None)  # the other one fetches by a processor
     for first, last in ((0, 128), (128, 150), *((t, t + 1) for t in range(150, 156))):
         got, want = (model(ids[:, first:last], past_key_values=each).logits for each in caches)
         assert got.equal(want)
     assert caches[0].kept(0) == caches[1].kept(0)
-    hosts = [cache.recaller.shelves[0][0].host for cache in caches]
+    hosts = [cache.retrieval.states[0][0].host for cache in caches]
     assert hosts[0].table and not hosts[1].table and hosts[0].tokens == hosts[1].tokens > 64
     twins = [cache.fork() for cache in caches]
     for each in (caches, twins):
@@ -214,11 +216,11 @@ def test_a_cache_that_reads_itself_says_what_another_does(monkeypatch):
         assert got.equal(want)
 
 
-def with_store(recaller):
+def with_store(retrieval):
     def empty(new):
-        shelf = type(recaller)._empty(recaller, new)
-        shelf.host.table = store().table
-        return shelf
+        state = type(retrieval)._empty(retrieval, new)
+        state.host.table = store().table
+        return state
 
     return empty
 
@@ -233,6 +235,6 @@ def test_turning(heads, n, dim, times, kind):
         angle = 100 * torch.rand(n, dim // 2, device=DEVICE)
         angles.append((torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)))
     vectors = drawn(heads, n + 3, dim, kind=kind)[:, 1 : n + 1]
-    got, want = apply_rope.turned(vectors, *angles), rotation.turned(vectors, *angles)
+    got, want = apply_rope.rotate(vectors, *angles), rotation.rotate(vectors, *angles)
     bound = 1e-6 if kind == torch.float32 else 2 * torch.finfo(kind).eps  # rounded alike, unless on a verge
     assert got.dtype == kind and (got.float() - want.float()).abs().max() <= bound * vectors.float().abs().max()

@@ -1,4 +1,4 @@
-"""Random and edge shapes for the kernels that move, compare, cluster and look up tokens, each beside its torch twin."""
+"""Random and edge shapes for the kernels that compare, cluster and look up tokens, each beside its torch twin."""
 
 from dataclasses import replace
 
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvkeep.compress.retrieval.index import Asking, Bounds, Centres, Leaving, Representatives
-from kvkeep.compress.retrieval.query import joined
+from kvkeep.compress.retrieval.index import Bounds, Centres, OffloadedTokens, Representatives, RetrievalQuery
+from kvkeep.compress.retrieval.query import concat_heads
 from kvkeep.kernels.torch import reference
 from kvkeep.kernels.torch.reference import entropy, probabilities
-from kvkeep.kernels.triton import assign, compact, divergence, key_similarity, unit_scores
-from kvkeep.types import NOWHERE
+from kvkeep.kernels.triton import assign, divergence, key_similarity, unit_scores
+from kvkeep.types import PAD_POSITION
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
@@ -31,22 +31,14 @@ def drawn(*shape, kind=torch.float32, scale=1.0):
 # In torch: what the kernels are checked against.
 
 
-def plain_compact(keys: Tensor, values: Tensor, index: Tensor) -> None:
-    """cache/eviction.py::picked, in place."""
-    for buffer in (keys, values):
-        for tokens, row in zip(buffer, index, strict=True):
-            row = row[row < len(tokens)].long()
-            tokens[: len(row)] = tokens[row]
-
-
-def plain_rows(queries, keys, positions, cursor, scale, softcap, sinks):
+def plain_rows(queries, keys, positions, seq_len, scale, softcap, sinks):
     """compress/attention.py::attention, all heads in one list. [heads, w, n]"""
-    seen = positions[:, None] <= torch.arange(cursor - queries.shape[1], cursor, device=DEVICE)[:, None]
-    return probabilities(queries, keys, seen, scale, softcap, sinks, blind=True).flatten(0, 1)
+    seen = positions[:, None] <= torch.arange(seq_len - queries.shape[1], seq_len, device=DEVICE)[:, None]
+    return probabilities(queries, keys, seen, scale, softcap, sinks, allow_fully_masked=True).flatten(0, 1)
 
 
 def plain_distance(rows: Tensor, smooth: int, stepwise: bool = False) -> Tensor:
-    """reference.row_distance in double: entropies of 10 leave float32 no digits."""
+    """reference.row_js_distance in double: entropies of 10 leave float32 no digits."""
     rows = rows.double()
     band = torch.ones(rows.shape[1], rows.shape[1], dtype=rows.dtype, device=rows.device).triu().tril(smooth - 1)
     smoothed = (band / (band @ rows.sum(-1, keepdim=True)).clamp_min(1e-30)) @ rows
@@ -61,7 +53,7 @@ def plain_cosines(keys: Tensor, centres: Tensor, sizes: Tensor) -> Tensor:
     return cosines - 4.0 * (sizes == 0)[:, None]
 
 
-def plain_chunks(query: Tensor, representatives: Tensor) -> Tensor:
+def plain_centroids(query: Tensor, representatives: Tensor) -> Tensor:
     """compress/retrieval/index.py::Representatives.worth (one head) and ::Centres.worth (each its own)."""
     return (representatives.float() @ query.float()[..., None])[..., 0]
 
@@ -77,58 +69,22 @@ def plain_bounds(query: Tensor, bounds: Tensor) -> Tensor:
 def test_the_twins_are_what_the_library_does():
     torch.manual_seed(0)
     queries, keys, member = drawn(4, 3, 16), drawn(2, 30, 16), torch.randint(0, 5, (2, 30), device=DEVICE)
-    asking, leaving = Asking(queries, 2, 0.5), Leaving(keys, drawn(30).abs(), member, 5)
+    asking, leaving = RetrievalQuery(queries, 2, 0.5), OffloadedTokens(keys, drawn(30).abs(), member, 5)
     query, sizes = queries.mean(1), torch.ones(2, 5, device=DEVICE)
-    bounds, centres = Bounds().describe(leaving), Centres().describe(leaving)
+    bounds, centres = Bounds().build(leaving), Centres().build(leaving)
     near = torch.testing.assert_close
-    near(plain_bounds(query, bounds), Bounds().worth(asking, bounds, sizes))
+    near(plain_bounds(query, bounds), Bounds().score(asking, bounds, sizes))
     near(reference.means(keys, member, 5)[0], centres)
-    near(plain_chunks(query.view(2, 2, 16).mean(1) * 0.5, centres), Centres().worth(asking, centres, sizes))
-    about = Representatives().describe(replace(leaving, member=member[:1]))
-    near(plain_chunks(joined(queries, 2).mean(0)[None], about), Representatives().worth(asking, about, sizes))
+    near(plain_centroids(query.view(2, 2, 16).mean(1) * 0.5, centres), Centres().score(asking, centres, sizes))
+    about = Representatives().build(replace(leaving, member=member[:1]))
+    near(plain_centroids(concat_heads(queries, 2).mean(0)[None], about), Representatives().score(asking, about, sizes))
     sizes = torch.tensor([[3, 0, 1, 1, 9], [0, 0, 1, 1, 0]], device=DEVICE)
     near(plain_cosines(keys, centres, sizes).argmax(-1), reference.assign(keys, centres, sizes))
     positions = torch.arange(30, device=DEVICE).expand(2, -1)
     rows = plain_rows(queries, keys, positions, 30, 0.5, None, None)
     near(
-        plain_distance(rows, 2).float(), reference.distance(queries, keys, positions, 30, 2, 0.5), rtol=1e-3, atol=1e-3
+        plain_distance(rows, 2).float(), reference.js_distance(queries, keys, positions, 30, 2, 0.5), rtol=1e-3, atol=1e-3
     )
-
-
-# Moving tokens
-
-
-@pytest.mark.parametrize("kind", [*BOUND, torch.int32], ids=str)
-@pytest.mark.parametrize(
-    "heads, n, k, dim, wide",
-    [(1, 1, 1, 16, 16), (2, 9, 9, 16, 8), (3, 70, 30, 24, 40), (2, 3000, 2100, 20, 1), (2, 2500, 1024, 64, 64)],
-)
-def test_compact(heads, n, k, dim, wide, kind):
-    torch.manual_seed(n)
-    room = n + 3  # slots behind the tokens, which nobody may touch
-    full = [drawn(heads, room, d, scale=99).to(kind) for d in (dim, wide)]
-    index = torch.stack([torch.randperm(n)[:k].sort().values for _ in range(heads)]).to(DEVICE)
-    index[-1, (k + 1) // 2 :] = n  # a shorter head
-    want = [t.clone() for t in full]
-    plain_compact(*(t[:, :n] for t in want), index)
-    compact.compact(*(t[:, :n] for t in full), index)
-    for got, expected in zip(full, want, strict=True):
-        assert got[:, :k].equal(expected[:, :k]) and got[:, n:].equal(expected[:, n:])
-
-
-@pytest.mark.parametrize("gone", [0, 1, 1023, 1024, 2049])
-def test_compact_without_one_token_shifts_the_rest(gone):
-    keys = torch.arange(2050, dtype=torch.float32, device=DEVICE).expand(1, 4, -1).mT.contiguous()
-    values = keys.clone()
-    kept = torch.arange(2050, device=DEVICE)
-    kept = kept[kept != gone][None]
-    compact.compact(keys, values, kept.int())
-    assert keys[0, :-1, 0].equal(kept[0].float()) and values[0, :-1, 3].equal(kept[0].float())
-
-
-def test_compact_refuses_what_it_cannot_move():
-    with pytest.raises(ValueError, match="side by side"):
-        compact.compact(drawn(1, 4, 8).mT, drawn(1, 8, 4), torch.zeros(1, 1, dtype=torch.long, device=DEVICE))
 
 
 # Comparing rows
@@ -140,38 +96,38 @@ def test_compact_refuses_what_it_cannot_move():
     [(None, False, False), (2.0, False, False), (1.5, True, False), (None, False, True), (1.5, True, True)],
 )
 @pytest.mark.parametrize(
-    "heads, kv_heads, w, n, dim, cursor, smooth",
+    "heads, kv_heads, w, n, dim, seq_len, smooth",
     [
         (1, 1, 1, 1, 16, 1, 8), (4, 2, 5, 9, 16, 9, 2), (6, 3, 33, 300, 24, 300, 8), (2, 2, 64, 130, 8, 400, 1),
         (4, 1, 64, 700, 64, 700, 100), (2, 1, 20, 5, 16, 40, 3),
     ],
 )  # fmt: skip
-def test_distance(heads, kv_heads, w, n, dim, cursor, smooth, softcap, sunk, stepwise, kind):
+def test_distance(heads, kv_heads, w, n, dim, seq_len, smooth, softcap, sunk, stepwise, kind):
     torch.manual_seed(n)
     queries, keys = drawn(heads, w, dim, kind=kind, scale=2), drawn(kv_heads, n, dim, kind=kind)
-    positions = torch.stack([torch.randperm(cursor)[:n].sort().values for _ in range(kv_heads)]).int().to(DEVICE)
-    if cursor > n > 5:
-        positions[-1, n // 2 :] = NOWHERE  # a shorter head
+    positions = torch.stack([torch.randperm(seq_len)[:n].sort().values for _ in range(kv_heads)]).int().to(DEVICE)
+    if seq_len > n > 5:
+        positions[-1, n // 2 :] = PAD_POSITION  # a shorter head
     sinks = drawn(heads, scale=3) if sunk else None
-    got = divergence.distance(queries, keys, positions, cursor, smooth, 0.3, softcap, sinks, stepwise)
-    rows = plain_rows(queries, keys, positions, cursor, 0.3, softcap, sinks)
+    got = divergence.js_distance(queries, keys, positions, seq_len, smooth, 0.3, softcap, sinks, stepwise)
+    rows = plain_rows(queries, keys, positions, seq_len, 0.3, softcap, sinks)
     assert off(got, plain_distance(rows, smooth, stepwise)) <= BOUND[kind]
-    assert off(got, reference.row_distance(rows, smooth, stepwise)) <= 5e-3  # its own noise
+    assert off(got, reference.row_js_distance(rows, smooth, stepwise)) <= 5e-3  # its own noise
     assert got[:, 0].eq(0).all()
 
 
 def test_distance_of_equal_queries_is_nothing():
     queries, keys = drawn(2, 1, 16).expand(-1, 12, -1), drawn(1, 200, 16)
     positions = torch.arange(200, dtype=torch.int32, device=DEVICE)[None]
-    got = divergence.distance(queries, keys, positions, 300, 4, 0.3)  # all of them see every key
+    got = divergence.js_distance(queries, keys, positions, 300, 4, 0.3)  # all of them see every key
     assert got.max() < 1e-6
 
 
 def test_distance_of_rows_that_share_nothing_is_the_root_of_ln_2():
     queries, keys = 90 * torch.eye(16, device=DEVICE)[None, [0, 0, 1, 1]], torch.eye(16, device=DEVICE)[None, :2]
     how = queries, keys, torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), 9, 1, 1.0
-    assert divergence.distance(*how)[0].tolist() == pytest.approx([0, 0, 0.8325546, 0.8325546], abs=1e-6)
-    stepwise = divergence.distance(*how, None, None, True)
+    assert divergence.js_distance(*how)[0].tolist() == pytest.approx([0, 0, 0.8325546, 0.8325546], abs=1e-6)
+    stepwise = divergence.js_distance(*how, None, None, True)
     assert stepwise[0].tolist() == pytest.approx([0, 0, 0.8325546, 0], abs=1e-6)  # only the third moved
 
 
@@ -224,12 +180,12 @@ def test_means(heads, n, c, dim, kind):
 
 @pytest.mark.parametrize("kind", BOUND, ids=str)
 @pytest.mark.parametrize("heads, n, dim, kappa", [(1, 1, 16, 5), (2, 9, 24, 5), (3, 130, 20, 2), (2, 40, 64, 100)])
-def test_likeness(heads, n, dim, kappa, kind):
+def test_key_similarity(heads, n, dim, kappa, kind):
     torch.manual_seed(n)
     keys, real = drawn(heads, n, dim, kind=kind), torch.ones(heads, n, dtype=torch.bool, device=DEVICE)
     real[-1, n // 2 + 1 :] = False
-    want = reference.likeness(keys, real, kappa)
-    got = key_similarity.likeness(keys, real, kappa)
+    want = reference.key_similarity(keys, real, kappa)
+    got = key_similarity.key_similarity(keys, real, kappa)
     assert off(got[real], want[real]) <= BOUND[torch.float32]
 
 
@@ -238,19 +194,19 @@ def test_likeness(heads, n, dim, kappa, kind):
 
 @pytest.mark.parametrize("kind", BOUND, ids=str)
 @pytest.mark.parametrize("heads, units, dim", [(1, 1, 16), (1, 50, 520), (3, 17, 24), (2, 33, 128)])
-def test_score_chunks(heads, units, dim, kind):
+def test_score_centroids(heads, units, dim, kind):
     torch.manual_seed(units)
     query, about = drawn(heads, dim, kind=kind), drawn(heads, units, dim, kind=kind)
-    assert off(unit_scores.score_chunks(query, about), plain_chunks(query, about)) <= BOUND[torch.float32]
-    assert off(unit_scores.score_chunks(query.float(), about), plain_chunks(query, about)) <= BOUND[torch.float32]
+    assert off(unit_scores.score_centroids(query, about), plain_centroids(query, about)) <= BOUND[torch.float32]
+    assert off(unit_scores.score_centroids(query.float(), about), plain_centroids(query, about)) <= BOUND[torch.float32]
 
 
 @pytest.mark.parametrize("kind", BOUND, ids=str)
 @pytest.mark.parametrize(
     "heads, kv_heads, units, dim", [(1, 1, 1, 16), (6, 3, 17, 24), (8, 2, 33, 128), (4, 1, 5, 160)]
 )
-def test_score_bounds(heads, kv_heads, units, dim, kind):
+def test_score_page_bounds(heads, kv_heads, units, dim, kind):
     torch.manual_seed(units)
     query = drawn(heads, dim, kind=kind)
     bounds = drawn(kv_heads, units, 2, dim, kind=kind).sort(2).values
-    assert off(unit_scores.score_bounds(query, bounds), plain_bounds(query, bounds)) <= BOUND[torch.float32]
+    assert off(unit_scores.score_page_bounds(query, bounds), plain_bounds(query, bounds)) <= BOUND[torch.float32]

@@ -1,4 +1,4 @@
-"""Packed keys and values: the format against plain Python, Triton's kernels against torch's functions.
+"""Quantized keys and values: the format against plain Python, Triton's kernels against torch's functions.
 
 Run as kernel_cases.py is.
 """
@@ -10,7 +10,7 @@ import torch
 from kernel_cases import BOUND, DEVICE, KINDS, drawn, off
 
 from kvkeep.kernels.torch import quantization as plain
-from kvkeep.kernels.torch.quantization import GROUP, Packed
+from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV
 from kvkeep.kernels.triton import quantized_decode as fused
 
 BITS = [8, 4]
@@ -42,23 +42,23 @@ def check_shared(numbers, codes, step, zero, got, bits, kind):
         assert abs(back - number) <= max(step, true) / 2 + levels * rounding + slack
 
 
-def check_all(packed, start, keys, values, kind):
+def check_all(kv, start, keys, values, kind):
     """Everything `write` stored and `read` gives back, in loops over plain numbers."""
-    n, dim, wide, bits = len(keys), keys.shape[1], values.shape[1], packed.bits
-    key_codes, key_steps, key_zeros, value_codes, value_steps, value_zeros = (t.tolist() for t in packed.tensors)
-    got_keys, got_values = (t.tolist() for t in plain.read(packed, start, n, torch.float32))
+    n, dim, wide, bits = len(keys), keys.shape[1], values.shape[1], kv.bits
+    key_codes, key_scales, key_mins, value_codes, value_scales, value_mins = (t.tolist() for t in kv.tensors)
+    got_keys, got_values = (t.tolist() for t in plain.read(kv, start, n, torch.float32))
     keys, values = keys.tolist(), values.tolist()
     for first in range(0, n, 32):
         for c in range(dim):
             tokens = range(first, first + 32)
             check_shared(
                 [keys[t][c] for t in tokens], [stored_code(key_codes, start + t, c, dim, bits) for t in tokens],
-                key_steps[(start + first) // 32][c], key_zeros[(start + first) // 32][c],
+                key_scales[(start + first) // 32][c], key_mins[(start + first) // 32][c],
                 [got_keys[t][c] for t in tokens], bits, kind,
             )  # fmt: skip
     for t in range(n):
         codes = [stored_code(value_codes, start + t, c, wide, bits) for c in range(wide)]
-        step, zero = value_steps[start + t], value_zeros[start + t]
+        step, zero = value_scales[start + t], value_mins[start + t]
         check_shared(values[t], codes, step, zero, got_values[t], bits, torch.float32)
 
 
@@ -66,22 +66,22 @@ def check_all(packed, start, keys, values, kind):
 @pytest.mark.parametrize("bits", BITS)
 def test_every_number_is_at_most_half_a_step_off(bits, kind):
     torch.manual_seed(bits)
-    packed = Packed.empty(160, 24, 10, bits, kind, DEVICE)
+    kv = QuantizedKV.empty(160, 24, 10, bits, kind, DEVICE)
     keys = drawn(96, 24, kind=kind) * torch.logspace(-3, 3, 24, device=DEVICE).to(kind)
     values = drawn(96, 10, kind=kind, scale=5)
     keys[:32, 3], keys[32:64], values[7] = 0.5, -2.0, 0.0
-    plain.write(packed, 32, keys, values)
-    check_all(packed, 32, keys, values, kind)
-    got = plain.read(packed, 32, 96)
+    plain.write(kv, 32, keys, values)
+    check_all(kv, 32, keys, values, kind)
+    got = plain.read(kv, 32, 96)
     assert [t.dtype for t in got] == [kind] * 2
     assert got[0][:32, 3].eq(0.5).all() and got[0][32:64].eq(-2.0).all() and got[1][7].eq(0).all()
-    assert not any(t[:32].any() or t[128:].any() for t in (packed.key_codes, packed.value_codes))
+    assert not any(t[:32].any() or t[128:].any() for t in (kv.key_codes, kv.value_codes))
 
 
 def test_bytes_are_those_of_the_buffers():
-    packed = Packed.empty(64, 128, 96, 4, torch.bfloat16, DEVICE)
-    assert packed.nbytes == 64 * (64 + 48) + 2 * (64 // 32) * 128 * 2 + 2 * 64 * 4
-    assert packed.wide == 96 and packed.slots == 64 and packed.device.type == DEVICE
+    kv = QuantizedKV.empty(64, 128, 96, 4, torch.bfloat16, DEVICE)
+    assert kv.nbytes == 64 * (64 + 48) + 2 * (64 // 32) * 128 * 2 + 2 * 64 * 4
+    assert kv.value_dim == 96 and kv.slots == 64 and kv.device.type == DEVICE
 
 
 @pytest.mark.parametrize(
@@ -91,26 +91,26 @@ def test_bytes_are_those_of_the_buffers():
         (40, 16, 16, 8, "slots=40.*multiple of 32"), (0, 16, 16, 8, "slots=0"), (32, 16, 16, 2, "bits=2"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_packed_is_refused(slots, dim, wide, bits, words):
+def test_what_cannot_be_quantized_is_refused(slots, dim, wide, bits, words):
     with pytest.raises(ValueError, match=words):
-        Packed.empty(slots, dim, wide, bits, torch.float32, DEVICE)
+        QuantizedKV.empty(slots, dim, wide, bits, torch.float32, DEVICE)
 
 
 @pytest.mark.parametrize("start, n", [(5, 32), (0, 31), (32, 64)])
 def test_only_whole_groups_are_written(start, n):
     with pytest.raises(ValueError, match=f"{n} tokens at slot {start}"):
-        plain.write(Packed.empty(64, 16, 16, 8, torch.float32, DEVICE), start, drawn(n, 16), drawn(n, 16))
+        plain.write(QuantizedKV.empty(64, 16, 16, 8, torch.float32, DEVICE), start, drawn(n, 16), drawn(n, 16))
 
 
 def twice(*tensors):
     """Two copies of the same state, one for each implementation."""
-    return [[Packed(*(t.clone() for t in x.tensors), x.bits) if isinstance(x, Packed) else x.clone() for x in tensors]
+    return [[QuantizedKV(*(t.clone() for t in x.tensors), x.bits) if isinstance(x, QuantizedKV) else x.clone() for x in tensors]
             for _ in range(2)]  # fmt: skip
 
 
 def same(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
-        for x, y in zip(a.tensors, b.tensors, strict=True) if isinstance(a, Packed) else [(a, b)]:
+        for x, y in zip(a.tensors, b.tensors, strict=True) if isinstance(a, QuantizedKV) else [(a, b)]:
             assert x.dtype == y.dtype and torch.equal(x, y)
 
 
@@ -130,37 +130,37 @@ def test_many_appends(bits, dim, wide, kind):
     """70 tokens one by one: both implementations, and packing them all at once, leave the same."""
     torch.manual_seed(dim)
     rows, kv_heads, count = 1, 2, 70
-    packed = Packed.empty(rows * kv_heads * 64, dim, wide, bits, kind, DEVICE)
+    kv = QuantizedKV.empty(rows * kv_heads * 64, dim, wide, bits, kind, DEVICE)
     starts, active = room(rows, kv_heads, 64), torch.ones(rows, 1, dtype=torch.int64, device=DEVICE)
-    tails = [torch.zeros(rows, kv_heads, GROUP, size, dtype=kind, device=DEVICE) for size in (dim, wide)]
+    tails = [torch.zeros(rows, kv_heads, GROUP_SIZE, size, dtype=kind, device=DEVICE) for size in (dim, wide)]
     keys, values = (drawn(rows, kv_heads, count, size, kind=kind, scale=3) for size in (dim, wide))
     keys[0, 0, :32, 1], keys[0, 1, 32:64], values[0, 1, 40] = 1.5, 0.0, -3.0
-    ours, theirs = twice(packed, *tails, torch.zeros_like(starts))
+    ours, theirs = twice(kv, *tails, torch.zeros_like(starts))
     for i in range(count):
-        for function, state in ((plain.append_packed, ours), (fused.append_packed, theirs)):
+        for function, state in ((plain.append_quantized, ours), (fused.append_quantized, theirs)):
             assert function(*state[:3], keys[:, :, i], values[:, :, i], starts, state[3], active) is None
         same(ours, theirs)
     assert ours[3].eq(count).all()
     for row in range(rows):
         for head in range(kv_heads):
-            plain.write(packed, int(starts[row, head]), keys[row, head, :64], values[row, head, :64])
-    same([packed], ours[:1])
+            plain.write(kv, int(starts[row, head]), keys[row, head, :64], values[row, head, :64])
+    same([kv], ours[:1])
     assert torch.equal(ours[1][:, :, :6], keys[:, :, 64:]) and torch.equal(ours[2][:, :, :6], values[:, :, 64:])
 
 
 @pytest.mark.parametrize("whole", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("function", [plain.append_packed, fused.append_packed], ids=["torch", "triton"])
+@pytest.mark.parametrize("function", [plain.append_quantized, fused.append_quantized], ids=["torch", "triton"])
 def test_rows_that_are_not_active_keep_all(function, bits, whole):
     """Full tails in every row, of which one is active; the others' starts point nowhere, or at its own stretch."""
     torch.manual_seed(1)
-    packed = Packed.empty(128, 16, 16, bits, torch.float32, DEVICE)
-    plain.write(packed, 0, drawn(128, 16), drawn(128, 16))
-    tails = drawn(3, 2, GROUP, 16), drawn(3, 2, GROUP, 16)
+    kv = QuantizedKV.empty(128, 16, 16, bits, torch.float32, DEVICE)
+    plain.write(kv, 0, drawn(128, 16), drawn(128, 16))
+    tails = drawn(3, 2, GROUP_SIZE, 16), drawn(3, 2, GROUP_SIZE, 16)
     key, value = drawn(3, 2, 16), drawn(3, 2, 16)
     starts = torch.tensor([[10**9 + 1, -7], [64, 32], [32, 64]], device=DEVICE, dtype=whole)
     lengths, active = torch.full_like(starts, 31), starts.new_tensor([[0], [1], [0]])
-    before, after = twice(packed, *tails, lengths)
+    before, after = twice(kv, *tails, lengths)
     function(*after[:3], key, value, starts, after[3], active)
     assert after[3].tolist() == [[31, 31], [32, 32], [31, 31]]
     before[1][1, :, 31], before[2][1, :, 31] = key[1], value[1]
@@ -171,19 +171,19 @@ def test_rows_that_are_not_active_keep_all(function, bits, whole):
 
 
 def filled(rows, kv_heads, dim, wide, bits, kind, lengths):
-    """Stretches of these lengths. -> packed, tail keys and values, starts, and all that can be read of each"""
-    slots = max(GROUP, int(lengths.max()) // GROUP * GROUP)
-    packed = Packed.empty(rows * kv_heads * slots, dim, wide, bits, kind, DEVICE)
+    """Stretches of these lengths. -> kv, tail keys and values, starts, and all that can be read of each"""
+    slots = max(GROUP_SIZE, int(lengths.max()) // GROUP_SIZE * GROUP_SIZE)
+    kv = QuantizedKV.empty(rows * kv_heads * slots, dim, wide, bits, kind, DEVICE)
     starts = room(rows, kv_heads, slots)
-    tails = [drawn(rows, kv_heads, GROUP, size, kind=kind) for size in (dim, wide)]
+    tails = [drawn(rows, kv_heads, GROUP_SIZE, size, kind=kind) for size in (dim, wide)]
     tokens = {}
     for row in range(rows):
         for head in range(kv_heads):
-            start, whole = int(starts[row, head]), int(lengths[row, head]) // GROUP * GROUP
-            plain.write(packed, start, drawn(whole, dim, kind=kind), drawn(whole, wide, kind=kind))
-            old, rest = plain.read(packed, start, whole, torch.float64), int(lengths[row, head]) - whole
+            start, whole = int(starts[row, head]), int(lengths[row, head]) // GROUP_SIZE * GROUP_SIZE
+            plain.write(kv, start, drawn(whole, dim, kind=kind), drawn(whole, wide, kind=kind))
+            old, rest = plain.read(kv, start, whole, torch.float64), int(lengths[row, head]) - whole
             tokens[row, head] = [torch.cat([o, t[row, head, :rest].double()]) for o, t in zip(old, tails, strict=True)]
-    return packed, *tails, starts, tokens
+    return kv, *tails, starts, tokens
 
 
 def attended(query, keys, values, scale, softcap, sink):
@@ -201,19 +201,19 @@ def attended(query, keys, values, scale, softcap, sink):
 @pytest.mark.parametrize(
     "rows, heads, kv_heads, dim, wide", [(1, 4, 1, 16, 16), (5, 4, 2, 24, 24), (2, 9, 3, 64, 48), (2, 4, 2, 128, 128)]
 )
-def test_attend_packed(rows, heads, kv_heads, dim, wide, softcap, sunk, bits, kind):
+def test_quantized_attention(rows, heads, kv_heads, dim, wide, softcap, sunk, bits, kind):
     torch.manual_seed(heads + dim)
     order = torch.randperm(len(LENGTHS))[torch.arange(rows * kv_heads) % len(LENGTHS)]
     lengths = torch.tensor(LENGTHS)[order].view(rows, kv_heads).to(DEVICE)
     *state, starts, tokens = filled(rows, kv_heads, dim, wide, bits, kind, lengths)
     queries, sinks = drawn(rows, heads, 1, dim, kind=kind), drawn(heads) if sunk else None
-    got = fused.attend_packed(queries, *state, starts, lengths, 256, 0.3, softcap, sinks)
+    got = fused.quantized_attention(queries, *state, starts, lengths, 256, 0.3, softcap, sinks)
     wide_state = (state[0], *(tail.float() for tail in state[1:]))
-    want = plain.attend_packed(queries.float(), *wide_state, starts, lengths, 256, 0.3, softcap, sinks)
+    want = plain.quantized_attention(queries.float(), *wide_state, starts, lengths, 256, 0.3, softcap, sinks)
     bound = BOUND[kind] + (torch.finfo(kind).eps if kind != torch.float32 else 0)
     assert got.dtype == kind and got.shape == want.shape == (rows, heads, 1, wide)
     assert off(got, want) <= bound
-    assert plain.attend_packed(queries, *state, starts, lengths, 256, 0.3, softcap, sinks).dtype == kind
+    assert plain.quantized_attention(queries, *state, starts, lengths, 256, 0.3, softcap, sinks).dtype == kind
     for row, head in ((r, h) for r in range(rows) for h in range(heads)):
         mine = row, head // (heads // kv_heads)
         if not lengths[mine]:
@@ -229,8 +229,8 @@ def test_every_length_around_a_group(bits):
     lengths = torch.tensor(LENGTHS, device=DEVICE)[:, None]
     *state, starts, _ = filled(len(LENGTHS), 1, 32, 32, bits, torch.float32, lengths)
     queries = drawn(len(LENGTHS), 2, 1, 32)
-    got = fused.attend_packed(queries, *state, starts, lengths, 200, 0.3)
-    assert off(got, plain.attend_packed(queries, *state, starts, lengths, 200, 0.3)) <= 1e-5
+    got = fused.quantized_attention(queries, *state, starts, lengths, 200, 0.3)
+    assert off(got, plain.quantized_attention(queries, *state, starts, lengths, 200, 0.3)) <= 1e-5
     assert got[0].eq(0).all() and got[1:].ne(0).any(-1).all()
 
 
@@ -239,37 +239,37 @@ def test_every_length_around_a_group(bits):
 def test_values_of_very_different_size(bits, kind):
     """A token with large values beside tokens with small ones, or none: its step is not theirs."""
     torch.manual_seed(8)
-    packed, tails = Packed.empty(64, 16, 16, bits, kind, DEVICE), drawn(2, 1, 1, GROUP, 16, kind=kind)
+    kv, tails = QuantizedKV.empty(64, 16, 16, bits, kind, DEVICE), drawn(2, 1, 1, GROUP_SIZE, 16, kind=kind)
     values = drawn(64, 16) * torch.logspace(-4, 4, 64, device=DEVICE)[:, None]
     values[::3] = 0
-    plain.write(packed, 0, drawn(64, 16, kind=kind), values.to(kind))
+    plain.write(kv, 0, drawn(64, 16, kind=kind), values.to(kind))
     query, lengths = drawn(1, 2, 1, 16, kind=kind), torch.tensor([[64]], device=DEVICE)
     rest = torch.zeros_like(lengths), lengths, 64, 0.3
-    want = plain.attend_packed(query.float(), packed, *tails.float(), *rest)
+    want = plain.quantized_attention(query.float(), kv, *tails.float(), *rest)
     bound = 1e-5 if kind == torch.float32 else 2e-3 + torch.finfo(kind).eps
-    assert off(fused.attend_packed(query, packed, *tails, *rest), want) <= bound
+    assert off(fused.quantized_attention(query, kv, *tails, *rest), want) <= bound
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_decoding(bits):
     """Append, attend, append, …: what a decode loop does, from nothing and over the step from 31 to 32 tokens."""
     torch.manual_seed(9)
-    packed = Packed.empty(128, 16, 16, bits, torch.float32, DEVICE)
+    kv = QuantizedKV.empty(128, 16, 16, bits, torch.float32, DEVICE)
     starts, active = room(2, 1, 64), torch.tensor([[1], [1]], device=DEVICE)
-    ours, theirs = twice(packed, *drawn(2, 2, 1, GROUP, 16), torch.tensor([[0], [29]], device=DEVICE))
+    ours, theirs = twice(kv, *drawn(2, 2, 1, GROUP_SIZE, 16), torch.tensor([[0], [29]], device=DEVICE))
     for _ in range(5):
         key, value, query = drawn(2, 1, 16), drawn(2, 1, 16), drawn(2, 2, 1, 16)
         outputs = []
         for module, state in ((plain, ours), (fused, theirs)):
-            module.append_packed(*state[:3], key, value, starts, state[3], active)
-            outputs.append(module.attend_packed(query, *state[:3], starts, state[3], 64, 0.3))
+            module.append_quantized(*state[:3], key, value, starts, state[3], active)
+            outputs.append(module.quantized_attention(query, *state[:3], starts, state[3], 64, 0.3))
         assert off(outputs[1], outputs[0]) <= 1e-5
     same(ours, theirs)
 
 
 def test_what_is_written_in_place_must_lie_in_one_piece():
-    packed = Packed.empty(32, 16, 16, 8, torch.float32, DEVICE)
-    tail, lengths = drawn(1, 1, GROUP, 16), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    slanted = drawn(1, 1, 16, GROUP).transpose(2, 3)
+    kv = QuantizedKV.empty(32, 16, 16, 8, torch.float32, DEVICE)
+    tail, lengths = drawn(1, 1, GROUP_SIZE, 16), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    slanted = drawn(1, 1, 16, GROUP_SIZE).transpose(2, 3)
     with pytest.raises(ValueError, match="tail_values has strides"):
-        fused.append_packed(packed, tail, slanted, drawn(1, 1, 16), drawn(1, 1, 16), lengths, lengths, lengths)
+        fused.append_quantized(kv, tail, slanted, drawn(1, 1, 16), drawn(1, 1, 16), lengths, lengths, lengths)

@@ -3,12 +3,12 @@
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING, FETCHING
+from conftest import EVICTING, RETRIEVING
 from families import build, prompt
 
 import kvkeep
-from kvkeep.engine.independent_batch import Abreast
-from kvkeep.evaluate.prefill import hold, rows
+from kvkeep.engine.independent_batch import IndependentBatch
+from kvkeep.evaluate.prefill import answer_batches, prefill
 
 TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 17 == 0 else "") for i in range(260))
 BUDGETS = (70, 120, 200)
@@ -27,26 +27,26 @@ def same(one, other):
 
 
 def where(engine):
-    return [engine.cache.kept(layer) for layer in engine.cache.owned]
+    return [engine.cache.kept(layer) for layer in engine.cache.compressed_layers]
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("spec", [*EVICTING, *FETCHING])
+@pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING])
 def test_engines_side_by_side_say_what_each_says_alone(chat, spec):
     ids = chat[1](TEXT, return_tensors="pt").input_ids[0]
     alone = [kvkeep.Engine(*chat, spec, budget) for budget in BUDGETS] + [kvkeep.Engine(*chat, "full")]
     for number, engine in enumerate(alone):
         engine.prefill(ids[3 * number :])  # none has read as much as another
-    several = Abreast(alone[0].model, [engine._fork() for engine in alone])
+    several = IndependentBatch(alone[0].model, [engine._fork() for engine in alone])
     passes = torch.Generator().manual_seed(1)
     for number, tokens in enumerate([5, 1, 1, 1, 4, *[1] * 20]):
         new = torch.randint(3, 60, (len(alone), tokens), generator=passes)
-        want = torch.stack([engine.feed(row) for engine, row in zip(alone, new, strict=True)])
-        same(several.feed(new), want)
+        want = torch.stack([engine.extend(row) for engine, row in zip(alone, new, strict=True)])
+        same(several.extend(new), want)
         assert [where(engine) for engine in several.engines] == [where(engine) for engine in alone]
-        assert [engine.fed for engine in several.engines] == [engine.fed for engine in alone]
+        assert [engine.token_ids for engine in several.engines] == [engine.token_ids for engine in alone]
         if number == 7:  # somebody is done
-            several.take([3, 0, 2])
+            several.select_rows([3, 0, 2])
             alone = [alone[i] for i in (3, 0, 2)]
 
 
@@ -55,21 +55,21 @@ def test_layers_left_to_transformers_keep_engines_apart():
     alone = [kvkeep.Engine(model, tiny_chat.tokenizer(), "snapkv", budget) for budget in (16, 24)]
     for engine in alone:
         engine.prefill(ids)
-    several = Abreast(alone[0].model, [engine._fork() for engine in alone])
-    assert not several.shares
+    several = IndependentBatch(alone[0].model, [engine._fork() for engine in alone])
+    assert not several.shares_forward
     for token in range(5, 12):
         new = torch.tensor([[token], [token + 1]])
-        same(several.feed(new), torch.stack([engine.feed(row) for engine, row in zip(alone, new, strict=True)]))
+        same(several.extend(new), torch.stack([engine.extend(row) for engine, row in zip(alone, new, strict=True)]))
 
 
 def test_methods_that_read_as_the_model_does_share_a_reading_and_others_do_not(chat):
     ids = chat[1](TEXT, return_tensors="pt").input_ids[0]
-    cells = [(spec, budget) for spec in FETCHING for budget in BUDGETS] + [("full", None), ("snapkv", 70)]
-    shared, alone = (hold(*chat, ids, cells, False, share) for share in (True, False))
-    together = [one for one in shared if not (recall := one.cache.method.recall) or recall.window is None]
+    cells = [(spec, budget) for spec in RETRIEVING for budget in BUDGETS] + [("full", None), ("snapkv", 70)]
+    shared, alone = (prefill(*chat, ids, cells, False, share) for share in (True, False))
+    together = [one for one in shared if not (retrieval := one.cache.method.retrieval) or retrieval.window is None]
     for one, other in zip(shared, alone, strict=True):
-        assert one.cell == other.cell and one.report == other.report
+        assert one.config == other.config and one.report == other.report
         same(one.logits, other.logits)
-        assert one.readers == (len(together) if one in together else 1) and other.readers == 1
-    batches = [numbers for numbers, _ in rows(chat[0], shared, 8, True)]
+        assert one.prefill_configs == (len(together) if one in together else 1) and other.prefill_configs == 1
+    batches = [numbers for numbers, _ in answer_batches(chat[0], shared, 8, True)]
     assert sorted(sum(batches, [])) == list(range(len(cells))) and len(batches) == 2

@@ -29,11 +29,11 @@ import kvkeep
 from kvkeep.compress.budget.heads import AdaptiveHeads
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.parse import parse
-from kvkeep.compress.positions import Capped, Contiguous, Gap, Where
+from kvkeep.compress.positions import Capped, Contiguous, Gap, PlacementInput
 from kvkeep.compress.scorers.nacl import uniform
-from kvkeep.compress.scorers.protokv import WindowLogits
+from kvkeep.compress.scorers.protokv import ProtoKVScorer
 from kvkeep.compress.select import Units
-from kvkeep.types import NOWHERE, Observation
+from kvkeep.types import PAD_POSITION, Observation
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1), (8, 2)]
 LENGTHS = [1, 2, 3, 7, 17, 31, 63, 64, 65, 100, 129, 257, 700]
@@ -335,7 +335,7 @@ def hashing(dim: int, n: int, options: dict) -> dict:
 @pytest.mark.parametrize("seed", range(110))
 def test_protokv(seed):
     q, k, v, budget = draw(seed)
-    options = {"votes": WindowLogits.votes, **PROTOTYPES[seed % len(PROTOTYPES)]}
+    options = {"votes": ProtoKVScorer.votes, **PROTOTYPES[seed % len(PROTOTYPES)]}
     chance = hashing(k.shape[2], k.shape[1], options)
     expected = oracle_protokv(q, k, v, budget, **chance, **options)
     kept = ours("protokv", q, k, v, budget, seed=7, **options)
@@ -356,14 +356,14 @@ def test_clusters_of_protokv(seed):
         chance = hashing(k.shape[2], length, options)
         settings = {name: x for name, x in options.items() if name != "worth"}
         assert member[head, :length].tolist() == clusters_of(k[head, :length], **chance, **settings)
-        assert int(member[head].max()) < group.count(observed(k, lengths))
+        assert int(member[head].max()) < group.num_clusters(observed(k, lengths))
 
 
 def observed(keys, lengths) -> Observation:
     """Heads that hold so many of these keys, and no queries."""
     keys, n = torch.from_numpy(keys), keys.shape[1]
     here = torch.arange(n).expand(len(keys), -1)
-    here = torch.where(here < torch.tensor(lengths)[:, None], here, NOWHERE)
+    here = torch.where(here < torch.tensor(lengths)[:, None], here, PAD_POSITION)
     return Observation(keys[:, :0], keys, keys, here, tuple(lengths), n, n, 1.0)
 
 
@@ -391,8 +391,8 @@ def test_weights_of_layers(seed):
         k.shape[2] ** -0.5,
     )
     cake, density = preference_cake(q, k, budget)[2], density_entropy(q, k, budget)
-    assert float(CakeLayers().weigh(seen, budget)) == pytest.approx(cake, rel=1e-4, abs=1e-7)
-    assert float(EntropyLayers().weigh(seen, budget)) == pytest.approx(density, rel=1e-4, abs=1e-6)
+    assert float(CakeLayers().layer_weight(seen, budget)) == pytest.approx(cake, rel=1e-4, abs=1e-7)
+    assert float(EntropyLayers().layer_weight(seen, budget)) == pytest.approx(density, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -415,7 +415,7 @@ def test_places(seed):
     budget = int(rng.integers(8, 30))
     trained, near = int(rng.integers(60, 500)), int(rng.integers(1, budget))
     kept = sorted({*rng.choice(n - near, budget - near, replace=False).tolist(), *range(n - near, n)})
-    where = Where(torch.tensor(kept), n, budget, trained)
+    where = PlacementInput(torch.tensor(kept), n, budget, trained)
     assert Gap(near)(where).tolist() == placement_intelllm(kept, n, near, trained)
     assert Gap(near, near)(where).tolist() == Contiguous()(where).tolist() == list(range(n - budget, n))
     assert Capped()(where).tolist() == [max(p, n - trained) for p in kept]

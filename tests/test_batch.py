@@ -11,15 +11,14 @@ from conftest import make_llama
 
 import kvkeep
 from kvkeep.engine import batch_generate, independent_batch, row_pool
-from kvkeep.engine.batch_generate import can_batch
-from kvkeep.engine.detokenizer import Unfolding
-from kvkeep.engine.draw import draw
-from kvkeep.engine.independent_batch import Abreast
-from kvkeep.engine.row_pool import Pool
-from kvkeep.engine.sampling import Sampler
-from kvkeep.engine.scheduler import Batch, Request
+from kvkeep.engine.batch_generate import can_pool
+from kvkeep.engine.detokenizer import IncrementalDetokenizer
+from kvkeep.engine.independent_batch import IndependentBatch
+from kvkeep.engine.row_pool import RowPool
+from kvkeep.engine.sampling import Sampler, sample
+from kvkeep.engine.scheduler import Request, Scheduler
 from kvkeep.errors import BadInput, BadParameter
-from kvkeep.storage.free_list import Stretches
+from kvkeep.storage.free_list import FreeList
 
 WORDS = tiny_chat.tokenizer()
 
@@ -37,7 +36,7 @@ def reader(model, spec, budget):
 
 def request(seed, length, new=8, **how):
     ids = torch.randint(5, 120, (length,), generator=torch.Generator().manual_seed(seed))
-    return Request(ids, Unfolding(WORDS), new, **how)
+    return Request(ids, IncrementalDetokenizer(WORDS), new, **how)
 
 
 def alone(model, spec, budget, one):
@@ -50,7 +49,7 @@ def alone(model, spec, budget, one):
 
 
 def batch(model, spec="snapkv+adakv", budget=40, rows=3, tokens=4000, ends=(), longest=400):
-    return Batch(model, reader(model, spec, budget), set(ends), Pool(model, rows, tokens, longest))
+    return Scheduler(model, reader(model, spec, budget), set(ends), RowPool(model, rows, tokens, longest))
 
 
 @pytest.mark.core
@@ -62,9 +61,9 @@ def test_together_is_alone_whoever_comes_and_goes(spec):
     done = list(work.run())
     assert sorted(map(id, done)) == sorted(map(id, requests)) and not work.busy
     for one in requests:
-        assert one.words.ids == alone(model, spec, 40, one) and "".join(one.pieces) == one.text
-    assert all(free.free == [(0, 4000)] for free in work.pool.free.values())
-    assert not any(int(place.lengths.sum() + place.active.sum()) for place in work.pool.places.values())
+        assert one.detokenizer.ids == alone(model, spec, 40, one) and "".join(one.deltas) == one.text
+    assert all(free.spans == [(0, 4000)] for free in work.pool.free.values())
+    assert not any(int(place.lengths.sum() + place.active.sum()) for place in work.pool.slot_tables.values())
 
 
 def test_who_does_not_fit_waits_and_who_never_will_is_refused_with_numbers():
@@ -72,15 +71,16 @@ def test_who_does_not_fit_waits_and_who_never_will_is_refused_with_numbers():
     work = batch(model, "snapkv", 40, rows=4, tokens=4 * 50 + 10)  # room for one at a time
     small = [work.submit(request(seed, 70)) for seed in range(3)]
     large, strange = work.submit(request(9, 70, new=40)), work.submit(request(3, 400))
-    read, readings = work.read, []
-    work.read = lambda ids: readings.append(ids) or read(ids)
+    prefill, prefills = work.prefill, []
+    work.prefill = lambda ids: prefills.append(ids) or prefill(ids)
     done = list(work.run())
-    assert len(readings) == 5  # nobody is read twice
-    assert len(done) == 5 and [one.words.ids for one in small] == [alone(model, "snapkv", 40, one) for one in small]
-    assert large.refused == (
+    assert len(prefills) == 5  # each request once
+    want = [alone(model, "snapkv", 40, one) for one in small]
+    assert len(done) == 5 and [one.detokenizer.ids for one in small] == want
+    assert large.error == (
         "prompt and answer need 320 slots of a layer and up to 80 of a key head; the pool has 210 and 400."
     )
-    assert strange.refused == "too long" and not strange.words.ids
+    assert strange.error == "too long" and not strange.detokenizer.ids
     with pytest.raises(BadParameter, match="max_new_tokens=0"):
         work.submit(request(0, 5, new=0))
 
@@ -88,18 +88,18 @@ def test_who_does_not_fit_waits_and_who_never_will_is_refused_with_numbers():
 def test_memory_that_runs_out_while_reading_costs_one_request(monkeypatch):
     model = make_llama()
     work = batch(model)
-    read = work.read
+    prefill = work.prefill
 
     def sometimes(ids):
         if len(ids) == 99:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB\nmore")
-        return read(ids)
+        return prefill(ids)
 
-    work.read = sometimes
+    work.prefill = sometimes
     good, bad, other = (work.submit(request(0, length)) for length in (70, 99, 80))
     assert len(list(work.run())) == 3
-    assert bad.refused.startswith("CUDA out of memory. Tried to allocate 7 GiB") and "more" not in bad.refused
-    assert [len(one.words.ids) for one in (good, bad, other)] == [8, 0, 8]
+    assert bad.error.startswith("CUDA out of memory. Tried to allocate 7 GiB") and "more" not in bad.error
+    assert [len(one.detokenizer.ids) for one in (good, bad, other)] == [8, 0, 8]
 
 
 def test_an_end_ends_a_row_and_only_it():
@@ -107,20 +107,20 @@ def test_an_end_ends_a_row_and_only_it():
     free = batch(model)
     one = free.submit(request(1, 80))
     list(free.run())
-    stop = one.words.ids[3]
+    stop = one.detokenizer.ids[3]
     work = batch(model, ends=[stop])
     again, other = work.submit(request(1, 80)), work.submit(request(2, 90))
     list(work.run())
-    assert again.words.ids == one.words.ids[: one.words.ids.index(stop)]
-    assert stop not in other.words.ids
+    assert again.detokenizer.ids == one.detokenizer.ids[: one.detokenizer.ids.index(stop)]
+    assert stop not in other.detokenizer.ids
 
 
 def test_drawing():
     torch.manual_seed(0)
     logits = torch.randn(4, 50) * 3
     source = torch.Generator().manual_seed(1)
-    heat, share = torch.tensor([0.0, 1.0, 1.0, 2.0]), torch.tensor([1.0, 1e-6, 0.5, 1.0])
-    many = torch.stack([draw(logits, heat, share, source) for _ in range(4000)])
+    temperature, top_p = torch.tensor([0.0, 1.0, 1.0, 2.0]), torch.tensor([1.0, 1e-6, 0.5, 1.0])
+    many = torch.stack([sample(logits, temperature, top_p, source) for _ in range(4000)])
     assert many[:, 0].eq(logits[0].argmax()).all() and many[:, 1].eq(logits[1].argmax()).all()
     chances = logits[3].div(2).softmax(-1)
     seen = torch.bincount(many[:, 3], minlength=50) / 4000
@@ -153,7 +153,7 @@ def test_one_and_many_sample_as_a_plain_loop_does(temperature, top_p, top_k):
     logits, many = torch.randn(20).mul(2).round(decimals=1), 20_000  # some are equal
     want = plain_chances(logits.tolist(), temperature, top_p, top_k)
     source, ones = torch.Generator().manual_seed(1), torch.ones(many)
-    drawn = draw(
+    drawn = sample(
         logits.expand(many, -1),
         temperature * ones,
         top_p * ones,
@@ -170,9 +170,9 @@ def test_one_and_many_sample_as_a_plain_loop_does(temperature, top_p, top_k):
 def test_rows_keep_their_own_top_k():
     torch.manual_seed(0)
     logits = torch.randn(4, 50)
-    heat, most = torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([5, 1, 2, 0])
+    temperature, top_k = torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([5, 1, 2, 0])
     source = torch.Generator().manual_seed(1)
-    many = torch.stack([draw(logits, heat, torch.ones(4), source, most) for _ in range(3000)])
+    many = torch.stack([sample(logits, temperature, torch.ones(4), source, top_k) for _ in range(3000)])
     assert [len(set(column.tolist())) for column in many.T][:3] == [1, 1, 2]
     assert many[:, 1].eq(logits[1].argmax()).all() and len(set(many[:, 3].tolist())) > 40
 
@@ -187,17 +187,17 @@ def test_of_one_token_there_is_one_answer(spec):
     assert one.generate(texts, **{**hot, "top_k": 0}) != cold
 
 
-def test_stretches():
-    free = Stretches(10)
-    a, b, c = free.take(3), free.take(3), free.take(4)
+def test_free_list():
+    free = FreeList(10)
+    a, b, c = free.allocate(3), free.allocate(3), free.allocate(4)
     assert (a, b, c, free.largest) == (0, 3, 6, 0)
-    with pytest.raises(MemoryError, match="no stretch of 1"):
-        free.take(1)
-    free.give_back(a, 3)
-    free.give_back(c, 4)
-    assert (free.free, free.largest) == ([(0, 3), (6, 4)], 4)
-    free.give_back(b, 3)
-    assert free.free == [(0, 10)] and Stretches(0).largest == 0
+    with pytest.raises(MemoryError, match="no span of 1"):
+        free.allocate(1)
+    free.free(a, 3)
+    free.free(c, 4)
+    assert (free.spans, free.largest) == ([(0, 3), (6, 4)], 4)
+    free.free(b, 3)
+    assert free.spans == [(0, 10)] and FreeList(0).largest == 0
 
 
 @pytest.mark.parametrize("spec", ["kvkeep", "snapkv", "full", "pyramidkv", "h2o", "infllm", "emllm", "sentencekv"])
@@ -207,9 +207,9 @@ def test_the_engine_answers_many_as_it_answers_one(spec):
     one, many = (kvkeep.Engine(model, WORDS, spec, 64) for _ in range(2))
     want = [one.generate(prompt, max_new_tokens=7) for prompt in prompts]
     assert many.generate(prompts, max_new_tokens=7, rows=2) == want
-    assert many.generate([]) == [] and can_batch(many) == (spec not in ("h2o", "infllm", "emllm", "sentencekv"))
+    assert many.generate([]) == [] and can_pool(many) == (spec not in ("h2o", "infllm", "emllm", "sentencekv"))
     drawn = {"max_new_tokens": 7, "temperature": 1.5, "seed": 4}
-    if not can_batch(many):  # a row draws as it would alone
+    if not can_pool(many):  # a row draws as it would alone
         assert many.generate(prompts, rows=3, **drawn) == [one.generate(prompt, **drawn) for prompt in prompts]
 
 
@@ -219,20 +219,20 @@ PROMPTS = ["".join(chr(97 + (i * i + n) % 23) for i in range(150)) for n in rang
 @pytest.fixture
 def at_once(monkeypatch):
     """How many rows each pass had."""
-    sizes, feed = [], Abreast.feed
-    monkeypatch.setattr(Abreast, "feed", lambda self, ids: sizes.append(len(ids)) or feed(self, ids))
+    sizes, extend = [], IndependentBatch.extend
+    monkeypatch.setattr(IndependentBatch, "extend", lambda self, ids: sizes.append(len(ids)) or extend(self, ids))
     return sizes
 
 
 def living(monkeypatch):
     """Counts the engines that have read something, or are about to."""
-    engines, apart = weakref.WeakSet(), kvkeep.Engine.apart
+    engines, make = weakref.WeakSet(), kvkeep.Engine.new_sequence
 
     def counted(self):
-        engines.add(twin := apart(self))
+        engines.add(twin := make(self))
         return twin
 
-    monkeypatch.setattr(kvkeep.Engine, "apart", counted)
+    monkeypatch.setattr(kvkeep.Engine, "new_sequence", counted)
     return lambda: len(engines)
 
 
@@ -245,32 +245,32 @@ def test_no_more_prompts_are_read_than_the_host_can_hold(at_once, monkeypatch):
     want = [engine.generate(prompt, max_new_tokens=3) for prompt in PROMPTS]
     one = row_pool.row_bytes(engine.model, 153 + 3) / 0.8  # three words more than the prompt's, and the answer
     alive = living(monkeypatch)
-    monkeypatch.setattr(independent_batch, "host_bytes", lambda: (2 - alive()) * one + 1)
+    monkeypatch.setattr(independent_batch, "free_host_bytes", lambda: (2 - alive()) * one + 1)
     assert engine.generate(PROMPTS, max_new_tokens=3) == want and set(at_once) == {2}
-    monkeypatch.setattr(independent_batch, "host_bytes", lambda: 0)
+    monkeypatch.setattr(independent_batch, "free_host_bytes", lambda: 0)
     at_once.clear()
     assert engine.generate(PROMPTS, max_new_tokens=3) == want and set(at_once) == {1}
-    monkeypatch.setattr(independent_batch, "host_bytes", lambda: None)
+    monkeypatch.setattr(independent_batch, "free_host_bytes", lambda: None)
     at_once.clear()
     assert engine.generate(PROMPTS, max_new_tokens=3) == want and set(at_once) == {4}
-    assert row_pool.host_bytes() is None or 2**20 < row_pool.host_bytes() < 2**50
+    assert row_pool.free_host_bytes() is None or 2**20 < row_pool.free_host_bytes() < 2**50
 
 
 def test_prompts_share_what_the_host_may_hold(at_once):
     want = precise("infllm").generate(PROMPTS, max_new_tokens=3)
     alone = precise("infllm")
     alone.generate(PROMPTS[0], max_new_tokens=3)
-    limit = int(2.5 * alone.cache.purse.spent)
+    limit = int(2.5 * alone.cache.host_budget.used_bytes)
     at_once.clear()
     engine = precise("infllm", host_limit=limit)
     assert engine.generate(PROMPTS, max_new_tokens=3) == want and set(at_once) == {2}
-    with pytest.raises(BadInput, match="prompt 0: put-away tokens would take .* prompt 3: "):
+    with pytest.raises(BadInput, match="prompt 0: offloaded tokens would take .* prompt 3: "):
         precise("infllm", host_limit=1000).generate(PROMPTS, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("spec", ["h2o", "infllm"])
 def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
-    engine, read, feed = precise(spec), kvkeep.Engine.prefill, Abreast.feed
+    engine, read, extend = precise(spec), kvkeep.Engine.prefill, IndependentBatch.extend
     want = engine.generate(PROMPTS, max_new_tokens=5)
     alive = living(monkeypatch)
 
@@ -280,19 +280,19 @@ def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
         return read(self, ids, *how)
 
     def feeding(self, ids):
-        if len(ids) > 2 and len(self.engines[0].fed) > 154:
+        if len(ids) > 2 and len(self.engines[0].token_ids) > 154:
             raise torch.OutOfMemoryError("no room for a pass")
-        return feed(self, ids)
+        return extend(self, ids)
 
     at_once.clear()
     monkeypatch.setattr(kvkeep.Engine, "prefill", reading)
     assert engine.generate(PROMPTS, max_new_tokens=5) == want and max(at_once) == 3
     at_once.clear()
     monkeypatch.setattr(kvkeep.Engine, "prefill", read)
-    monkeypatch.setattr(Abreast, "feed", feeding)
+    monkeypatch.setattr(IndependentBatch, "extend", feeding)
     assert engine.generate(PROMPTS, max_new_tokens=5) == want and at_once[0] == 4 and at_once[-1] <= 2
     full = Mock(side_effect=torch.OutOfMemoryError("no"))
-    monkeypatch.setattr(Abreast, "feed", full)
+    monkeypatch.setattr(IndependentBatch, "extend", full)
     with pytest.raises(BadInput, match="prompt 0: no; prompt 1: no"):
         engine.generate(PROMPTS[:2], max_new_tokens=5)
 
@@ -302,7 +302,7 @@ def test_a_question_about_several_prompts(monkeypatch):
     how = {"question": "And why is that?", "max_new_tokens": 5}
     want = [engine.generate(prompt, **how) for prompt in PROMPTS]
     assert engine.generate(PROMPTS, **how) == want
-    monkeypatch.setattr(kvkeep.Engine, "read_for", lambda *_: None)
+    monkeypatch.setattr(kvkeep.Engine, "set_question", lambda *_: None)
     assert engine.generate(PROMPTS, **how) != want  # it matters
 
 
@@ -321,12 +321,12 @@ def test_a_batch_is_as_large_as_the_device_allows(storage, monkeypatch):
     want = engine.generate(prompts, max_new_tokens=8)
     tokens = 64 + (8 if storage is None else 32)
     one = row_pool.row_bytes(engine.model, tokens, storage)
-    assert one == sum(room.nbytes for room in Pool(engine.model, 1, 2 * tokens, 200, storage).rooms.values())
+    assert one == sum(room.nbytes for room in RowPool(engine.model, 1, 2 * tokens, 200, storage).buffers.values())
     sizes = []
-    monkeypatch.setattr(batch_generate, "Pool", lambda *how: sizes.append(how[1]) or Pool(*how))
+    monkeypatch.setattr(batch_generate, "RowPool", lambda *how: sizes.append(how[1]) or RowPool(*how))
     for room, rows in ((2.5, 2), (9.0, 5)):
-        monkeypatch.setattr(batch_generate, "free_bytes", lambda device, room=room: int(room * one / 0.8))
+        monkeypatch.setattr(batch_generate, "free_device_bytes", lambda device, room=room: int(room * one / 0.8))
         assert engine.generate(prompts, max_new_tokens=8) == want and sizes.pop() == rows
-    monkeypatch.setattr(batch_generate, "free_bytes", lambda device: one)
+    monkeypatch.setattr(batch_generate, "free_device_bytes", lambda device: one)
     with pytest.raises(BadInput, match="one sequence take .* of the device's memory can be used"):
         engine.generate(prompts, max_new_tokens=8)

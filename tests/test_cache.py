@@ -15,8 +15,8 @@ from oracles.tova import oracle_tova
 from transformers.cache_utils import Cache as TransformersCache
 
 import kvkeep
-from kvkeep.cache.padding import Arrival
-from kvkeep.cache.report import human
+from kvkeep.cache.padding import BatchLayout
+from kvkeep.cache.report import format_bytes
 from kvkeep.compress.method import Method
 from kvkeep.errors import BadCacheFile, BadParameter, BadTensor, BudgetTooSmall, CacheMisuse, UnknownName
 
@@ -38,7 +38,7 @@ def first_layer(model, ids):
         noted.update(q=seen.queries, k=seen.keys, v=seen.values) if seen.layer == 0 else None
         return torch.zeros(seen.keys.shape[:2])
 
-    fed(model, Method("note", note, voters=10_000), 1, ids)
+    fed(model, Method("note", note, observation_window=10_000), 1, ids)
     return [noted[name].double().numpy() for name in "qkv"]
 
 
@@ -172,7 +172,7 @@ def test_a_report_prints_and_counts(tiny):
         (BadParameter, "pool=4", lambda m: kvkeep.Cache(m, "ahakv", 64, pool=4)),
         (BadParameter, "reuse=0", lambda m: kvkeep.Cache(m, "chunkkv", 64, reuse=0)),
         (BadParameter, "set reuse=1", lambda m: kvkeep.Cache(m, "chunkkv+pyramid", 64)),
-        (BadParameter, "shared among layers already", lambda m: kvkeep.Cache(m, "pyramidkv+cake", 64)),
+        (BadParameter, "allocated among layers already", lambda m: kvkeep.Cache(m, "pyramidkv+cake", 64)),
         (BadParameter, "tau1=0.0", lambda m: kvkeep.Cache(m, "snapkv+cake", 64, tau1=0.0)),
         (BadParameter, "no scores", lambda m: kvkeep.Cache(m, "streamingllm+adakv", 64)),
         (BadParameter, "no budget to share", lambda m: kvkeep.Cache(m, "full+pyramid", 64)),
@@ -279,7 +279,7 @@ def test_generated_tokens_that_were_dropped_do_not_count(tiny):
     for i in range(40):
         tiny(IDS[:, i : i + 1], past_key_values=cache)
     kept, cut = cache.report().kept, IDS.shape[1]
-    heads = [head for layer in cache.owned for head in cache.kept(layer)[0]]
+    heads = [head for layer in cache.compressed_layers for head in cache.kept(layer)[0]]
     assert kept["prompt"] == sum(p < cut for head in heads for p in head) / len(heads)
     assert kept["prompt"] + kept["generated"] == 60 and 0 < kept["generated"] <= 40
 
@@ -304,17 +304,17 @@ def test_a_cache_says_in_a_line_what_it_is(tiny):
     tiny(IDS, past_key_values=cache)
     tiny(IDS[:, :1], past_key_values=cache)
     held = "60 of the prompt + 1 generated kept per key head"
-    size = human(cache.nbytes)
+    size = format_bytes(cache.nbytes)
     assert repr(cache) == f"<kvkeep.Cache snapkv, budget 60: {IDS.shape[1] + 1} tokens seen, {held}, {size}>"
     away = kvkeep.Cache(tiny, "quest", 60)
     tiny(IDS, past_key_values=away)
-    size = human(away.report().host_bytes)
+    size = format_bytes(away.report().host_bytes)
     assert size != "0 B" and repr(away).endswith(f", {size} offloaded>")
 
 
 def test_bytes_for_people():
     sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 23_500_000: "23.5 MB", 10**9: "1.0 GB", 5 * 10**12: "5000.0 GB"}
-    assert {size: human(size) for size in sizes} == sizes
+    assert {size: format_bytes(size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize("ratio", [0.75, "high", 2])
@@ -355,11 +355,11 @@ def test_assisted_generation_is_refused_before_a_token_is_read(tiny, spec, guess
 def test_padding_is_put_before_the_queries_and_comes_back_to_its_columns():
     queries = torch.arange(1.0, 2 * 3 * 6 * 4 + 1).view(2, 3, 6, 4)
     columns = [torch.tensor([2, 3, 4, 5]), torch.tensor([0, 4])]
-    arrival = Arrival([4, 2], columns, [torch.arange(4), torch.arange(2)], [True, True])
-    packed = arrival.pack(queries)
+    layout = BatchLayout([4, 2], columns, [torch.arange(4), torch.arange(2)], [True, True])
+    packed = layout.pack(queries)
     assert torch.equal(packed[0, :, 2:], queries[0, :, 2:]) and not packed[0, :, :2].any()
     assert torch.equal(packed[1, :, 4:], queries[1][:, [0, 4]]) and not packed[1, :, :4].any()
-    back = arrival.unpack(packed)
+    back = layout.unpack(packed)
     for row, where in enumerate(columns):
         others = [j for j in range(6) if j not in where]
         assert torch.equal(back[row][:, where], queries[row][:, where]) and not back[row][:, others].any()

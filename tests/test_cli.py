@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import kvkeep.cli.inputs
 import kvkeep.cli.run
 from kvkeep.cli import app
-from kvkeep.cli.run import told
+from kvkeep.cli.run import format_progress
 from kvkeep.cli.show import busy, counting
 from kvkeep.engine.progress import Progress
 from kvkeep.errors import BadInput
@@ -45,7 +45,7 @@ def tiny(monkeypatch):
 
     monkeypatch.setattr(kvkeep.cli.run, "load", load)
     monkeypatch.setattr(kvkeep.cli.run, "load_tokenizer", lambda *_: tiny_chat.tokenizer())
-    monkeypatch.setattr(kvkeep.cli.run, "load_window", lambda *_: 1024)
+    monkeypatch.setattr(kvkeep.cli.run, "load_context_length", lambda *_: 1024)
     monkeypatch.setattr("kvkeep.model.load.load", load)
     monkeypatch.setattr("kvkeep.model.load.load_tokenizer", lambda *_: tiny_chat.tokenizer())
     return asked
@@ -66,7 +66,7 @@ def test_run_prints_the_answer_and_what_was_saved(tiny, document):
     assert done.exit_code == 0, done.output
     for words in ("prompt tokens", "kept per key head", "cache holds", "would hold", "first token", "per second"):
         assert words in done.stdout
-    assert done.stderr == "kvkeep: reading the document\n"  # no terminal: a log
+    assert done.stderr == "kvkeep: prefill\n"  # no terminal: a log
     assert tiny[0]["name"] == "default"
 
 
@@ -117,6 +117,14 @@ def test_compare_runs_full_beside_it(tiny, document):
     assert header.split() == ["kvkeep", "full"]
 
 
+def test_several_budgets_are_run_beside_each_other(tiny, document):
+    args = ("run", document, "How many?", "--budget", "64,128", "--max-new-tokens", 3)
+    found = json.loads(kvkeep_(*args, "--json").stdout)
+    assert found["budget"] == 64 and found["kvkeep 128"]["budget"] == 128
+    assert found["bytes"] < found["kvkeep 128"]["bytes"]
+    assert "kvkeep 64" in (shown := kvkeep_(*args, "--compare").stdout) and "kvkeep 128" in shown and "full" in shown
+
+
 def test_storage_makes_it_smaller(tiny, document):
     held = []
     for storage in ([], ["--storage", "int8"], ["--storage", "int4"]):
@@ -137,11 +145,12 @@ def test_options_reach_the_model_and_the_method(tiny, document, monkeypatch):
         return real(model, tokenizer, *args, **kwargs)
 
     monkeypatch.setattr(kvkeep, "Engine", engine)
-    args = ("--method", "snapkv", "--budget", "0.5", "--set", "window=8", "--set", "pooling=max", "--chunk", 64)
+    args = ("--method", "snapkv", "--budget", "0.5", "--set", "window=8", "--set", "pooling=max")
+    args += ("--prefill-chunk-size", 64)
     where = ("--device", "cpu", "--dtype", "float32", "--model", "some/model", "--max-new-tokens", 2, "--json")
     done = kvkeep_("run", document, "How many?", *args, *where, "--storage", "int8")
     assert done.exit_code == 0, done.output
-    assert made == [(("snapkv", 0.5), {"piece": 64, "storage": "int8", "window": 8, "pooling": "max"})]
+    assert made == [(("snapkv", 0.5), {"prefill_chunk_size": 64, "storage": "int8", "window": 8, "pooling": "max"})]
     assert {key: tiny[0][key] for key in ("name", "device", "dtype")} == {
         "name": "some/model", "device": "cpu", "dtype": "float32",
     }  # fmt: skip
@@ -176,7 +185,7 @@ def refused(*args, stdin=None, after=()):
 def no_model(monkeypatch):
     """Mistakes below are found before any model is loaded."""
     for place in ("kvkeep.cli.run", "kvkeep.model.load"):
-        for name in ("load", "load_tokenizer", "load_window"):
+        for name in ("load", "load_tokenizer", "load_context_length"):
             monkeypatch.setattr(f"{place}.{name}", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
@@ -243,7 +252,7 @@ def test_an_empty_question(document):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--device", "meta"], "device='meta' holds no numbers"),
+        (["--device", "meta"], "device='meta' holds no values"),
         (["--device", "gpu"], "device='gpu' cannot be used here"),
         (["--dtype", "int7"], "dtype='int7' is not one of"),
     ],
@@ -288,7 +297,7 @@ def test_tasks_and_files_are_checked_before_anything_is_loaded(tmp_path):
 def test_a_document_longer_than_the_window(tiny, document):
     document.write_text("x" * 2000)
     said = refused("run", document, "Why?")
-    assert "has 2009 tokens" in said and "window is 1024" in said and "shorten the prompt by 1049 tokens" in said
+    assert "has 2009 tokens" in said and "length is 1024" in said and "shorten the prompt by 1049 tokens" in said
     assert "actqkv" in said  # the way out
     assert tiny == []  # known before the weights were loaded
 
@@ -304,7 +313,7 @@ def test_a_document_longer_than_the_window_with_a_method_that_reads_on(tiny, doc
     assert (found["host_bytes"] > 0) == (method not in ("intelllm", "streamingllm", "lm_infinite"))
     if method == "infllm":
         shown = kvkeep_("run", document, "Why?", "--method", method, "--budget", 128).stdout
-        assert "put away" in shown and "(2.0 × the model's window)" in " ".join(shown.split())
+        assert "offloaded" in shown and "(2.0 × the model's context length)" in " ".join(shown.split())
 
 
 def test_a_model_that_is_not_there(document):
@@ -314,7 +323,7 @@ def test_a_model_that_is_not_there(document):
 def test_wrong_usage_is_status_2_and_a_bug_is_1(tiny, document, monkeypatch):
     assert kvkeep_("run", document).exit_code == 2
     assert kvkeep_("run", document, "Why?", "--max-new-tokens", 0).exit_code == 2
-    monkeypatch.setattr(kvkeep.cli.run.Asker, "ask", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(kvkeep.cli.run.QuestionRunner, "ask", lambda *_, **__: 1 / 0)
     assert kvkeep_("run", document, "Why?").exit_code == 1
 
 
@@ -349,8 +358,8 @@ def test_methods_tells_what_each_can_do(monkeypatch, width):
     assert list(traits) == list(kvkeep.methods)
     assert traits["snapkv"] == ["yes", "no", "no", "yes"]
     assert traits["streamingllm"] == ["no", "yes", "no", "yes"]
-    assert traits["infllm"] == ["asks again", "yes", "yes", "no"]
-    assert traits["quest"] == ["asks again", "no", "yes", "no"]
+    assert traits["infllm"] == ["retrieves", "yes", "yes", "no"]
+    assert traits["quest"] == ["retrieves", "no", "yes", "no"]
     listed = {each["name"]: each for each in json.loads(kvkeep_("methods", "--json").stdout)}
     assert listed["snapkv"]["query_aware"] and not listed["h2o"]["query_aware"]
     assert listed["infllm"]["any_length"] and not listed["infllm"]["can_be_saved"] and not listed["full"]["offloads"]
@@ -359,7 +368,7 @@ def test_methods_tells_what_each_can_do(monkeypatch, width):
 def test_models_lists_the_default(monkeypatch, tmp_path):
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
     (listed,) = json.loads(kvkeep_("models", "--json").stdout)
-    assert (listed["name"], listed["window"], listed["on_disk"]) == ("smollm2-135m-instruct", 8192, False)
+    assert (listed["name"], listed["context_length"], listed["on_disk"]) == ("smollm2-135m-instruct", 8192, False)
     assert "Apache-2.0" in kvkeep_("models").stdout
 
 
@@ -403,8 +412,8 @@ def test_a_reader_that_stops_early_gets_no_traceback():
 
 
 def test_progress_is_told_in_words():
-    assert told(Progress(2048, 65536, 10.0)) == "read 2,048 of 65,536 tokens, 205/s, 5:10 left"
-    assert told(Progress(300, 300, 2.0)) == "read 300 of 300 tokens, 150/s"
+    assert format_progress(Progress(2048, 65536, 10.0)) == "prefilled 2,048 of 65,536 tokens, 205/s, 5:10 left"
+    assert format_progress(Progress(300, 300, 2.0)) == "prefilled 300 of 300 tokens, 150/s"
 
 
 def test_the_spinner_shows_only_to_a_person(capsys, monkeypatch):
@@ -469,12 +478,12 @@ def official(tmp_path):
 
 def test_eval_scores_methods_and_goes_on_where_it_was(tiny, official, tmp_path, monkeypatch):
     window = ("--model", "default", "--protocol", "aware", "--out", tmp_path / "out", "--data", official)
-    args = ("eval", "--tasks", "longbench/qasper", "--methods", "full,snapkv,h2o", "--budgets", "64,0.5", *window)
+    args = ("eval", "--tasks", "longbench/qasper", "--methods", "full,snapkv,h2o", "--budget", "64,0.5", *window)
     done = kvkeep_(*args)
     assert done.exit_code == 0, done.output
     assert "10 rows in" in done.stdout and all(word in done.stdout for word in ("qasper", "snapkv", "0.5", "n=2"))
     before = (tmp_path / "out" / "rows.jsonl").read_bytes()
-    monkeypatch.setattr("kvkeep.evaluate.worker.Answerer.__call__", lambda *_: pytest.fail("answered again"))
+    monkeypatch.setattr("kvkeep.evaluate.worker.Worker.__call__", lambda *_: pytest.fail("answered again"))
     assert kvkeep_(*args).exit_code == 0 and (tmp_path / "out" / "rows.jsonl").read_bytes() == before
     assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 6
 
@@ -513,10 +522,10 @@ def test_eval_takes_a_config_file(tiny, official, tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("tasks: wic\nbudget: 4\n", "unknown keys budget; known: tasks, out, methods, budgets"),
+        ("tasks: wic\nbudgets: 4\n", "unknown keys budgets; known: tasks, out, methods, budget"),
         ("- tasks\n", "should map names to values"),
         ("tasks: [", "is not YAML"),
-        ("tasks: wic\nbudgets: many\n", "--budgets 'many' are not numbers"),
+        ("tasks: wic\nbudget: many\n", "--budget 'many' are not numbers"),
         ("tasks: wic\nprotocol: blind\n", "protocol 'blind' is not known"),
         ("tasks: wic\nmethods: snapkw\n", "snapkw"),
         ("methods: full\n", "--tasks is missing"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvkeep.errors import BadInput, BadParameter, MissingExtra
-from kvkeep.evaluate.ray_pool import AHEAD, LOSSES, _room, on_ray
+from kvkeep.evaluate.ray_pool import AHEAD, MAX_LOSSES, _actor_resources, map_on_ray
 
 SOON = 60  # seconds in which a process must have started or ended
 
@@ -72,7 +72,7 @@ def test_order_is_kept_and_no_worker_runs_too_far_ahead(running, notes):
         note(notes, item)
         return item * item
 
-    assert list(on_ray(None, lambda: answer, range(20), workers=2)) == [item * item for item in range(20)]
+    assert list(map_on_ray(None, lambda: answer, range(20), workers=2)) == [item * item for item in range(20)]
     assert Counter(map(int, notes.read_text().split())) == Counter(range(20))
 
 
@@ -84,7 +84,7 @@ def test_a_worker_loads_once_with_the_threads_of_the_driver(running, notes):
     before = torch.get_num_threads()
     torch.set_num_threads(3)  # more than there are cores: not what Ray would set
     try:
-        assert list(on_ray(None, make, range(5))) == [3] * 5
+        assert list(map_on_ray(None, make, range(5))) == [3] * 5
     finally:
         torch.set_num_threads(before)
     assert notes.read_text().split() == ["loaded"]  # two cores have room for one such worker
@@ -107,7 +107,8 @@ def test_a_killed_worker_is_replaced(running, notes, when):
 
     said = []
     workers = 1 if when == "loading the model" else 2  # another might do all the work before anybody asks
-    assert list(on_ray(None, make, range(20), workers=workers, say=said.append)) == [item * item for item in range(20)]
+    found = map_on_ray(None, make, range(20), workers=workers, say=said.append)
+    assert list(found) == [item * item for item in range(20)]
     assert notes.read_text() == "died\n"
     assert len(said) == 1 and said[0].startswith(f"{when} lost its worker")
 
@@ -119,11 +120,11 @@ def test_an_item_that_kills_every_worker_is_named(running, notes):
             os.kill(os.getpid(), signal.SIGKILL)
         return item
 
-    results = on_ray(None, lambda: answer, range(4), workers=1)
+    results = map_on_ray(None, lambda: answer, range(4), workers=1)
     assert [next(results), next(results)] == [0, 1]
-    with pytest.raises(BadInput, match=f"item 2 lost its worker {LOSSES} times.*ActorDiedError"):
+    with pytest.raises(BadInput, match=f"item 2 lost its worker {MAX_LOSSES} times.*ActorDiedError"):
         next(results)
-    assert notes.read_text().split() == ["died"] * LOSSES
+    assert notes.read_text().split() == ["died"] * MAX_LOSSES
 
 
 @pytest.mark.parametrize("where", ["load", "answer"])
@@ -138,7 +139,7 @@ def test_what_the_work_raises_is_raised_here_once(running, notes, where):
         return lambda item: fail("answer")
 
     with pytest.raises(BadInput) as caught:
-        list(on_ray(None, make, range(3), workers=1))
+        list(map_on_ray(None, make, range(3), workers=1))
     assert type(caught.value) is BadInput and str(caught.value) == "a question without an end"
     (pid,) = map(int, notes.read_text().split())
     until(lambda: not alive(pid))
@@ -149,7 +150,7 @@ def test_a_ray_that_was_there_stays_without_our_workers(running):
         time.sleep(item and 600)
         return os.getpid()
 
-    results = on_ray(None, lambda: answer, range(3), workers=1)
+    results = map_on_ray(None, lambda: answer, range(3), workers=1)
     pid = next(results)
     assert alive(pid)  # and busy with the next item
     results.close()
@@ -159,12 +160,12 @@ def test_a_ray_that_was_there_stays_without_our_workers(running):
 
 def test_more_workers_than_room_are_refused(running):
     with pytest.raises(BadParameter, match="room for 2; use 1 to 2"):
-        next(on_ray(None, lambda: str, range(9), workers=3))
+        next(map_on_ray(None, lambda: str, range(9), workers=3))
 
 
 def test_a_ray_of_its_own_ends_with_it(ray):
     ray.shutdown()
-    results = on_ray(None, lambda: lambda item: (os.getpid(), os.getppid()), range(50))
+    results = map_on_ray(None, lambda: lambda item: (os.getpid(), os.getppid()), range(50))
     pids = next(results)  # a worker and the node it runs on
     assert ray.is_initialized() and all(map(alive, pids))
     results.close()
@@ -184,14 +185,14 @@ def test_a_ray_of_its_own_ends_with_it(ray):
 )
 def test_workers_are_as_many_as_fit(nodes, threads, takes, workers):
     gone = {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}}
-    assert _room([gone, *({"Alive": True, "Resources": has} for has in nodes)], threads) == (takes, workers)
+    assert _actor_resources([gone, *({"Alive": True, "Resources": has} for has in nodes)], threads) == (takes, workers)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtra, match=r"pip install 'kvkeep\[ray\]'"):
-        next(on_ray(None, lambda: str, [1]))
-    assert list(on_ray(None, lambda: str, [])) == []
+        next(map_on_ray(None, lambda: str, [1]))
+    assert list(map_on_ray(None, lambda: str, [])) == []
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -206,13 +207,13 @@ def test_the_same_rows_come_out_of_the_command(running, tmp_path, killed, monkey
     tiny_chat.model().save_pretrained(tmp_path / "model")
     tiny_chat.tokenizer().save_pretrained(tmp_path / "model")
     args = ["eval", "--tasks", "needle_number", "--model", str(tmp_path / "model"), "--length", "300,400", "--limit",
-            "6", "--methods", "full,snapkv", "--budgets", "80", "--device", "cpu", "--max-length", "600"]  # fmt: skip
+            "6", "--methods", "full,snapkv", "--budget", "80", "--device", "cpu", "--max-length", "600"]  # fmt: skip
     plain = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "plain")])
     assert plain.exit_code == 0, plain.output
     workers = []
 
     def kill_one(done, total):
-        mine = [each for each in psutil.Process().children(recursive=True) if "ray::_Worker" in each.name()]
+        mine = [each for each in psutil.Process().children(recursive=True) if "ray::_Actor" in each.name()]
         if mine and not workers and killed:
             workers.append(mine[0])
             mine[0].kill()

@@ -7,7 +7,7 @@ import families
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING, FETCHING
+from conftest import EVICTING, RETRIEVING
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -63,13 +63,13 @@ def test_the_default_model_answers_as_generate_does():
     for question in ("Where is the light?", "Who wrote this report?"):
         whole = one.encode(text, question)
         assert context.ask(question, max_new_tokens=8) == one.generate(text, question=question, max_new_tokens=8)
-        assert context._engine.fed == whole[: len(context)].tolist() and len(whole) - len(context) < 20
+        assert context._engine.token_ids == whole[: len(context)].tolist() and len(whole) - len(context) < 20
 
 
-@pytest.mark.parametrize("spec", [*EVICTING, *FETCHING])
+@pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING])
 def test_questions_do_not_disturb_each_other(chat, spec):
     """Asked again, asked of a fork, asked between two pieces of another answer: always the same."""
-    context = engine(chat, spec, 100, piece=64).read(TEXT)
+    context = engine(chat, spec, 100, prefill_chunk_size=64).read(TEXT)
     first = [quietly(context, question) for question in QUESTIONS]
     held = context._engine.cache.report()
     again = [quietly(context, question) for question in reversed(QUESTIONS)][::-1]
@@ -104,9 +104,9 @@ def test_nothing_of_a_question_or_an_answer_is_dropped(chat, spec, storage):
 
 
 def test_a_method_that_knows_the_question_is_told_it_when_asked(chat, monkeypatch):
-    told, tell = [], kvkeep.Engine.read_for
-    monkeypatch.setattr(kvkeep.Engine, "read_for", lambda self, *args: told.append(args) or tell(self, *args))
-    context = engine(chat, "qllm", 64, piece=64).read(TEXT)
+    told, tell = [], kvkeep.Engine.set_question
+    monkeypatch.setattr(kvkeep.Engine, "set_question", lambda self, *args: told.append(args) or tell(self, *args))
+    context = engine(chat, "qllm", 64, prefill_chunk_size=64).read(TEXT)
     context.ask("Why?", **SHORT)
     assert told == [("Why?", len(context))]
 
@@ -141,7 +141,7 @@ def test_a_token_that_the_blank_line_changes_is_left_to_the_question():
     context = context_ids(words, "A tale.")
     assert words.decode(context) == "A tale" and words.decode(encode(words, "A tale.\n\nWho?")[0][6]) == ".\n\n"
     assert words.decode(question_ids(words, "A tale.", "Who?", context)) == ".\n\nWho?"
-    with pytest.raises(BadInput, match="too short to be read apart"):
+    with pytest.raises(BadInput, match="too short to be prefilled without"):
         context_ids(words, ".")
 
 
@@ -157,7 +157,7 @@ def test_what_is_read_is_the_beginning_of_every_prompt(chat):
     one = engine(chat)
     context = one.read(TEXT)
     assert context.tokens == len(context) == len(TEXT) + 1  # with the template's <s>
-    assert one.encode(TEXT, "Why?")[: len(context)].tolist() == context._engine.fed
+    assert one.encode(TEXT, "Why?")[: len(context)].tolist() == context._engine.token_ids
 
 
 # questions known and unknown
@@ -170,7 +170,7 @@ def warned(context, question="Why?"):
     return [str(each.message) for each in found if each.category is QueryAwareWarning]
 
 
-@pytest.mark.parametrize("spec", [*EVICTING, *FETCHING])
+@pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING])
 def test_a_question_not_seen_is_warned_of_once_where_it_matters(chat, spec):
     aware = parse(spec).query_aware
     context = engine(chat, spec, 100).read(TEXT)
@@ -188,7 +188,7 @@ def test_the_warning_names_what_was_kept_and_the_way_out(chat):
 
 
 def test_a_report_of_what_is_fetched_names_its_parts(chat):
-    context = engine(chat, "infllm", 100, piece=64).read(TEXT)
+    context = engine(chat, "infllm", 100, prefill_chunk_size=64).read(TEXT)
     assert context.report().kept["context"] == context.report().kept_per_head
     context.ask("Why?", max_new_tokens=8)
     kept = context.report().kept
@@ -203,17 +203,17 @@ def test_a_question_known_before_decides_what_is_kept(chat, spec, storage):
     one, question = engine(chat, spec, 100, storage=storage), QUESTIONS[0]
     context = one.read(TEXT, question=question)
     n, _ = len(context), one.generate(TEXT, question=question, **SHORT)
-    for layer in context._engine.cache.owned:
+    for layer in context._engine.cache.compressed_layers:
         (mine,), (theirs,) = context._engine.cache.kept(layer), one.cache.kept(layer)
         assert mine == [[p for p in head if p < n] for head in theirs]
     assert context.ask(question, **SHORT) == context.ask(question, **SHORT)
     blind = one.read(TEXT)._engine.cache
-    assert any(blind.kept(i) != context._engine.cache.kept(i) for i in blind.owned)
+    assert any(blind.kept(i) != context._engine.cache.kept(i) for i in blind.compressed_layers)
 
 
 def test_layers_that_cannot_take_a_question_back_are_named():
     one = kvkeep.Engine(families.build("gemma3_text"), merging(), "snapkv", 128)
-    with pytest.raises(CacheMisuse, match=r"cannot take back a question; use engine\.generate"):
+    with pytest.raises(CacheMisuse, match=r"cannot remove a question again; use engine\.generate"):
         one.read(TEXT[:90], question="Why?")
     assert one.read(TEXT[:90]).ask("Why?", **SHORT)  # fits
 
@@ -244,7 +244,7 @@ def test_a_context_is_saved_and_loaded(chat, tmp_path):
 
 def test_a_context_says_what_it_is(chat):
     context = engine(chat, "snapkv", 100).read(TEXT)
-    held = f"100 of the context kept per key head, {kvkeep.cache.report.human(context.report().bytes)}"
+    held = f"100 of the context kept per key head, {kvkeep.cache.report.format_bytes(context.report().bytes)}"
     assert repr(context) == f"<kvkeep.Context snapkv, budget 100: {len(TEXT) + 1} tokens seen, {held}>"
     said = repr(context)
     quietly(context, "Why?")
@@ -277,13 +277,13 @@ def test_what_was_prefilled_by_hand_is_not_dropped_silently(chat):
 
 def test_far_beyond_the_window(chat):
     """Old: no way to ask twice."""
-    context = engine(chat, "infllm", 128, piece=64).read(TEXT * 8)
+    context = engine(chat, "infllm", 128, prefill_chunk_size=64).read(TEXT * 8)
     assert len(context) > 2 * chat[0].config.max_position_embeddings
     assert [context.ask(q, **SHORT) for q in QUESTIONS] == [context.ask(q, **SHORT) for q in QUESTIONS]
-    with pytest.raises(BadInput, match="window is 1024"):
+    with pytest.raises(BadInput, match="context length is 1024"):
         engine(chat).read(TEXT * 8)
     almost = engine(chat).read(TEXT * 2)
-    with pytest.raises(BadInput, match="window is 1024"):
+    with pytest.raises(BadInput, match="context length is 1024"):
         almost.ask("Why?", max_new_tokens=1000)
 
 

@@ -43,7 +43,7 @@ def read(model: Any, *caches: kvkeep.Cache, start: int = 0, end: int) -> None:
 
 def fails_at(call: int) -> Callable:
     """Attention over a cache, with no room for one of its calls."""
-    real, calls = home.attend, []
+    real, calls = home.segment_attention, []
 
     def attend(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -61,7 +61,7 @@ def test_a_second_turn_cut_short_after_tokens_were_swapped(name: str, monkeypatc
     read(model, cache, clean, end=60)
     read(model, cache, clean, start=60, end=75)
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(home, "attend", fails_at(1))
+        patch.setattr(home, "segment_attention", fails_at(1))
         model(IDS[:, 75:90], past_key_values=cache)
     got, want = (model(IDS[:, 75:90], past_key_values=each).logits for each in (cache, clean))
     assert torch.equal(got, want)
@@ -78,7 +78,7 @@ def test_no_room_to_put_swapped_tokens_in_order(monkeypatch: pytest.MonkeyPatch)
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(home.LayerCache, "_lay", full)
+        patch.setattr(home.RaggedLayer, "_write_segments", full)
         model(IDS[:, 75:90], past_key_values=cache)
     got, want = (model(IDS[:, 75:90], past_key_values=each).logits for each in (cache, clean))
     assert torch.equal(got, want)
@@ -104,14 +104,14 @@ def test_only_queries_of_the_failed_step_are_forgotten(monkeypatch: pytest.Monke
     read(model, cache, clean, end=60)
     read(model, cache, clean, start=60, end=65)
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(home, "attend", fails_at(3))
+        patch.setattr(home, "segment_attention", fails_at(3))
         read(model, cache, start=65, end=66)
     read(model, cache, clean, start=65, end=67)
-    assert {len(steps) for steps in cache.observer.steps.values()} == {7}
+    assert {len(steps) for steps in cache.query_buffer.steps.values()} == {7}
     for each in (cache, clean):
-        each.observer.gather()
-    for who, queries in clean.observer.voters.items():
-        torch.testing.assert_close(cache.observer.voters[who], queries)
+        each.query_buffer.merge_steps()
+    for who, queries in clean.query_buffer.queries.items():
+        torch.testing.assert_close(cache.query_buffer.queries[who], queries)
 
 
 # layers left to transformers

@@ -28,7 +28,7 @@ def seen_by(model, ids):
         noted.extend([seen.queries, seen.keys, seen.values])
         return torch.zeros(seen.keys.shape[:2])
 
-    model(ids, past_key_values=kvkeep.Cache(model, Method("note", note, voters=10_000), 1))
+    model(ids, past_key_values=kvkeep.Cache(model, Method("note", note, observation_window=10_000), 1))
     return [t.double().numpy() for t in noted]
 
 
@@ -48,10 +48,10 @@ def kept_at_every_step(model, *args, **options):
 def peek(cache):
     """Positions held, without putting anything in order."""
     layer = cache.store[0]
-    if layer.hole is None:
+    if layer.free_slots is None:
         return cache.kept(0)[0]
-    positions = layer.flat.positions.clone()
-    positions[layer.hole] = -1
+    positions = layer.flat.token_positions.clone()
+    positions[layer.free_slots] = -1
     return [[p for p in head if p >= 0] for head in positions.view(layer.kv_heads, -1).tolist()]
 
 
@@ -115,7 +115,7 @@ def test_ahakv_adds_a_steps_row_as_it_is(recent_only, fast):
     model = one_layer(8, 4)
     options = {"value_pool": 1, "recent": 7, "recent_only": recent_only}  # a budget that never binds: no step gain
     cache = kvkeep.Cache(model, "ahakv", 200, **options)
-    cache.stepper.can_grow = cache.stepper.can_grow if fast else lambda *_: False
+    cache.step_evictor.can_append = cache.step_evictor.can_append if fast else lambda *_: False
     for start, stop in ((0, 60), (60, 61), (61, 62), (62, 63)):
         model(IDS[:, start:stop], past_key_values=cache)
     values = cache.store[0].dense(0).values.square().sum(-1)[:, :60]
@@ -123,7 +123,7 @@ def test_ahakv_adds_a_steps_row_as_it_is(recent_only, fast):
     rows = model(IDS[:, :63], output_attentions=True).attentions[0][0].view(4, 2, 63, 63).mean(1)
     want = rows[:, 60:].sum(1)
     want[:, :60] += rows[:, 53 if recent_only else 0 : 60, :60].sum(1) * values / values.amax(1, keepdim=True)
-    torch.testing.assert_close(cache.store[0].dense(0).notes[..., 0], want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(cache.store[0].dense(0).token_state[..., 0], want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("how, factor", [("replace", 2.0), ("multiply", 0.5)])
@@ -210,7 +210,7 @@ class Stop(Exception):
 
 def due_in(cache, real):
     """Whose tokens would compete after a pass: one that is cut short then leaves nothing to go on with."""
-    return [cache.arrivals._due(row, int(count)) for row, count in enumerate(real.sum(1))]
+    return [cache.tracker._should_evict(row, int(count)) for row, count in enumerate(real.sum(1))]
 
 
 def cut_short(model, ids, **how):
@@ -220,7 +220,7 @@ def cut_short(model, ids, **how):
     broken.remove()
 
 
-VOTING = [spec for spec in [*EVICTING, "snapkv+adakv", "tova+cake", "h2o+entropy"] if parse(spec).voters]
+VOTING = [spec for spec in [*EVICTING, "snapkv+adakv", "tova+cake", "h2o+entropy"] if parse(spec).observation_window]
 # which of a pass's columns are real, for each of two rows: they take turns, wait, and come beside padding
 UNEVEN = [((1,), (1,)), ((1,), (0,)), ((0, 1), (1, 0)), ((0,), (1,)), ((1,), (1,)), ((0, 0, 1), (0, 1, 0))]
 UNEVEN += [((1,), (0,))] * 20 + [((1,), (1,)), ((0,), (1,)), ((0, 1), (0, 0))] * 4

@@ -3,11 +3,11 @@
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING, FETCHING
+from conftest import EVICTING, RETRIEVING
 
 import kvkeep
 from kvkeep.compress.parse import parse
-from kvkeep.engine.detokenizer import Sentences, Unfolding
+from kvkeep.engine.detokenizer import IncrementalDetokenizer, SentenceBoundaries
 from kvkeep.engine.sampling import Generation, Sampler
 from kvkeep.errors import BadInput, BadParameter, StoreFull
 
@@ -24,7 +24,7 @@ def engine(chat, method="snapkv", budget=100, **options):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("spec", [*EVICTING, *FETCHING])
+@pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING])
 def test_an_answer_is_generates_answer(chat, spec):
     """Where everything is read at once, the engine is model.generate with our cache."""
     model, words = chat
@@ -35,12 +35,12 @@ def test_an_answer_is_generates_answer(chat, spec):
     assert one.answer.prompt_tokens == ids.shape[1]
 
 
-@pytest.mark.parametrize("spec", [name for name in [*EVICTING, *FETCHING] if name != "full"])
+@pytest.mark.parametrize("spec", [name for name in [*EVICTING, *RETRIEVING] if name != "full"])
 def test_every_method_reads_in_pieces_within_its_budget(chat, spec):
-    one = engine(chat, spec, 100, piece=64)
+    one = engine(chat, spec, 100, prefill_chunk_size=64)
     assert isinstance(one.generate(TEXT, question="Which?", max_new_tokens=5), str)
     held = one.cache.report().kept_per_head
-    assert held <= 100 + (4 if parse(spec).schedule.every is None and not parse(spec).recall else 0)
+    assert held <= 100 + (4 if parse(spec).schedule.every is None and not parse(spec).retrieval else 0)
     assert one.cache.get_seq_length() == one.answer.prompt_tokens + len(one.answer.ids) - 1
 
 
@@ -48,7 +48,7 @@ def test_every_method_reads_in_pieces_within_its_budget(chat, spec):
     "spec", ["actqkv", "infllm", "qllm", "tokenselect", "emllm", "intelllm", "streamingllm", "lm_infinite"]
 )
 def test_far_beyond_the_window_in_constant_memory(chat, spec):
-    sizes, one = [], engine(chat, spec, 128, piece=64)
+    sizes, one = [], engine(chat, spec, 128, prefill_chunk_size=64)
     one.generate(TEXT * 6, max_new_tokens=2, progress=lambda _: sizes.append(one.cache.nbytes))
     assert one.answer.prompt_tokens > 3 * chat[0].config.max_position_embeddings
     full = one.cache.report().full_bytes // one.cache.get_seq_length() * (128 + 64)
@@ -56,21 +56,21 @@ def test_far_beyond_the_window_in_constant_memory(chat, spec):
 
 
 def test_what_cannot_be_read_is_refused_before_reading(chat):
-    with pytest.raises(BadInput, match="window is 1024 and 'snapkv' leaves keys where they stood: shorten.*actqkv"):
+    with pytest.raises(BadInput, match="context length is 1024 and 'snapkv' keeps token positions: shorten.*actqkv"):
         engine(chat).generate(TEXT * 2)
     for empty in ("", "  \n"):
         with pytest.raises(BadInput, match="empty"):
             engine(chat).generate(empty)
     assert isinstance(engine(chat, "actqkv").generate("a", max_new_tokens=2), str)
-    with pytest.raises(BadParameter, match="piece=0"):
-        engine(chat, piece=0)
+    with pytest.raises(BadParameter, match="prefill_chunk_size=0"):
+        engine(chat, prefill_chunk_size=0)
     with pytest.raises(BadParameter, match="max_new_tokens=0"):
         engine(chat).generate("a", max_new_tokens=0)
 
 
 def test_progress_counts_every_token_once(chat):
     seen = []
-    one = engine(chat, "infllm", piece=100)
+    one = engine(chat, "infllm", prefill_chunk_size=100)
     one.generate(TEXT, max_new_tokens=1, progress=seen.append)
     assert [p.done for p in seen][-1] == seen[-1].total == one.answer.prompt_tokens
     assert all(a.done < b.done and a.seconds <= b.seconds for a, b in zip(seen, seen[1:], strict=False))
@@ -81,13 +81,13 @@ def test_a_question_known_before_changes_what_is_fetched(chat):
     kept = {}
     for spec in ("qllm", "infllm"):
         for question in ("Why?", "zzzz qqqq"):
-            one = engine(chat, spec, 64, piece=64)
+            one = engine(chat, spec, 64, prefill_chunk_size=64)
             one.generate(TEXT, max_new_tokens=1)  # the same text and nothing else
             plain = one.cache.kept(1)
-            one.cache = one._fresh()
-            one.fed = []
-            one.read_for(question, 1024)
-            list(one.answer_to(one.encode(TEXT, None), Generation(1)))
+            one.cache = one._new_cache()
+            one.token_ids = []
+            one.set_question(question, 1024)
+            list(one.stream_ids(one.encode(TEXT, None), Generation(1)))
             kept[spec, question] = one.cache.kept(1) == plain
     assert kept == {("qllm", "Why?"): False, ("qllm", "zzzz qqqq"): False} | {
         ("infllm", question): True for question in ("Why?", "zzzz qqqq")
@@ -116,12 +116,12 @@ def test_a_chat_goes_on_where_it_was(chat, spec):
     one = engine(chat, spec, 4000)
     messages = [{"role": "user", "content": TEXT}]
     first = one.chat(messages, max_new_tokens=4)
-    fed, cache = list(one.fed), one.cache
+    fed, cache = list(one.token_ids), one.cache
     fresh = engine(chat, spec, 4000)
     longer = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "And?"}]
     second = one.chat(longer, max_new_tokens=4)
     assert second == fresh.chat(longer, max_new_tokens=4)
-    assert (one.cache is cache) == (one.fed[: len(fed)] == fed)
+    assert (one.cache is cache) == (one.token_ids[: len(fed)] == fed)
     one.chat([{"role": "user", "content": "Another matter."}], max_new_tokens=2)
     assert one.cache is not cache
     for wrong in ([], [{"role": "assistant", "content": "I say."}]):
@@ -130,57 +130,57 @@ def test_a_chat_goes_on_where_it_was(chat, spec):
 
 
 def test_no_room_is_said_before_anything_is_lost(chat, tmp_path):
-    one = engine(chat, "infllm", 64, piece=64, host_limit=20_000)
+    one = engine(chat, "infllm", 64, prefill_chunk_size=64, host_limit=20_000)
     with pytest.raises(StoreFull, match=r"host memory, and the limit is 20,000.*host_limit.*disk="):
         one.generate(TEXT, max_new_tokens=2)
     seen = one.cache.get_seq_length()
     report = one.cache.report()
     assert seen >= 64 and report.host_bytes <= 20_000  # what was read before is still there
-    spilled = engine(chat, "infllm", 64, piece=64, host_limit=20_000, disk=tmp_path)
-    plain = engine(chat, "infllm", 64, piece=64)
+    spilled = engine(chat, "infllm", 64, prefill_chunk_size=64, host_limit=20_000, disk=tmp_path)
+    plain = engine(chat, "infllm", 64, prefill_chunk_size=64)
     assert spilled.generate(TEXT, max_new_tokens=8) == plain.generate(TEXT, max_new_tokens=8)
     assert spilled.cache.report().host_bytes == plain.cache.report().host_bytes > 20_000
     assert len(list(tmp_path.glob("kvkeep-*/*.safetensors"))) > 0
 
 
 def test_a_fetch_that_fails_midway_leaves_the_cache_usable(chat, monkeypatch):
-    one, twin = (engine(chat, "infllm", 64, piece=64) for _ in range(2))
+    one, twin = (engine(chat, "infllm", 64, prefill_chunk_size=64) for _ in range(2))
     for each in (one, twin):
         each.generate(TEXT[:400], max_new_tokens=1)
-    host = kvkeep.storage.offload.host.Host
-    fetch, calls = host.fetch, []
+    host = kvkeep.storage.offload.host.HostStore
+    gather, calls = host.gather, []
 
     def failing(self, *index):
         calls.append(1)
         if len(calls) == 2:  # the second layer
             raise OSError("the disk is gone")
-        return fetch(self, *index)
+        return gather(self, *index)
 
-    monkeypatch.setattr(host, "fetch", failing)
+    monkeypatch.setattr(host, "gather", failing)
     with pytest.raises(OSError, match="gone"):
-        one.feed(torch.arange(70) % 200 + 5)
+        one.extend(torch.arange(70) % 200 + 5)
     monkeypatch.undo()
-    got, want = (each.feed(torch.arange(70) % 200 + 5) for each in (one, twin))
+    got, want = (each.extend(torch.arange(70) % 200 + 5) for each in (one, twin))
     assert got.equal(want)
 
 
 def test_a_megabyte_without_a_sentence_end(chat):
-    marks = Sentences(chat[1]).ends(torch.tensor(chat[1]("x" * 1_000_000).input_ids[-5000:]))
+    marks = SentenceBoundaries(chat[1]).mark_ends(torch.tensor(chat[1]("x" * 1_000_000).input_ids[-5000:]))
     assert marks.sum() == 0
     one = engine(chat, "sentencekv", 64)
     one.generate("x" * 900, max_new_tokens=3)
-    units = torch.cat(one.cache.recaller.shelves[0][0].sizes, 1)
+    units = torch.cat(one.cache.retrieval.states[0][0].unit_sizes, 1)
     assert units.max() <= 8 and one.cache.report().kept_per_head <= 64
 
 
 def test_characters_of_several_tokens_and_sentence_ends():
     words = tiny_chat.tokenizer()
-    text = Unfolding(words)
+    text = IncrementalDetokenizer(words)
     assert [text.add(each) for each in words("aé").input_ids] == ["a", "", "é"]
-    assert text.end() == "" and text.text == "aé"
+    assert text.finish() == "" and text.text == "aé"
     text.add(words("é").input_ids[0])
-    assert text.end() == "\N{REPLACEMENT CHARACTER}"
-    assert Sentences(words).ends(torch.tensor(words("Hi. No! (x?)a").input_ids)).tolist() == [
+    assert text.finish() == "\N{REPLACEMENT CHARACTER}"
+    assert SentenceBoundaries(words).mark_ends(torch.tensor(words("Hi. No! (x?)a").input_ids)).tolist() == [
         0,
         0,
         1,

@@ -11,15 +11,15 @@ import weakref
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING, FETCHING, make_llama
+from conftest import EVICTING, RETRIEVING, make_llama
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine import batch_generate
-from kvkeep.engine.detokenizer import Unfolding
-from kvkeep.engine.pooled_batch import WARM, Together
+from kvkeep.engine.detokenizer import IncrementalDetokenizer
+from kvkeep.engine.pooled_batch import CAPTURE_AFTER, PooledBatch
 from kvkeep.errors import BadParameter, BudgetTooSmall
 
 TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 29 == 0 else "") for i in range(300))
@@ -42,7 +42,7 @@ def turns(text, answer, more):
 
 @pytest.mark.parametrize("spec", ["snapkv", "h2o", "infllm", "emllm"])
 def test_streams_taken_in_turns_do_not_mix(chat, spec):
-    one = kvkeep.Engine(*chat, spec, 64, piece=64)
+    one = kvkeep.Engine(*chat, spec, 64, prefill_chunk_size=64)
     alone = [one.generate(text, max_new_tokens=12) for text in (TEXT, OTHER)]
     both = [one.stream(text, max_new_tokens=12) for text in (TEXT, OTHER)]
     pieces = list(itertools.zip_longest(*both, fillvalue=""))
@@ -60,7 +60,7 @@ def test_a_chat_between_two_pieces_leaves_the_stream_alone(chat):
     mine = one.cache
     assert begun + "".join(stream) == alone
     assert said == fresh.chat(asked, max_new_tokens=3)
-    assert one.cache is mine and mine.seen == len(one.fed)
+    assert one.cache is mine and mine.seen == len(one.token_ids)
 
 
 def test_a_stream_that_is_over_can_be_gone_on_with(chat):
@@ -69,7 +69,7 @@ def test_a_stream_that_is_over_can_be_gone_on_with(chat):
     next(stream)
     assert one.cache.seen and one.answer.prompt_tokens == one.length(TEXT)
     stream.close()
-    assert len(one.fed) == one.cache.seen
+    assert len(one.token_ids) == one.cache.seen
 
 
 @pytest.mark.parametrize("part", ["lm_head", "model.norm"])
@@ -87,7 +87,7 @@ def test_a_chat_that_failed_is_read_again(chat, part):
         one.chat(asked, max_new_tokens=4)
     hook.remove()
     assert one.chat(asked, max_new_tokens=4) == fresh.chat(asked, max_new_tokens=4)
-    assert one.cache.seen == len(one.fed)
+    assert one.cache.seen == len(one.token_ids)
 
 
 # many prompts
@@ -109,11 +109,13 @@ def test_a_layer_may_get_far_more_than_its_share(spec, storage):
 def test_the_pool_stays_within_the_devices_memory(chat, monkeypatch):
     """Room for a layer that gets everything is made only where there is some."""
     one = kvkeep.Engine(*chat, "cake", 40)
-    requests = [batch_generate.Request(one.encode(text), Unfolding(one.tokenizer), 4) for text in (TEXT, OTHER)]
+    requests = [
+        batch_generate.Request(one.encode(text), IncrementalDetokenizer(one.tokenizer), 4) for text in (TEXT, OTHER)
+    ]
     usual = batch_generate.row_bytes(one.model, 2 * 40 + 4)
-    monkeypatch.setattr(batch_generate, "free_bytes", lambda _: int(usual / batch_generate.SHARE) + 1)
-    pool = batch_generate.batch_for(one, requests, 2).pool
-    assert pool.rows == 1 and sum(room.nbytes for room in pool.rooms.values()) <= usual
+    monkeypatch.setattr(batch_generate, "free_device_bytes", lambda _: int(usual / batch_generate.MEMORY_FRACTION) + 1)
+    pool = batch_generate.make_scheduler(one, requests, 2).pool
+    assert pool.rows == 1 and sum(room.nbytes for room in pool.buffers.values()) <= usual
 
 
 @pytest.fixture
@@ -127,24 +129,24 @@ def no_gc():
 def test_the_pool_is_freed_when_generate_returns(chat, no_gc, monkeypatch):
     pools = []
 
-    class Watched(batch_generate.Pool):
+    class Watched(batch_generate.RowPool):
         def __init__(self, *sizes):
             super().__init__(*sizes)
             pools.append(weakref.ref(self))
 
-    monkeypatch.setattr(batch_generate, "Pool", Watched)
+    monkeypatch.setattr(batch_generate, "RowPool", Watched)
     kvkeep.Engine(*chat, "snapkv", 64).generate([TEXT, OTHER], max_new_tokens=4)
     assert len(pools) == 1 and pools[0]() is None
 
 
-@pytest.mark.parametrize("steps", [0, 1, WARM + 1])
+@pytest.mark.parametrize("steps", [0, 1, CAPTURE_AFTER + 1])
 def test_rows_decoded_together_are_freed_at_once(chat, no_gc, steps):
     model, words = chat
     cache = kvkeep.Cache(model, "snapkv", 32)
     model(words(TEXT, return_tensors="pt").input_ids, past_key_values=cache)
-    rows = Together(model, [cache, cache], WARM + 1)
+    rows = PooledBatch(model, [cache, cache], CAPTURE_AFTER + 1)
     for _ in range(steps):
-        rows.feed(torch.ones(2, 1, dtype=torch.int64))
+        rows.extend(torch.ones(2, 1, dtype=torch.int64))
     gone = weakref.ref(rows)
     del rows
     assert gone() is None
@@ -174,8 +176,8 @@ KINDS = {"bytes": tiny_chat.tokenizer(), "sentencepiece": sentencepiece(), "word
 
 
 def unfolded(tokenizer, ids):
-    text = Unfolding(tokenizer)
-    return [text.add(each) for each in ids] + [text.end()], text.text
+    text = IncrementalDetokenizer(tokenizer)
+    return [text.add(each) for each in ids] + [text.finish()], text.text
 
 
 def in_bytes(text):
@@ -236,12 +238,12 @@ def test_a_fraction_of_a_short_text_keeps_what_it_can(chat, spec, budget):
     assert isinstance(one.generate(["Hello there.", TEXT], max_new_tokens=3)[0], str)
 
 
-@pytest.mark.parametrize("spec", [name for name in FETCHING if name != "emllm"])
+@pytest.mark.parametrize("spec", [name for name in RETRIEVING if name != "emllm"])
 @pytest.mark.parametrize("budget", [0.5, 0.2])
 def test_a_fraction_leaves_what_is_near_as_much_room_as_there_is(chat, spec, budget):
     method = parse(spec)
-    method = dataclasses.replace(method, recall=dataclasses.replace(method.recall, sinks=64, near=512))
-    one = kvkeep.Engine(*chat, method, budget, piece=64)
+    method = dataclasses.replace(method, retrieval=dataclasses.replace(method.retrieval, sinks=64, near=512))
+    one = kvkeep.Engine(*chat, method, budget, prefill_chunk_size=64)
     one.generate(TEXT, max_new_tokens=1)
     assert 0 < one.cache.report().kept_per_head <= budget * one.cache.seen
     with pytest.raises(BudgetTooSmall, match="budget=100 cannot hold the 64 sinks, 512 near tokens"):
@@ -270,7 +272,7 @@ def test_an_unknown_option_is_refused_everywhere(chat):
 @pytest.mark.parametrize("spec", ["actqkv", "qllm", "snapkv"])
 @pytest.mark.parametrize("question", ["", " \n"])
 def test_an_empty_question_is_none(chat, spec, question):
-    one = kvkeep.Engine(*chat, spec, 64, piece=64)
+    one = kvkeep.Engine(*chat, spec, 64, prefill_chunk_size=64)
     plain = one.generate(TEXT, max_new_tokens=3)
     assert one.generate(TEXT, question=question, max_new_tokens=3) == plain
     assert one.generate([TEXT], question=question, max_new_tokens=3) == [plain]

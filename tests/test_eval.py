@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING, FETCHING, make_llama
+from conftest import EVICTING, RETRIEVING, make_llama
 
 import kvkeep
-from kvkeep.engine.shared_prefill import read
+from kvkeep.engine.shared_prefill import prefill_shared
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse, KvkeepError
 from kvkeep.evaluate.grid import Grid, items, run
-from kvkeep.evaluate.prompt import render
-from kvkeep.evaluate.results import KEY, Rows
+from kvkeep.evaluate.prompt import build_prompt
+from kvkeep.evaluate.results import KEY, Results
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.suite import Sources, load
-from kvkeep.evaluate.summary import cells, interval, write_csv
-from kvkeep.evaluate.worker import Answerer, Writing, _cut
+from kvkeep.evaluate.summary import interval, summarize, write_csv
+from kvkeep.evaluate.worker import GreedyDecoder, Worker, _until_stop
 from kvkeep.types import Observation
 
 CONTEXT = "".join(chr(97 + i * i % 23) for i in range(300))
@@ -38,7 +38,7 @@ def sample(number=0, **changes):
 
 
 def evaluate(chat, samples, grid, out, **how):
-    return run(Answerer(*chat, grid.cells, **how), samples, grid, out)
+    return run(Worker(*chat, grid.configs, **how), samples, grid, out)
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +47,21 @@ def chat():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("spec", [name for name in [*EVICTING, *FETCHING]])
+@pytest.mark.parametrize("spec", [name for name in [*EVICTING, *RETRIEVING]])
 def test_a_shared_reading_is_a_reading(chat, spec):
     model, words = chat
     ids = words(CONTEXT, return_tensors="pt").input_ids
     alone, together, other = (kvkeep.Cache(model, spec, 64) for _ in range(3))
-    if together.recaller and not together.recaller.fits(ids.shape[1]):  # its first pass is not the model's attention
+    if together.retrieval and not together.retrieval.fits(ids.shape[1]):  # its first pass is not the model's attention
         with pytest.raises(CacheMisuse, match="cannot share|kvkeep.Engine"):
-            read(model, ids, [kvkeep.Cache(model, "full"), together])
+            prefill_shared(model, ids, [kvkeep.Cache(model, "full"), together])
         return
     try:
         want = model(ids, past_key_values=alone, logits_to_keep=1).logits[0, -1]
     except CacheMisuse as error:
         assert "kvkeep.Engine" in str(error)
         return
-    assert read(model, ids, [together, kvkeep.Cache(model, "h2o", 32), other]).equal(want)
+    assert prefill_shared(model, ids, [together, kvkeep.Cache(model, "h2o", 32), other]).equal(want)
     step = [model(torch.tensor([[7]]), past_key_values=each).logits for each in (alone, together, other)]
     assert step[0].equal(step[1]) and step[0].equal(step[2])
     assert alone.kept(1) == together.kept(1) == other.kept(1)
@@ -73,12 +73,12 @@ def test_caches_that_share_what_they_find_out_decide_as_alone():
     grid = [(spec, budget) for spec in [*EVICTING, *crossed] for budget in (16, 20, 40, 150, 200)]
     alone, together = ([kvkeep.Cache(model, *cell, schedule="prompt") for cell in grid] for _ in range(2))
     for cache in alone:
-        read(model, ids, [cache])
-    asked, once = [], Observation.once
-    noting = lambda self, what, find: once(self, what, lambda: asked.append(what) or find())  # noqa: E731
+        prefill_shared(model, ids, [cache])
+    asked, memoize = [], Observation.memoize
+    noting = lambda self, what, find: memoize(self, what, lambda: asked.append(what) or find())  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Observation, "once", noting)
-        read(model, ids, together)
+        patch.setattr(Observation, "memoize", noting)
+        prefill_shared(model, ids, together)
     for cell, a, b in zip(grid, alone, together, strict=True):
         assert all(a.kept(layer) == b.kept(layer) for layer in range(4)), cell
     shared = Counter(what for what in asked if what is not None)
@@ -91,7 +91,7 @@ def test_sliding_layers_share_a_reading_too():
     model, ids = build("gemma3_text", "sdpa"), prompt(60)
     alone, together = (kvkeep.Cache(model, "snapkv", 16) for _ in range(2))
     want = model(ids, past_key_values=alone, logits_to_keep=1).logits[0, -1]
-    assert read(model, ids, [together]).equal(want)
+    assert prefill_shared(model, ids, [together]).equal(want)
     a, b = (model(ids[:, :1], past_key_values=each).logits for each in (alone, together))
     assert a.equal(b)
 
@@ -99,25 +99,25 @@ def test_sliding_layers_share_a_reading_too():
 @pytest.mark.parametrize("protocol", ["agnostic", "aware"])
 def test_prompts_are_the_whole_text(chat, protocol):
     words = chat[1]
-    made = render(words, sample(), protocol, 1024)
+    made = build_prompt(words, sample(), protocol, 1024)
     whole = words.decode(torch.cat([made.context, made.question]))
     assert whole == f"<s>{CONTEXT} What is 0?</s><s> It is"
     assert (len(made.question) > 0) == (protocol == "agnostic") and (made.template, made.bos) == ("chat", 1)
-    plain = render(words, sample(chat=False), protocol, 1024)
+    plain = build_prompt(words, sample(chat=False), protocol, 1024)
     assert words.decode(torch.cat([plain.context, plain.question])) == f"{CONTEXT} What is 0? It is"
     assert (plain.template, plain.bos) == ("plain", 0)
-    marked = render(words, sample(context="####### " * 3 + CONTEXT), protocol, 1024)
+    marked = build_prompt(words, sample(context="####### " * 3 + CONTEXT), protocol, 1024)
     assert "#######" in words.decode(marked.context)
 
 
 @pytest.mark.trap(21)
 def test_a_context_too_long_loses_its_middle_and_the_row_says_so(chat):
-    made = render(chat[1], sample(), "agnostic", 200)
+    made = build_prompt(chat[1], sample(), "agnostic", 200)
     text = chat[1].decode(made.context)
     assert made.tokens + 6 == 200 and made.cut > 0
     assert text.startswith("<s>" + CONTEXT[:60]) and text.endswith(CONTEXT[-60:])
     with pytest.raises(BadInput, match="toy '0': question and answer take"):
-        render(chat[1], sample(), "agnostic", 20)
+        build_prompt(chat[1], sample(), "agnostic", 20)
 
 
 def test_rows_say_what_a_score_cannot_be_compared_without(chat, tmp_path):
@@ -134,7 +134,7 @@ def test_rows_say_what_a_score_cannot_be_compared_without(chat, tmp_path):
             assert row["kept_per_head"] <= (40 if row["budget"] == 40 else row["prompt_tokens"] / 2)
         assert 0 <= row["score"] <= 1 and row["bos"] == 1 and row["truncated"] == 0 and row["decoding"] == "greedy"
     times = [json.loads(line) for line in (tmp_path / "times.jsonl").read_text().splitlines()]
-    assert len(times) == len(rows) and all(each["reading_s"] > 0 for each in times)
+    assert len(times) == len(rows) and all(each["prefill_s"] > 0 for each in times)
 
 
 def test_nothing_dropped_means_the_models_own_answer_under_both_protocols(chat, tmp_path):
@@ -155,7 +155,8 @@ def test_a_stop_ends_an_answer(chat, tmp_path):
 
 
 def test_a_stop_before_anything_is_said_does_not_count():
-    assert _cut("\n four\nfive", ("\n",)) == "four" and _cut("\n", ("\n",)) == "\n" and _cut("six", ("\n",)) == "six"
+    for text, answer in {"\n four\nfive": "four", "\n": "\n", "six": "six"}.items():
+        assert _until_stop(text, ("\n",)) == answer
 
 
 KILLED = """
@@ -163,13 +164,13 @@ import sys, os, signal
 sys.path.insert(0, {tests!r})
 import tiny_chat
 from test_eval import GRID, evaluate, sample
-from kvkeep.evaluate.results import KEY, Rows
-add = Rows.add
+from kvkeep.evaluate.results import KEY, Results
+add = Results.add
 def add_and_die(self, row):
     add(self, row)
     if self.path.name == "rows.jsonl" and len(self.rows) == {after}:
         os.kill(os.getpid(), signal.SIGKILL)
-Rows.add = add_and_die
+Results.add = add_and_die
 evaluate((tiny_chat.model(), tiny_chat.tokenizer()), [sample(0), sample(1)], GRID, {out!r})
 """
 
@@ -203,12 +204,12 @@ def test_what_cannot_be_is_named(chat, tmp_path):
         evaluate(chat, [sample(1)], Grid(("full",), ()), tmp_path / "a")
     (tmp_path / "a" / "rows.jsonl").write_text("{]\n")
     with pytest.raises(BadInput, match="is damaged"):
-        Rows(tmp_path / "a" / "rows.jsonl")
+        Results(tmp_path / "a" / "rows.jsonl")
 
 
 def test_a_folder_of_another_run_is_left_as_it_is(chat, tmp_path):
     grid = Grid(("full", "full", "snapkv"), (40, 40), ("aware",))
-    assert grid.cells == [("full", None), ("snapkv", 40)]  # what is asked for twice is done once
+    assert grid.configs == [("full", None), ("snapkv", 40)]  # what is asked for twice is done once
     evaluate(chat, [sample()], grid, tmp_path)
     before = (tmp_path / "rows.jsonl").read_bytes()
     with pytest.raises(BadInput, match="not of this run"):
@@ -220,7 +221,7 @@ def test_a_folder_of_another_run_is_left_as_it_is(chat, tmp_path):
 
 def test_rows_of_another_run_are_refused(chat, tmp_path):
     grid = Grid(("full",), (), ("aware",))
-    answer, about = Answerer(*chat, grid.cells), {"model": "tiny"}
+    answer, about = Worker(*chat, grid.configs), {"model": "tiny"}
     first = run(answer, [sample()], grid, tmp_path, about=about)
     assert first[0]["model"] == "tiny" and first[0]["packages"]["torch"] == torch.__version__.split("+")[0]
     with pytest.raises(BadInput, match="of another run .model 'tiny', here 'other'."):
@@ -242,15 +243,15 @@ def test_an_answer_that_has_to_speak_does(chat):
     class Silent:
         """Would end at once, then begin a line, then say 7."""
 
-        def feed(self, ids, keep=1):
+        def extend(self, ids, keep=1):
             return torch.zeros(len(ids), 1, 512)
 
     model, words = chat
     end, line = 5, words("\n", add_special_tokens=False).input_ids[-1]
     logits = torch.zeros(1, 512)
     logits[0, [end, line, 70]] = torch.tensor([3.0, 2.0, 1.0])
-    spoken = [Writing(words, sample(stops=("\n",), speaks=speaks, max_new_tokens=1), {end}) for speaks in (True, False)]
-    assert [each.write(Silent(), logits) for each in spoken] == [[[70]], [[]]]
+    asked = [sample(stops=("\n",), non_empty=non_empty, max_new_tokens=1) for non_empty in (True, False)]
+    assert [GreedyDecoder(words, each, {end}).decode(Silent(), logits) for each in asked] == [[[70]], [[]]]
 
 
 def choice(number=0, shots=""):
@@ -283,7 +284,7 @@ def test_choices_are_weighed_from_what_is_kept(chat, tmp_path, shots):
 
 def test_problems_are_graded_in_the_grid(chat, tmp_path, monkeypatch):
     problems = [sample(0, metric="math", references=("2",)), sample(1, metric="aime", references=("033",))]
-    monkeypatch.setattr("kvkeep.evaluate.worker._cut", lambda *_: "so \\boxed{\\frac{4}{2}}")
+    monkeypatch.setattr("kvkeep.evaluate.worker._until_stop", lambda *_: "so \\boxed{\\frac{4}{2}}")
     right, wrong = evaluate(chat, problems, Grid(("full",), (), ("aware",)), tmp_path)
     assert (right["score"], wrong["score"]) == (1.0, 0.0)
 
@@ -300,14 +301,14 @@ def test_means_come_with_their_number_and_interval(tmp_path):
         return {"task": "t", "protocol": "aware", "method": method, "budget": 4, "score": score, **facts, **changes}
 
     rows = [row(1.0), row(0.0), row(1.0, truncated=3), row(1.0), row(0.25, "h2o"), row(0.75, "h2o")]
-    first, second = cells(rows)
+    first, second = summarize(rows)
     assert (first.method, first.n, first.score, first.truncated) == ("snapkv", 4, 75.0, 1)
     assert (round(first.low, 1), round(first.high, 1)) == (30.1, 95.4)  # Wilson's interval of 3 in 4
     assert second.score == 50 and second.low == pytest.approx(9.5, abs=0.1)  # as of one in two
     highest = [interval([part] + [0.0] * 23)[1] for part in (0.0, 0.25, 1.0)]
     assert highest == sorted(highest)  # a higher mean never has a lower bound
     assert interval([0.5])[0] < 0.1 and interval([0.5])[1] > 0.9  # one sample says next to nothing
-    (whole,) = cells([row(100.0, metric="ruler_string_match_all")] * 2)
+    (whole,) = summarize([row(100.0, metric="ruler_string_match_all")] * 2)
     assert (whole.score, whole.high) == (100.0, 100.0) and whole.low == pytest.approx(34.2, abs=0.1)
     assert interval([1.0] * 20)[1] == 1.0 and 0.8 < interval([1.0] * 20)[0] < 0.9
     write_csv(rows, tmp_path / "results.csv")
@@ -324,22 +325,22 @@ def test_sharing_changes_times_and_nothing_else(chat, tmp_path):
         weights = one.pop("loglikelihoods", []), other.pop("loglikelihoods", [])
         assert one == other and weights[0] == pytest.approx(weights[1], abs=1e-9)
     times = [json.loads(line) for line in (tmp_path / "False" / "times.jsonl").read_text().splitlines()]
-    assert {(each["readers"], each.get("writers", 1)) for each in times} == {(1, 1)}
+    assert {(each["prefill_configs"], each.get("decode_configs", 1)) for each in times} == {(1, 1)}
 
 
 @pytest.mark.parametrize("protocol", ["agnostic", "aware"])
 def test_methods_that_can_use_a_question_are_told_it_when_it_is_known(chat, protocol, tmp_path, monkeypatch):
     """Q-LLM without its question would be InfLLM."""
-    told, tell = [], kvkeep.Engine.read_for
+    told, tell = [], kvkeep.Engine.set_question
 
     def noting(engine, question, tokens):
         tell(engine, question, tokens)
-        told.append((engine.method.name, question, len(engine.fed), bool(engine.cache.recaller.question)))
+        told.append((engine.method.name, question, len(engine.token_ids), bool(engine.cache.retrieval.question)))
 
-    monkeypatch.setattr(kvkeep.Engine, "read_for", noting)
+    monkeypatch.setattr(kvkeep.Engine, "set_question", noting)
     grid = Grid(("snapkv", "infllm", "qllm", "actqkv", "quest"), (80,), (protocol,))
     rows = {row["method"]: row for row in evaluate(chat, [sample()], grid, tmp_path)}
-    before = 0 if protocol == "aware" else len(render(chat[1], sample(), protocol, 1024).context)
+    before = 0 if protocol == "aware" else len(build_prompt(chat[1], sample(), protocol, 1024).context)
     asked = {name: (question, fed, used) for name, question, fed, used in told}
     assert all(asked[name] == ("What is 0?", before, name in ("qllm", "actqkv")) for name in asked)
     assert {"qllm", "actqkv", "infllm"} <= set(asked) and len(rows) == 5
@@ -356,7 +357,8 @@ def test_questions_about_one_text_share_its_reading(chat, tmp_path, monkeypatch)
     ]  # fmt: skip
     apart = [evaluate(chat, [each], GRID, tmp_path / each.id / each.task) for each in samples]
     readings = []
-    monkeypatch.setattr("kvkeep.evaluate.prefill.read", lambda *of: readings.append(of) or read(*of))
+    counted = lambda *given: readings.append(given) or prefill_shared(*given)  # noqa: E731
+    monkeypatch.setattr("kvkeep.evaluate.prefill.prefill_shared", counted)
     rows = evaluate(chat, samples, GRID, tmp_path)
     assert len(readings) == 5
 
@@ -370,8 +372,8 @@ def test_nothing_of_a_question_or_an_answer_is_dropped(chat):
     """Query-agnostic: what was kept of the context is asked as it is (trap of compressing the question with it)."""
     model, words = chat
     cache = kvkeep.Cache(model, "h2o", 40, schedule="prompt")
-    prompt = render(words, sample(), "agnostic", 1024)
-    logits = read(model, prompt.context[None], [cache])
+    prompt = build_prompt(words, sample(), "agnostic", 1024)
+    logits = prefill_shared(model, prompt.context[None], [cache])
     want = []
     for token in prompt.question.tolist():
         logits = model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
@@ -379,7 +381,7 @@ def test_nothing_of_a_question_or_an_answer_is_dropped(chat):
     for _ in range(6):
         want.append(int(logits.argmax()))
         logits = model(torch.tensor([want[-1:]]), past_key_values=cache).logits[0, -1]
-    (row,) = [row for row, _ in Answerer(*chat, [("h2o", 40)])(items([sample()], ["agnostic"])[0])]
+    (row,) = [row for row, _ in Worker(*chat, [("h2o", 40)])(items([sample()], ["agnostic"])[0])]
     assert row["answer"] == words.decode(want, skip_special_tokens=True)
 
 
@@ -389,13 +391,13 @@ def test_long_prompts_are_cut_as_longbench_does(chat):
     made = sample(margin=50, max_new_tokens=10)
     text = CONTEXT + " What is 0? It is"
     for window in (1024, 200, 201):
-        got = render(words, made, "aware", window)
+        got = build_prompt(words, made, "aware", window)
         half = (window - 50) // 2
         want = text if len(text) <= window - 50 else text[:half] + text[-half:]
         assert words.decode(got.context) == f"<s>{want.removesuffix(' It is')}</s><s> It is"
         assert got.cut == len(text) - len(want) and got.rule == "middle of the prompt, halves decoded"
-    with pytest.raises(BadInput, match="a window of 51 tokens leaves none for a prompt: 50"):
-        render(words, made, "aware", 51)
+    with pytest.raises(BadInput, match="a context length of 51 tokens leaves none for a prompt: 50"):
+        build_prompt(words, made, "aware", 51)
 
 
 def test_a_prompt_can_be_kept_shorter_than_the_window(chat, tmp_path):

@@ -20,7 +20,7 @@ from kvkeep.errors import BadInput, BadParameter
 from kvkeep.evaluate import suite, summary
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.longbench import RANGES, averages, length_range, score_answer
-from kvkeep.evaluate.prompt import render
+from kvkeep.evaluate.prompt import build_prompt
 from kvkeep.evaluate.recipes import compare
 from kvkeep.evaluate.recipes.recipe import recipe, shrink
 from kvkeep.evaluate.suite import Sources, load
@@ -66,20 +66,20 @@ def test_cells_of_longbench_e_are_the_official_ranges(golden):
     name, classes = golden["dataset"], golden["all_classes"]
     parts = zip(golden["predictions"], golden["references"], golden["lengths"], strict=True)
     rows = [in_words(f"{name}_e", score_answer(said, right, name, classes), words) for said, right, words in parts]
-    found = {cell.task: round(cell.score, 2) for cell in summary.cells(rows)}
+    found = {cell.task: round(cell.score, 2) for cell in summary.summarize(rows)}
     assert found == {f"{name}_e {part}": score for part, score in golden["expected_by_length"].items()}
 
 
 def test_ranges_end_where_the_next_begins_and_keep_their_order():
     lengths = [8000, 7999, 4000, 3999, 0]
     assert [length_range(words) for words in lengths] == ["8k+", "4-8k", "4-8k", "0-4k", "0-4k"]
-    found = summary.cells([in_words("qasper_e", words / 8000, words) for words in lengths])
+    found = summary.summarize([in_words("qasper_e", words / 8000, words) for words in lengths])
     assert [(cell.task, cell.n) for cell in found] == [("qasper_e 0-4k", 2), ("qasper_e 4-8k", 2), ("qasper_e 8k+", 1)]
 
 
 def test_only_longbench_e_is_split():
     rows = [in_words("qasper", 1.0, 100), in_words("qasper", 0.0, 9000), row("lcc_e", 1.0)]
-    assert [(cell.task, cell.n) for cell in summary.cells(rows)] == [("qasper", 2), ("lcc_e", 1)]
+    assert [(cell.task, cell.n) for cell in summary.summarize(rows)] == [("qasper", 2), ("lcc_e", 1)]
 
 
 def test_ranges_are_averaged_apart(capsys, monkeypatch):
@@ -113,7 +113,7 @@ def test_a_run_of_longbench_e_is_reported_by_length(tmp_path):
 
 
 def taken(tokenizer, sample, protocol, window):
-    prompt = render(tokenizer, sample, protocol, window)
+    prompt = build_prompt(tokenizer, sample, protocol, window)
     assert prompt.cut == 0
     return prompt.tokens + sample.max_new_tokens
 
@@ -288,7 +288,7 @@ def test_ruler_is_averaged_by_length_over_the_tasks_there_are(capsys, monkeypatc
 
 def test_choices_are_also_given_by_character(capsys, monkeypatch, tmp_path):
     rows = [row("wic", score, score_per_character=other) for score, other in ((1.0, 0.0), (0.0, 0.0), (0.0, 1.0))]
-    chosen, written = summary.cells([*rows, row("qasper", 1.0)])
+    chosen, written = summary.summarize([*rows, row("qasper", 1.0)])
     assert chosen.score_per_character == pytest.approx(100 / 3) and written.score_per_character is None
     monkeypatch.setenv("COLUMNS", "200")
     print_scores([*rows, row("qasper", 1.0)])

@@ -21,7 +21,7 @@ from kvkeep.compress.attention import attention
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.errors import CacheMisuse, KvkeepError, UnsupportedModel
-from kvkeep.model.hf_cache import OwnedLayer
+from kvkeep.model.hf_cache import CompressedLayer
 
 METHODS = [*EVICTING, "snapkv+adakv", "intentkv+pyramid", "tova+adakv+pyramid"]
 BUDGET, TOKENS, STEPS = 16, 60, 8
@@ -114,7 +114,7 @@ class Recorder:
 
     @property
     def method(self) -> Method:
-        return Method("recorder", scorer=self, voters=self.window)
+        return Method("recorder", scorer=self, observation_window=self.window)
 
 
 def eager_attention(name: str, ids: Tensor, shown: Tensor | None = None) -> list[Tensor]:
@@ -180,14 +180,14 @@ def test_the_scorer_sees_each_padded_row_as_the_model_does(name: str, kind: str)
 
 def lengths(cache: kvkeep.Cache) -> Tensor:
     """Tokens kept, [layers, kv_heads], of a cache of one row."""
-    return torch.tensor([[len(head) for head in cache.kept(layer)[0]] for layer in cache.owned])
+    return torch.tensor([[len(head) for head in cache.kept(layer)[0]] for layer in cache.compressed_layers])
 
 
 def expect_within_budget(cache: kvkeep.Cache, method: str, seen: int) -> None:
     kept = lengths(cache)
     if method == "full":
         assert kept.eq(seen).all()
-    elif "pyramid" in method or parse(method).layers.weigh:
+    elif "pyramid" in method or parse(method).layers.layer_weight:
         # a layer whose share grows between two turns cannot take back what it dropped
         assert kept.sum() == kept.numel() * BUDGET or (seen > TOKENS and kept.sum() < kept.numel() * BUDGET), method
     elif parse(method).heads.needs_scores:
@@ -202,7 +202,7 @@ def expect_within_budget(cache: kvkeep.Cache, method: str, seen: int) -> None:
 def test_compressed_generation(name: str, kind: str, method: str) -> None:
     model, ids, full = build(name, kind), prompt(TOKENS), FAMILIES[name].full
     cache = kvkeep.Cache(model, method, budget=BUDGET)
-    assert tuple(cache.owned) == full
+    assert tuple(cache.compressed_layers) == full
     model(ids, past_key_values=cache)
     expect_within_budget(cache, method, TOKENS)
     after_prompt = lengths(cache)
@@ -231,7 +231,7 @@ def test_only_full_attention_layers_are_ours(name: str, kind: str) -> None:
     model(ids, past_key_values=theirs)
     for i, (mine, same) in enumerate(zip(cache.layers, theirs.layers, strict=True)):
         if i in FAMILIES[name].full:
-            assert type(mine) is OwnedLayer
+            assert type(mine) is CompressedLayer
         else:
             assert type(mine) is type(same)
             assert type(same) is not transformers.cache_utils.DynamicLayer
@@ -252,7 +252,7 @@ def test_a_model_of_sliding_layers_only_generates_as_ever() -> None:
     for method in METHODS:
         cache = kvkeep.Cache(model, method, budget=BUDGET)
         assert torch.equal(greedy(model, cache, ids), tokens)
-        assert (cache.nbytes, cache.report().layers, cache.owned) == (0, 0, [])
+        assert (cache.nbytes, cache.report().layers, cache.compressed_layers) == (0, 0, [])
         assert cache.get_seq_length() == TOKENS + STEPS - 1
         assert all(layer.keys.shape[-2] < WINDOW for layer in cache.layers)
         str(cache.report())

@@ -11,11 +11,11 @@ from families import SIZES, build, prompt, randomised
 
 import kvkeep
 from kvkeep.compress.parse import parse
-from kvkeep.compress.scorers.intelllm import WithoutGravity
+from kvkeep.compress.scorers.intelllm import IntelLLMScorer
 from kvkeep.model.rope import rotations
 from kvkeep.storage.offload import pinned
-from kvkeep.storage.offload.host import Host, Purse
-from kvkeep.types import NOWHERE, Observation
+from kvkeep.storage.offload.host import HostMemoryBudget, HostStore
+from kvkeep.types import PAD_POSITION, Observation
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -46,7 +46,7 @@ def test_layers_are_asked_whether_they_rotate(kind):
     model = sliding(kind, **EXPERTS if "Mo" in kind else {})
     assert [found is not None for found in rotations(model, [0, 1, 2]).values()] == [True, True, False]
     method, read = parse("streamingllm"), []
-    for how in (method, replace(method, place=None)):
+    for how in (method, replace(method, placement=None)):
         cache = kvkeep.Cache(model, how, 24)
         model(prompt(99), past_key_values=cache)
         read.append(model(prompt(1, seed=1), past_key_values=cache).logits)
@@ -80,7 +80,7 @@ def test_a_row_with_one_token_writes_whatever_the_others_bring(spec):
 
 
 def test_a_block_that_could_not_be_made_ahead_is_done_without(monkeypatch):
-    sizes, make = [], pinned._pinned
+    sizes, make = [], pinned._allocate_pinned
 
     def full_for_once(size, device):
         sizes.append(size)
@@ -88,24 +88,24 @@ def test_a_block_that_could_not_be_made_ahead_is_done_without(monkeypatch):
             raise MemoryError("no room for the block ahead")
         return make(size, device)
 
-    monkeypatch.setattr(pinned, "_pinned", full_for_once)
+    monkeypatch.setattr(pinned, "_allocate_pinned", full_for_once)
     arena = pinned.Arena(CPU)
-    arena.take((pinned.SMALLEST,), torch.uint8)
-    assert arena.take((1000,), torch.uint8).shape == (1000,)
+    arena.allocate((pinned.SMALLEST,), torch.uint8)
+    assert arena.allocate((1000,), torch.uint8).shape == (1000,)
     assert sizes[2] == 1024, "what was asked for, no more"
-    assert arena.take((5, 1000), torch.float32).shape == (5, 1000), "and then as before"
+    assert arena.allocate((5, 1000), torch.float32).shape == (5, 1000), "and then as before"
 
 
 def test_what_was_not_stored_is_not_paid_for(monkeypatch):
-    purse, keys = Purse(10_000), torch.zeros(1, 10, 8)
+    host_budget, keys = HostMemoryBudget(10_000), torch.zeros(1, 10, 8)
 
     def full(*_):
         raise MemoryError("no host memory just now")
 
-    monkeypatch.setattr(Host, "_home", full)
+    monkeypatch.setattr(HostStore, "_copy_to_host", full)
     with pytest.raises(MemoryError):
-        Host(purse, CPU).put(keys, keys)
-    assert purse.spent == 0
+        HostStore(host_budget, CPU).put(keys, keys)
+    assert host_budget.used_bytes == 0
 
 
 def test_a_file_goes_with_its_slab(tmp_path):
@@ -125,17 +125,17 @@ def test_a_file_goes_with_its_slab(tmp_path):
 @pytest.mark.parametrize("lengths, near", [((64, 40), None), ((64, 20), None), ((64, 64), 7), ((64, 40), 0)])
 def test_gravity_is_hidden_at_the_end_of_each_head(lengths, near, mode):
     torch.manual_seed(0)
-    keys, queries, cursor, head, budget = torch.randn(2, 64, 8), torch.randn(2, 16, 8) * 3, 80, 6, 48
-    positions = torch.full((2, 64), NOWHERE)
+    keys, queries, seq_len, head, budget = torch.randn(2, 64, 8), torch.randn(2, 16, 8) * 3, 80, 6, 48
+    positions = torch.full((2, 64), PAD_POSITION)
     for i, n in enumerate(lengths):
-        positions[i, :n] = torch.arange(cursor - n, cursor)
-    seen = Observation(queries, keys, keys, positions, lengths, cursor, 16, 8**-0.5)
-    got = WithoutGravity(16, head, near, mode)(seen, budget)
+        positions[i, :n] = torch.arange(seq_len - n, seq_len)
+    seen = Observation(queries, keys, keys, positions, lengths, seq_len, 16, 8**-0.5)
+    got = IntelLLMScorer(16, head, near, mode)(seen, budget)
     near = budget // 2 if near is None else near
     for i, n in enumerate(lengths):
         index = torch.arange(64)
         first, last = index < head, index >= n - near
-        late = positions[i] > torch.arange(cursor - 16, cursor)[:, None]
+        late = positions[i] > torch.arange(seq_len - 16, seq_len)[:, None]
         logits = (queries[i] @ keys[i].T) * 8**-0.5
         chances = logits.masked_fill(late | (last if mode == "global" else first), float("-inf")).softmax(-1)
         want = chances.nan_to_num(0).masked_fill(first | last, 0.0).sum(0)
@@ -152,13 +152,13 @@ def test_gravity_is_hidden_at_the_end_of_each_head(lengths, near, mode):
 def test_ahakv_notes_the_same_however_a_step_is_done(family, options):
     model = build(family, "eager")
     fast, general = (kvkeep.Cache(model, "ahakv", 24, recent=4, **options) for _ in range(2))
-    general.stepper.able, general.stepper.can_grow = False, lambda *_: False
+    general.step_evictor.supported, general.step_evictor.can_append = False, lambda *_: False
     for cache in (fast, general):
         model(prompt(60, rows=2), past_key_values=cache)
         for token in prompt(8, rows=2, seed=2).split(1, 1):
             model(token, past_key_values=cache)
-    for layer in fast.owned:
+    for layer in fast.compressed_layers:
         assert fast.kept(layer) == general.kept(layer)
         for a, b in zip(fast.store[layer].row(1), general.store[layer].row(1), strict=True):
-            order = a.positions.argsort()
-            torch.testing.assert_close(a.notes[order], b.notes, atol=1e-5, rtol=1e-4)
+            order = a.token_positions.argsort()
+            torch.testing.assert_close(a.token_state[order], b.token_state, atol=1e-5, rtol=1e-4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import build, prompt
 
-from kvkeep.engine.cuda_graph import Replay
+from kvkeep.engine.cuda_graph import CudaGraphRunner
 from kvkeep.model import chunked_mlp, compile
 
 
@@ -33,16 +33,16 @@ def test_the_same_numbers_and_nothing_left_behind(name, eagerly):
     model, ids = build(name, "eager"), prompt(12)
     before = [dict(vars(part)) for part in model.modules()]
     file = sys.modules[type(model).__module__]
-    rotate = getattr(file, compile.ROTATE, None)
+    rotate = getattr(file, compile.ROPE, None)
     with torch.no_grad():
         want = model(ids).logits
-        with compile.fused(model):
+        with compile.compiled_ops(model):
             inside = [part for part in model.modules() if "forward" in vars(part)]
             assert (model(ids).logits - want).abs().max() < 1e-5
     assert len(inside) >= 3 * model.config.num_hidden_layers  # two norms and a feed-forward part in every layer
     assert not any(hasattr(part, "layer_idx") for part in inside)  # never attention
     assert [set(vars(part)) for part in model.modules()] == [set(names) for names in before]
-    assert getattr(file, compile.ROTATE, None) is rotate
+    assert getattr(file, compile.ROPE, None) is rotate
     assert len(eagerly) <= 4  # by kind, not by layer
 
 
@@ -51,7 +51,7 @@ def test_slices_of_a_prompt_are_the_prompt(name):
     model, ids = build(name, "eager"), prompt(37)
     with torch.no_grad():
         want = model(ids).logits
-        with chunked_mlp.sliced(model, 8):
+        with chunked_mlp.chunked_mlp(model, 8):
             assert (model(ids).logits - want).abs().max() < 1e-5
     assert not any("forward" in vars(part) for part in model.modules())
 
@@ -62,7 +62,7 @@ def test_a_slice_is_all_that_a_feed_forward_part_sees(monkeypatch):
     monkeypatch.setattr(
         type(model.model.layers[0].mlp), "forward", lambda self, x: seen.append(x.shape[1]) or plain(self, x)
     )
-    with torch.no_grad(), chunked_mlp.sliced(model, 16):
+    with torch.no_grad(), chunked_mlp.chunked_mlp(model, 16):
         model(prompt(37))
         assert seen == [16, 16, 5] * model.config.num_hidden_layers
         seen.clear()
@@ -70,7 +70,7 @@ def test_a_slice_is_all_that_a_feed_forward_part_sees(monkeypatch):
         assert seen == [16] * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("change", [compile.fused, chunked_mlp.sliced])
+@pytest.mark.parametrize("change", [compile.compiled_ops, chunked_mlp.chunked_mlp])
 def test_an_error_inside_leaves_nothing_behind(change, eagerly):
     model = build("llama", "eager")
     with pytest.raises(ZeroDivisionError), change(model):
@@ -87,13 +87,13 @@ def test_what_cannot_be_compiled_is_captured_without_and_what_cannot_be_captured
             raise RuntimeError("no compiler\nat all")
         self.graph, self.result = SimpleNamespace(replay=lambda: None), "replayed"
 
-    monkeypatch.setattr(Replay, "_capture", capture)
+    monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     fails = False
     with pytest.warns(UserWarning, match="with its small operations compiled .no compiler.; it runs without"):
-        assert Replay(lambda: "run", model)() == "replayed"
+        assert CudaGraphRunner(lambda: "run", model)() == "replayed"
     assert tries == [True, False]
     fails = True
     with pytest.warns(UserWarning) as told:
-        assert Replay(lambda: "run", model)() == "run"
+        assert CudaGraphRunner(lambda: "run", model)() == "run"
     assert len(told) == 2 and "in a CUDA graph (no compiler); it runs without" in str(told[1].message)

@@ -5,27 +5,27 @@ import dataclasses
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING, FETCHING, make_llama
+from conftest import EVICTING, RETRIEVING, make_llama
 
 import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine import pooled_batch
-from kvkeep.engine.shared_prefill import read
+from kvkeep.engine.shared_prefill import prefill_shared
 from kvkeep.kernels.torch import rotation
-from kvkeep.model.hf_attention import Handover, with_sums
+from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 IDS = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :400]
 
 
-@pytest.mark.parametrize("spec", [*EVICTING, *FETCHING])
+@pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING])
 def test_a_gpu_decides_and_computes_as_a_processor(spec):
-    if parse(spec).recall and parse(spec).recall.needs:
+    if parse(spec).retrieval and parse(spec).retrieval.needs:
         pytest.skip("needs the engine")
     logits, kept = {}, {}
     for device in ("cpu", "cuda"):
         model = make_llama(vocab_size=512).to(device)
-        window = {"window": 16} if parse(spec).recall and parse(spec).recall.window else {}
+        window = {"window": 16} if parse(spec).retrieval and parse(spec).retrieval.window else {}
         cache = kvkeep.Cache(model, spec, 64, **window)
         pieces = [IDS[:, :200], *(IDS[:, t : t + 1] for t in range(200, 230))]
         logits[device] = [model(piece.to(device), past_key_values=cache).logits[:, -1].cpu() for piece in pieces]
@@ -41,12 +41,12 @@ def test_device_memory_is_constant_in_the_length(spec):
     for length in (2000, 8000):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        engine = kvkeep.Engine(model, words, spec, 256, piece=64)
+        engine = kvkeep.Engine(model, words, spec, 256, prefill_chunk_size=64)
         engine.generate("".join(chr(97 + i * i % 23) for i in range(length)), max_new_tokens=2)
         report = engine.cache.report()
         most[length] = torch.cuda.max_memory_allocated() - report.index_bytes
-        assert all(slab.keys.is_pinned() for slab in engine.cache.recaller.shelves[0][0].host.slabs)
-        assert all(rows[0].host.table for rows in engine.cache.recaller.shelves.values())  # fetched by the kernel
+        assert all(block.keys.is_pinned() for block in engine.cache.retrieval.states[0][0].host.blocks)
+        assert all(rows[0].host.table for rows in engine.cache.retrieval.states.values())  # fetched by the kernel
         del engine
     assert most[8000] <= 1.1 * most[2000]
 
@@ -90,18 +90,18 @@ def test_slots_go_on_in_a_graph_where_they_were():
     model = make_llama(vocab_size=512).to("cuda")
     caches = [kvkeep.Cache(model, "snapkv+adakv", budget, schedule="prompt") for budget in (40, 60, 80)]
     for cache in caches:
-        read(model, IDS[:, :200].to("cuda"), [cache])
-    rows = pooled_batch.Together(model, caches, 30)
+        prefill_shared(model, IDS[:, :200].to("cuda"), [cache])
+    rows = pooled_batch.PooledBatch(model, caches, 30)
     want = [
         [model(IDS[:, t : t + 1].cuda(), past_key_values=cache).logits[0, -1] for t in range(30)] for cache in caches
     ]
     for t in range(30):
-        got = rows.feed(IDS[:, t : t + 1].expand(len(rows.tokens), 1))[:, -1]
+        got = rows.extend(IDS[:, t : t + 1].expand(len(rows.tokens), 1))[:, -1]
         mine = [row[t] for row in want] if t <= 14 else [want[2][t], want[0][t]]
         assert (got - torch.stack(mine)).abs().max() < 1e-3
         assert (rows.step is not None and rows.step.graph is not None) == (7 <= t <= 14 or t >= 22)
         if t == 14:
-            rows.take([2, 0])
+            rows.select_rows([2, 0])
 
 
 @pytest.mark.parametrize("heads, kv_heads, n, dim", [(8, 8, 100, 64), (8, 2, 700, 128), (4, 1, 33, 64)])
@@ -109,16 +109,16 @@ def test_attention_tells_every_querys_sum(heads, kv_heads, n, dim):
     torch.manual_seed(n)
     query = torch.randn(2, heads, n, dim, device="cuda", dtype=torch.bfloat16)
     key, value = torch.randn(2, 2, kv_heads, n, dim, device="cuda", dtype=torch.bfloat16)
-    handover = Handover(query, key, value, None, lambda: None, 0.2, None, None, plain=True)
-    (output, _), sums = with_sums(handover)
+    handover = AttentionCall(query, key, value, None, lambda: None, 0.2, None, None, is_sdpa=True)
+    (output, _), sums = attend_with_lse(handover)
     keys, values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in (key, value))
     logits = (query.double() @ keys.transpose(2, 3) * 0.2).masked_fill(
         torch.ones(n, n, dtype=torch.bool, device="cuda").triu(1), float("-inf")
     )
     assert (sums - logits.logsumexp(-1)).abs().max() < 2e-3
     assert (output.double() - (logits.softmax(-1) @ values).transpose(1, 2)).abs().max() < 2e-2
-    assert with_sums(dataclasses.replace(handover, plain=False)) is None
-    assert with_sums(dataclasses.replace(handover, softcap=3.0)) is None
+    assert attend_with_lse(dataclasses.replace(handover, is_sdpa=False)) is None
+    assert attend_with_lse(dataclasses.replace(handover, softcap=3.0)) is None
 
 
 def test_a_kernel_started_again_is_the_one_for_its_arguments():
@@ -134,7 +134,7 @@ def test_a_kernel_started_again_is_the_one_for_its_arguments():
         angle = torch.randn(n, dim // 2, device="cuda")
         turns = torch.cat([angle, angle], 1).cos(), torch.cat([-angle, angle], 1).sin()
         for angles in ([turns], [turns, turns]):
-            got, want = apply_rope.turned(keys, *angles), rotation.turned(keys, *angles)
+            got, want = apply_rope.rotate(keys, *angles), rotation.rotate(keys, *angles)
             bound = 2e-6 if kind == torch.float32 else 2 * torch.finfo(kind).eps  # rounded alike, unless on a verge
             assert (got.float() - want.float()).abs().max() <= bound * keys.float().abs().max()
         table = torch.empty(3, 4 + n, dtype=torch.int64, device="cuda")
@@ -147,5 +147,5 @@ def test_a_kernel_started_again_is_the_one_for_its_arguments():
         for have, part, there in zip(found, (keys, values), home, strict=True):
             assert have.equal(part.gather(1, index[..., None].expand(-1, -1, part.shape[-1])))
             assert there.equal(part.cpu())
-    ready = [len(known) for _, known in apply_rope._turned.plans.values()]
+    ready = [len(known) for _, known in apply_rope._rotate.plans.values()]
     assert 1 < sum(ready) < 100  # compiled for some, started again for the others

@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 import torch
-from conftest import FETCHING, make_llama
+from conftest import RETRIEVING, make_llama
 from families import build
 from test_registry import IDS, LEGAL, make_cache, passes
 
@@ -92,7 +92,7 @@ def learned(model, ids, **how):
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
-@pytest.mark.parametrize("spec", [*METHODS, *FETCHING[-1:]])
+@pytest.mark.parametrize("spec", [*METHODS, *RETRIEVING[-1:]])
 def test_a_prompt_that_fits_has_the_gradients_of_the_stock_model(spec, kind):
     model = make_llama(num_hidden_layers=2)
     model.set_attn_implementation(kind)

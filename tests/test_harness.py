@@ -7,7 +7,7 @@ import sys
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING, FETCHING
+from conftest import EVICTING, RETRIEVING
 
 import kvkeep
 from kvkeep.compress.parse import parse
@@ -104,7 +104,7 @@ def test_scores_come_from_what_was_kept(chat, budget):
         assert some_kept == pytest.approx(want, abs=1e-4) and abs(some_kept - all_kept) > 1e-3
 
 
-@pytest.mark.parametrize("spec", [name for name in FETCHING if not parse(name).recall.needs])
+@pytest.mark.parametrize("spec", [name for name in RETRIEVING if not parse(name).retrieval.needs])
 def test_a_continuation_is_fetched_for_as_if_it_were_written(spec):
     """Read at once, it would be seen by methods that read texts whole beside everything that was put away."""
     chat = tiny_chat.sharp()
@@ -117,8 +117,8 @@ def test_a_continuation_is_fetched_for_as_if_it_were_written(spec):
 
 def test_one_reading_serves_every_continuation(chat, monkeypatch):
     lm, read = ours(chat, "snapkv", 16), []
-    feed = lm._feed
-    monkeypatch.setattr(lm, "_feed", lambda cache, ids, last=0: read.append(len(ids)) or feed(cache, ids, last))
+    forward = lm._forward
+    monkeypatch.setattr(lm, "_forward", lambda cache, ids, last=0: read.append(len(ids)) or forward(cache, ids, last))
     apart = [scores(lm, [pair])[0][0] for pair in PAIRS]
     read.clear()
     mixed = [PAIRS[i] for i in (3, 0, 5, 2, 4, 6, 1)]

@@ -17,7 +17,7 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies as st  # noqa: E402
 
 from kvkeep.kernels.triton import common  # noqa: E402
-from kvkeep.kernels.triton.common import Launch, cdiv, power  # noqa: E402
+from kvkeep.kernels.triton.common import FastLauncher, cdiv, pow2  # noqa: E402
 
 KINDS = ["tensor", "number", "free", "scale", "FIXED"]  # of the parameters of the kernel below
 EDGES = [2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**31), -(2**31) - 1, -(2**63)]
@@ -70,7 +70,7 @@ def launch(kernel, grid=(3,), num_warps=4, **changes):
 
 def test_alike_arguments_go_the_short_way(device):
     kernel = Kernel()
-    quick = Launch(kernel)
+    quick = FastLauncher(kernel)
     alike = [{}, {"tensor": at(16)}, {"number": 48}, {"free": 1}, {"free": 33}, {"scale": -1.0}, {"free": -5}]
     for changes in alike:
         launch(quick, **changes)
@@ -84,7 +84,7 @@ def test_alike_arguments_go_the_short_way(device):
 
 def test_the_grid_is_given_as_it_is(device):
     kernel = Kernel()
-    quick = Launch(kernel)
+    quick = FastLauncher(kernel)
     for grid in [(2,), (3, 4), (5, 6, 7), (8,)]:
         launch(quick, grid)
     assert kernel.slow[0][0] == (2, 1, 1) and kernel.slow[0][2] == {"num_warps": 4}
@@ -121,7 +121,7 @@ DIFFERENT = [
 @pytest.mark.parametrize("changes", DIFFERENT, ids=str)
 def test_what_triton_tells_apart_is_compiled_by_itself(changes, device, monkeypatch):
     kernel = Kernel()
-    quick, stream = Launch(kernel), f"stream {changes.get('device', 0)}"
+    quick, stream = FastLauncher(kernel), f"stream {changes.get('device', 0)}"
 
     def changed():
         options = {name: value for name, value in changes.items() if name.startswith("num_")}
@@ -141,7 +141,7 @@ def test_what_triton_tells_apart_is_compiled_by_itself(changes, device, monkeypa
 
 def test_one_number_after_the_other(device):
     kernel = Kernel()
-    quick = Launch(kernel)
+    quick = FastLauncher(kernel)
     for number in (1, 2, 16, 17, 2**31, 2**31 + 1, 2**63, 2**63 + 1) * 2:
         launch(quick, number=number)
     order = [1, 2, 3, 2, 4, 5, 6, 7]  # 17 is like 2
@@ -153,7 +153,7 @@ def test_one_number_after_the_other(device):
 def test_what_we_do_not_know_is_left_to_triton(args, device):
     """A parameter given by its name, and types that none of our kernels takes."""
     kernel, named = Kernel(), {} if len(args) == 5 else {"FIXED": 8}
-    quick = Launch(kernel)
+    quick = FastLauncher(kernel)
     for _ in range(3):
         quick[3,](*args, **named)
     assert len(kernel.slow) == 3 and not kernel.fast
@@ -163,7 +163,7 @@ def test_what_we_do_not_know_is_left_to_triton(args, device):
 def test_other_makes_of_gpu_are_left_to_triton(backend, short, device):
     """AMD's also looks at how large a tensor is."""
     kernel = Kernel(backend=backend)
-    quick = Launch(kernel)
+    quick = FastLauncher(kernel)
     for _ in range(3):
         launch(quick)
     assert len(kernel.fast) == short
@@ -172,7 +172,7 @@ def test_other_makes_of_gpu_are_left_to_triton(backend, short, device):
 @pytest.mark.parametrize("where", ["launch_enter_hook", "launch_exit_hook", "pre_run_hooks", "plain"])
 def test_who_follows_launches_sees_them_all(where, device, monkeypatch):
     kernel, runtime = Kernel(), triton.knobs.runtime
-    quick = Launch(kernel)
+    quick = FastLauncher(kernel)
     launch(quick)
     launch(quick)
     assert (len(kernel.slow), len(kernel.fast)) == (1, 1)
@@ -194,7 +194,7 @@ def test_who_follows_launches_sees_them_all(where, device, monkeypatch):
 def test_a_kernel_that_was_not_compiled_is_not_remembered(device, monkeypatch):
     kernel = Kernel()
     monkeypatch.setattr(kernel, "compiled", lambda *_: kernel.slow.append(1))
-    quick = Launch(kernel)
+    quick = FastLauncher(kernel)
     launch(quick)
     launch(quick)
     assert len(kernel.slow) == 2
@@ -202,7 +202,7 @@ def test_a_kernel_that_was_not_compiled_is_not_remembered(device, monkeypatch):
 
 def test_a_kernel_that_fails_is_not_remembered(device, monkeypatch):
     kernel = Kernel()
-    quick = Launch(kernel)
+    quick = FastLauncher(kernel)
     with monkeypatch.context() as patch:
         patch.setattr(kernel, "compiled", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -216,7 +216,7 @@ def test_a_kernel_that_fails_is_not_remembered(device, monkeypatch):
 
 def seen(names, args):
     """All that we tell apart."""
-    look = Launch(Kernel(names))._look(args)
+    look = FastLauncher(Kernel(names))._key_function(args)
     return tuple(map(type, args)), look(args)
 
 
@@ -284,18 +284,19 @@ def test_every_place_a_tensor_can_begin(kind):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 64, 100, 4095, 4096, 4097, 2**31])
 def test_host_functions_are_tritons(n):
-    assert power(n) == triton.next_power_of_2(n)
+    assert pow2(n) == triton.next_power_of_2(n)
     assert [cdiv(n, size) for size in (1, 3, 8, 64)] == [triton.cdiv(n, size) for size in (1, 3, 8, 64)]
 
 
 @pytest.mark.skipif(
-    not isinstance(common.quick(common.product), Launch), reason="nothing is compiled, or by an old Triton"
+    not isinstance(common.fast_launch(common.dot), FastLauncher), reason="nothing is compiled, or by an old Triton"
 )
 def test_kernels_of_reading_and_writing_are_quick():
-    for name in ("apart", "chunks", "decode", "describe", "gather", "packed", "probe", "turn"):
+    names = ("apply_rope", "decode", "host_gather", "quantized_decode", "representatives", "retrieval_attention")
+    for name in (*names, "unit_scores", "weighted_query"):
         module = import_module(f"kvkeep.kernels.triton.{name}")
         started = set(re.findall(r"^ +(_\w+)\[", Path(module.__file__).read_text(), re.MULTILINE))
-        assert started and all(isinstance(getattr(module, kernel), Launch) for kernel in started), name
+        assert started and all(isinstance(getattr(module, kernel), FastLauncher) for kernel in started), name
 
 
 def test_nothing_changes_under_the_interpreter():
@@ -304,12 +305,12 @@ def test_nothing_changes_under_the_interpreter():
         import torch
         from kvkeep.kernels.torch import rotation
         from kvkeep.kernels.triton import apply_rope
-        from kvkeep.kernels.triton.common import Launch
-        assert not isinstance(apply_rope._turned, Launch)
+        from kvkeep.kernels.triton.common import FastLauncher
+        assert not isinstance(apply_rope._rotate, FastLauncher)
         for n in (1, 9, 16, 9):
             vectors, angle = torch.randn(2, n, 8), torch.randn(n, 4)
             turns = torch.cat([angle, angle], 1).cos(), torch.cat([-angle, angle], 1).sin()
-            assert (apply_rope.turned(vectors, turns) - rotation.turned(vectors, turns)).abs().max() < 1e-5
+            assert (apply_rope.rotate(vectors, turns) - rotation.rotate(vectors, turns)).abs().max() < 1e-5
     """
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

@@ -22,7 +22,7 @@ from kvkeep.model import default_model
 from kvkeep.model.convert_gguf import NAMES, convert
 from kvkeep.model.default_model import DEFAULT, default_folder, fetch_default
 from kvkeep.model.load import known_models, load
-from kvkeep.model.missing_packages import lacking
+from kvkeep.model.missing_packages import missing_package
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
 
 def test_known_models_say_whether_they_are_on_disk(home, fake_fetch):
     (model,) = known_models()
-    assert (model.name, model.window, model.license, model.on_disk) == (DEFAULT, 8192, "Apache-2.0", False)
+    assert (model.name, model.context_length, model.license, model.on_disk) == (DEFAULT, 8192, "Apache-2.0", False)
     fetch_default()
     assert model.on_disk
 
@@ -312,8 +312,8 @@ def test_a_missing_package_is_not_a_damaged_model(home, fake_fetch, monkeypatch,
 
 
 def test_nothing_is_lacking_where_no_import_failed():
-    assert lacking(ValueError("unexpected keyword")) is None
-    assert lacking(ValueError("unknown architecture; `pip install --upgrade transformers`")) is None
+    assert missing_package(ValueError("unexpected keyword")) is None
+    assert missing_package(ValueError("unknown architecture; `pip install --upgrade transformers`")) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 3000])
@@ -394,7 +394,7 @@ def test_bad_dtype_and_device_are_refused_before_anything_is_fetched(home, fake_
         load(dtype="int7")
     with pytest.raises(BadParameter, match=r"device='gpu' cannot be used here.*use 'cpu'"):
         load(device="gpu")
-    with pytest.raises(BadParameter, match=r"device='meta' holds no numbers.*use 'cpu'"):
+    with pytest.raises(BadParameter, match=r"device='meta' holds no values.*use 'cpu'"):
         load(device="meta")
     assert fake_fetch == []
 

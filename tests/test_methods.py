@@ -8,13 +8,13 @@ from conftest import EVICTING, make_llama
 
 import kvkeep
 from kvkeep.compress.budget.heads import AdaptiveHeads
-from kvkeep.compress.budget.layers import poured
+from kvkeep.compress.budget.layers import distribute
 from kvkeep.compress.grouping.prototypes import Prototypes
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
-from kvkeep.compress.presets import CROSSINGS
-from kvkeep.compress.scorers.intentkv import Intent
-from kvkeep.compress.scorers.protokv import WindowLogits
+from kvkeep.compress.presets import MODIFIERS
+from kvkeep.compress.scorers.intentkv import IntentKVScorer
+from kvkeep.compress.scorers.protokv import ProtoKVScorer
 from kvkeep.compress.select import Units, select
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
@@ -30,9 +30,9 @@ def legal(spec: str) -> bool:
     return True
 
 
-SHARING = [f"+{name}" for name in CROSSINGS if name != "recall"]
-CROSSED = [s for m in METHODS for c in ["", *SHARING, "+adakv+pyramid"] if legal(s := m + c)]
-EVICTING = [spec for spec in CROSSED if spec != "full"]
+SHARING = [f"+{name}" for name in MODIFIERS if name != "recall"]
+COMBINED = [s for m in METHODS for c in ["", *SHARING, "+adakv+pyramid"] if legal(s := m + c)]
+EVICTING = [spec for spec in COMBINED if spec != "full"]
 
 
 def fits(spec: str, budget: int) -> bool:
@@ -44,7 +44,7 @@ def draw(n: int, seed: int = 0, heads: int = 6, kv_heads: int = 2, dim: int = 16
     return torch.randn(heads, n, dim) * 2, torch.randn(kv_heads, n, dim), torch.randn(kv_heads, n, dim)
 
 
-@pytest.mark.parametrize("spec", CROSSED)
+@pytest.mark.parametrize("spec", COMBINED)
 @pytest.mark.parametrize("room", [0, 1, 1000])
 def test_room_for_everything_keeps_everything(spec, room):
     kept = kvkeep.select(spec, *draw(61), 61 + room)
@@ -55,7 +55,7 @@ def test_room_for_everything_keeps_everything(spec, room):
 @pytest.mark.parametrize("n, budget", [(300, 48), (300, 47), (299, 150), (61, 60), (700, 33), (40, 8)])
 def test_budget_is_spent_exactly(spec, n, budget):
     budget = budget if fits(spec, budget) else 12
-    apart = 1 if parse(spec).layers.weigh else 4  # layers that must be compared cannot be shown one by one
+    apart = 1 if parse(spec).layers.layer_weight else 4  # layers that must be compared cannot be shown one by one
     totals = []
     for layer in range(apart):
         kept = kvkeep.select(spec, *draw(n, layer), budget, layer=layer, layers=apart)
@@ -88,7 +88,7 @@ def test_a_fraction_is_that_many_tokens(spec):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("spec", CROSSED)
+@pytest.mark.parametrize("spec", COMBINED)
 def test_rows_of_a_padded_batch_are_what_they_are_alone(spec):
     model = make_llama()
     long, short = torch.randint(1, 128, (1, 90)), torch.randint(1, 128, (1, 57))
@@ -152,7 +152,7 @@ def test_h2o_in_pieces_remembers_every_query(piece):
     model.set_attn_implementation("eager")
     weights = model(ids, output_attentions=True).attentions[0][0]
     expected = weights.sum(1).view(4, 2, -1).mean(1)
-    torch.testing.assert_close(cache.store[0].dense(0).notes[..., 0], expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(cache.store[0].dense(0).token_state[..., 0], expected, atol=1e-4, rtol=0)
 
 
 def test_the_mass_of_a_long_text_is_summed_in_blocks(monkeypatch):
@@ -162,7 +162,7 @@ def test_the_mass_of_a_long_text_is_summed_in_blocks(monkeypatch):
     q, k, _ = draw(300)
     where = torch.arange(300).expand(2, -1)
     whole = reference.column_mass(q, k, where, 300, 0.25)
-    monkeypatch.setitem(reference.AT_ONCE, "cpu", 1)
+    monkeypatch.setitem(reference.BLOCK_PROBS, "cpu", 1)
     torch.testing.assert_close(reference.column_mass(q, k, where, 300, 0.25), whole, atol=1e-4, rtol=0)
     assert whole.sum().item() == pytest.approx(2 * 300, rel=1e-5)
 
@@ -175,7 +175,7 @@ def test_intentkv_begins_the_question_where_attention_moves(boundary, smooth, be
     for row in range(6):
         rows[0, row, 1 + row] = 0.5
     rows /= rows.sum(-1, keepdim=True)
-    asks = Intent(10, smooth, True, boundary).asking(rows)[0]
+    asks = IntentKVScorer(10, smooth, True, boundary).weights(rows)[0]
     assert (asks > 0).tolist() == [row >= begins for row in range(10)]
     assert asks.sum().item() == pytest.approx(1)
 
@@ -183,7 +183,7 @@ def test_intentkv_begins_the_question_where_attention_moves(boundary, smooth, be
 def test_intentkv_asks_with_the_whole_window_where_nothing_moves():
     still, short = torch.full((2, 9, 4), 0.25), torch.eye(4)[None]
     for rows, smooth in ((still, 1), (still, 3), (short, 4), (short, 9)):  # of a short one, no two sums of 4 rows
-        assert Intent(9, smooth, True, "subsequent").asking(rows).eq(1 / rows.shape[1]).all()
+        assert IntentKVScorer(9, smooth, True, "subsequent").weights(rows).eq(1 / rows.shape[1]).all()
 
 
 def test_parameters_fit_in_the_name():
@@ -206,11 +206,11 @@ def test_parameters_fit_in_the_name():
         ("snapkv:window=many", "window='many' should be int"),
         ("full+values", "keeps everything"),
         ("streamingllm+sinks", "orders tokens by age"),
-        ("protokv:votes=raw+values", "below zero cannot be weighted"),
+        ("protokv:votes=raw+values", "negative scores cannot be weighted"),
         ("protokv:votes=raw+adakv", "'protokv:votes=raw\\+adakv' cannot work: raw logits of different heads"),
-        ("protokv:chunks=0", "chunks=0 must be 1 or more, or None: one for every 16 tokens"),
+        ("protokv:chunks=0", "chunks=0 must be 1 or more, or None: one per 16 tokens"),
         ("protokv:chunks=many", "chunks='many' must be 1 or more"),
-        ("protokv:buckets=5", "buckets=5: bits=2 tells 4 apart; use 1 to 4, or more bits"),
+        ("protokv:buckets=5", "buckets=5: bits=2 gives 4; use 1 to 4, or more bits"),
         ("snapkv+prototypes:worth=loud", "worth='loud' is not known; use 'mean' or 'sum'"),
         ("snapkv+values:power=0", "power=0"),
         ("intentkv:boundary=last", "boundary='last' is not known; use 'first' or 'subsequent'"),
@@ -224,8 +224,8 @@ def test_names_that_make_no_sense(spec, says):
 
 def test_raw_logits_are_not_shared_among_heads_by_hand_either():
     with pytest.raises(BadParameter, match="'mine' cannot work: raw logits of different heads are not on one scale"):
-        Method("mine", WindowLogits(votes="raw"), heads=AdaptiveHeads())
-    assert Method("mine", WindowLogits(votes="softmax"), heads=AdaptiveHeads()).heads.alpha == 0.2
+        Method("mine", ProtoKVScorer(votes="raw"), heads=AdaptiveHeads())
+    assert Method("mine", ProtoKVScorer(votes="softmax"), heads=AdaptiveHeads()).heads.alpha == 0.2
 
 
 def test_heads_share_a_budget_by_what_units_are_worth():
@@ -273,8 +273,8 @@ def test_clusters_crossed_in_have_all_their_parameters():
 
 def test_clusters_put_away_are_clusters():
     """A pack of 128 tokens made 100 clusters of one when there were always 500 ranges."""
-    cut = parse("protokv+recall").recall.cut
-    member = cut.members(draw(128)[1], None, 512)
+    chunking = parse("protokv+recall").retrieval.chunking
+    member = chunking.members(draw(128)[1], None, 512)
     assert len(member.unique()) <= 4 + 8 and member.max() > 3
 
 
@@ -290,7 +290,7 @@ def test_a_method_says_whether_the_question_decides(spec):
     """Other queries at the end: another choice where a method is query-aware, the same where no query counts."""
     method, alone = parse(spec), parse(spec.partition("+")[0])
     if method.query_aware and not alone.query_aware:
-        assert method.layers.weigh  # the window shares out among layers, which one layer alone cannot show
+        assert method.layers.layer_weight  # the window shares out among layers, which one layer alone cannot show
         return
     queries, keys, values = draw(300)
     asked = [kvkeep.select(spec, torch.cat([queries[:, :-8], end], 1), keys, values, 64).tolist()
@@ -307,7 +307,7 @@ def test_where_every_query_counts_or_nothing_is_dropped_the_question_does_not_de
 
 
 def test_layers_without_weight_share_what_the_others_leave():
-    assert poured([0.0, 0.0, 0.0], 6, 10) == [2, 2, 2]
-    assert poured([1.0, 0.0, 0.0], 14, 10) == [10, 2, 2]
-    assert poured([3.0, 1.0], 8, 10) == [6, 2]
-    assert poured([3.0, 1.0], 8, 5) == [5, 3]
+    assert distribute([0.0, 0.0, 0.0], 6, 10) == [2, 2, 2]
+    assert distribute([1.0, 0.0, 0.0], 14, 10) == [10, 2, 2]
+    assert distribute([3.0, 1.0], 8, 10) == [6, 2]
+    assert distribute([3.0, 1.0], 8, 5) == [5, 3]

@@ -50,12 +50,6 @@ def test_code_similarity_with_the_other_back_end(row):
     assert score("longbench_code_sim_levenshtein", row) == row["expected_levenshtein_backend"]
 
 
-@pytest.mark.parametrize("row", GOLDEN["longbench_scorer"]["rows"], ids=lambda row: row["id"])
-def test_longbench_e(row):
-    fields = {key: row[key] for key in ("predictions", "references", "dataset", "lengths", "all_classes")}
-    assert longbench.scorer_by_length(**fields) == row["expected_by_length"]
-
-
 @pytest.mark.parametrize("row", GOLDEN["lm_eval_multiple_choice"]["rows"], ids=lambda row: row["id"])
 def test_normalised_accuracies(row):
     assert score("lm_eval_acc_norm", row) == row["acc_norm"]

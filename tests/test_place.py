@@ -39,7 +39,7 @@ def rotated(model, keys, place, kind=None):
 def test_turning_equals_fresh_rotation(rope, start, end):
     model = make_llama(rope_parameters=ROPES[rope])
     keys = torch.randn(5, 8)
-    turned = rotations(model, [0])[0].turn(rotated(model, keys, start), torch.full((5,), end - start))
+    turned = rotations(model, [0])[0].rotate(rotated(model, keys, start), torch.full((5,), end - start))
     torch.testing.assert_close(turned, rotated(model, keys, end), atol=1e-5, rtol=0)
 
 
@@ -50,7 +50,7 @@ def test_interleaved_pairs_and_layers_of_two_kinds():
     gemma = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_key_value_heads=2, head_dim=8, sliding_window=16)).eval()
     for model, layer, kind in ((cohere, 0, None), (gemma, 0, gemma.config.layer_types[0])):
         keys = torch.randn(3, 8)
-        turned = rotations(model, [layer])[layer].turn(rotated(model, keys, 30, kind), torch.tensor([-25] * 3))
+        turned = rotations(model, [layer])[layer].rotate(rotated(model, keys, 30, kind), torch.tensor([-25] * 3))
         torch.testing.assert_close(turned, rotated(model, keys, 5, kind), atol=1e-5, rtol=0)
     assert rotations(cohere, [0])[0].interleaved
 
@@ -73,7 +73,7 @@ def test_frequencies_that_change_with_length_are_refused():
 
 
 def places(cache, layer=0):
-    return [head.places.tolist() for head in cache.store[layer].row(0)]
+    return [head.rope_positions.tolist() for head in cache.store[layer].row(0)]
 
 
 @pytest.mark.core

@@ -1,4 +1,4 @@
-"""The preset `kvkeep` and the crossing `+values` against float64 loops written from their specification alone."""
+"""The preset `kvkeep` and the modifier `+values` against float64 loops written from their specification alone."""
 
 import math
 import random

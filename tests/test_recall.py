@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import tiny_chat
 import torch
-from conftest import FETCHING, make_llama
+from conftest import RETRIEVING, make_llama
 from families import CASES, FAMILIES, build, prompt
 from oracles import reading
 from test_decoding import seen_by
 
 import kvkeep
 from kvkeep.cache import retrieval
-from kvkeep.cache.retrieval import Layer, Piece
+from kvkeep.cache.retrieval import LayerRetriever, PrefillChunk
 from kvkeep.compress.parse import parse
 from kvkeep.compress.retrieval import topk
 from kvkeep.errors import BadParameter, BudgetTooSmall, CacheMisuse, UnsupportedModel
-from kvkeep.storage.offload.device_lru import Copies
+from kvkeep.storage.offload.device_lru import DeviceLRU
 
-ALONE = [name for name in FETCHING if not parse(name).recall.needs]  # these need nothing but keys and queries
+ALONE = [name for name in RETRIEVING if not parse(name).retrieval.needs]  # these need nothing but keys and queries
 IDS = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :400]  # no token comes twice: no ties
 
 
@@ -80,7 +80,7 @@ def test_reading_and_writing_equal_the_replay(kind, per_head, setting, heads, kv
     question = None
     if kind in ("actqkv", "qllm") and setting != "no sinks":
         question = np.random.default_rng(0).normal(size=(3, k.shape[0] * k.shape[2]))
-        cache.recaller.question[0] = torch.tensor(question, dtype=torch.float32)
+        cache.retrieval.question[0] = torch.tensor(question, dtype=torch.float32)
     scale = model.model.layers[0].self_attn.scaling
     want, chosen = reading.replay(
         kind,
@@ -110,27 +110,29 @@ def test_reading_and_writing_equal_the_replay(kind, per_head, setting, heads, kv
     assert [p for p in cache.kept(0)[0][0] if sinks <= p][: len(fetched)] == fetched
 
 
-def put_everything_away(cache, budget):
+def offload_everything(cache, budget):
     """As if the budget had been exceeded, without having attended to less."""
-    recaller = cache.recaller
-    for index, rows in recaller.shelves.items():
-        for row, shelf in enumerate(rows):
-            layer, nothing = Layer(recaller, index, row, None, True), shelf.near[0][:, :0]
-            rows[row] = layer.put_away(shelf, Piece(layer, shelf, nothing, nothing, nothing), budget)
+    retrieval = cache.retrieval
+    for index, rows in retrieval.states.items():
+        for row, state in enumerate(rows):
+            layer, nothing = LayerRetriever(retrieval, index, row, None, True), state.near[0][:, :0]
+            rows[row] = layer.offload(state, PrefillChunk(layer, state, nothing, nothing, nothing), budget)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("spec", FETCHING)
+@pytest.mark.parametrize("spec", RETRIEVING)
 def test_fetching_everything_is_full_attention(spec):
     model, method = llama(), parse(spec)
-    method = replace(method, recall=replace(method.recall, far="true", density=False, neighbours=0.0))
+    method = replace(
+        method, retrieval=replace(method.retrieval, far_positions="original", density=False, neighbours=0.0)
+    )
     want = model(IDS[:, :150]).logits
     cache = kvkeep.Cache(model, method, 1000)
-    if method.recall.needs:
-        cache.recaller.tell(0, torch.arange(150) % 7 == 6)
+    if method.retrieval.needs:
+        cache.retrieval.set_token_marks(0, torch.arange(150) % 7 == 6)
     got = [model(IDS[:, :100], past_key_values=cache).logits]
-    put_everything_away(cache, 48)
-    away = cache.recaller.shelves[0][0].host.tokens
+    offload_everything(cache, 48)
+    away = cache.retrieval.states[0][0].host.tokens
     got += [model(IDS[:, 100:120], past_key_values=cache).logits]
     got += [model(IDS[:, t : t + 1], past_key_values=cache).logits for t in range(120, 150)]
     assert away >= 40 and cache.kept(0)[0] == [list(range(150))] * 4
@@ -138,7 +140,7 @@ def test_fetching_everything_is_full_attention(spec):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("spec", FETCHING)
+@pytest.mark.parametrize("spec", RETRIEVING)
 def test_a_budget_that_never_binds_changes_nothing(spec):
     model = llama()
     want = model.generate(IDS[:, :60], max_new_tokens=40, do_sample=False)
@@ -160,51 +162,51 @@ def test_the_device_holds_the_budget_and_the_host_the_rest(spec):
         mean = sum(held) / len(held)
         assert mean <= budget and (spec == "actqkv" or max(held) <= budget), (t, held)
     each = report.full_bytes // 300  # of one token, all layers and heads
-    shelves = [rows[0] for rows in cache.recaller.shelves.values()]
-    near = sum(s.nearby + s.sinks[0].shape[1] for s in shelves) * each // len(shelves)
+    states = [rows[0] for rows in cache.retrieval.states.values()]
+    near = sum(s.num_near + s.sinks[0].shape[1] for s in states) * each // len(states)
     assert report.host_bytes + near == report.full_bytes  # everything, exactly once
-    assert "put away" in str(report) and cache.get_seq_length() == 300
+    assert "offloaded" in str(report) and cache.get_seq_length() == 300
 
 
-def tokens_in_memory(shelf):
-    """Tokens per key head that the device really holds, by the storages of all keys a shelf refers to."""
-    keys = [shelf.near[0], *(pair[0] for pair in (shelf.sinks, shelf.fetched and shelf.fetched.pair) if pair)]
+def tokens_in_memory(state):
+    """Tokens per key head that the device really holds, by the storages of all keys a state refers to."""
+    keys = [state.near[0], *(pair[0] for pair in (state.sinks, state.retrieved and state.retrieved.pair) if pair)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in keys if t.numel()}
     return sum(storages.values()) // keys[0][:, :1].nbytes
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("budget", [64, 160])
-@pytest.mark.parametrize("spec", FETCHING)
+@pytest.mark.parametrize("spec", RETRIEVING)
 def test_the_device_holds_the_budget_after_every_prompt(spec, budget):
     """Not only once decoding goes on: whole, in pieces, and of any length."""
     model = llama(num_hidden_layers=2)
     for pieces in ((budget + 1,), (250,), (400,), (150, 2, 90, 40, 33)):
         cache = kvkeep.Cache(model, spec, budget)
-        if cache.recaller.recall.needs:
-            cache.recaller.tell(0, (torch.arange(400) % 7 == 6).float())
+        if cache.retrieval.config.needs:
+            cache.retrieval.set_token_marks(0, (torch.arange(400) % 7 == 6).float())
         start = 0
         for piece in pieces:
             model(IDS[:, start : start + piece], past_key_values=cache)
             start += piece
-            for (shelf,) in cache.recaller.shelves.values():
-                sinks = shelf.sinks[0].shape[1] if shelf.sinks else 0
-                held = tokens_in_memory(shelf)
+            for (state,) in cache.retrieval.states.values():
+                sinks = state.sinks[0].shape[1] if state.sinks else 0
+                held = tokens_in_memory(state)
                 assert held <= budget + sinks  # those fetched lie behind a copy of the sinks
-                assert shelf.device_tokens <= min(budget, start) and shelf.host.tokens >= start - budget
-                assert all(len(set(head)) == len(head) == shelf.device_tokens for head in shelf.positions())
+                assert state.device_tokens <= min(budget, start) and state.host.tokens >= start - budget
+                assert all(len(set(head)) == len(head) == state.device_tokens for head in state.positions())
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("spec", ALONE)
 def test_pieces_forks_and_rows(spec):
     model = llama(num_hidden_layers=2)
-    alone = kvkeep.Cache(model, spec, 64, **({"window": 16} if parse(spec).recall.window else {}))
+    alone = kvkeep.Cache(model, spec, 64, **({"window": 16} if parse(spec).retrieval.window else {}))
     want = model(IDS[:, :200], past_key_values=alone).logits[:, -1]
     after = model(IDS[:, 200:201], past_key_values=alone.fork()).logits
     again = model(IDS[:, 200:201], past_key_values=alone).logits
     assert after.equal(again)  # a copy answers as the original does, and leaves it as it was
-    if parse(spec).recall.window:  # windows lie where they lay, whatever the pieces
+    if parse(spec).retrieval.window:  # windows lie where they lay, whatever the pieces
         pieces = kvkeep.Cache(model, spec, 64, window=16)
         for start in range(0, 192, 48):
             model(IDS[:, start : start + 48], past_key_values=pieces)
@@ -213,7 +215,7 @@ def test_pieces_forks_and_rows(spec):
     padding = torch.ones(2, 230, dtype=torch.long)
     padding[0, :30] = 0
     batch = torch.cat([torch.cat([torch.zeros(1, 30, dtype=torch.long), IDS[:, :200]], 1), IDS[:, 100:330]])
-    together = kvkeep.Cache(model, spec, 64, **({"window": 16} if parse(spec).recall.window else {}))
+    together = kvkeep.Cache(model, spec, 64, **({"window": 16} if parse(spec).retrieval.window else {}))
     places = (padding.cumsum(1) - 1).clamp_min(0)
     got = model(batch, attention_mask=padding, position_ids=places, past_key_values=together).logits[0, -1]
     assert (got - want[0]).abs().max() < 1e-4
@@ -244,7 +246,7 @@ def test_layers_share_what_they_fetch_and_never_more():
     seen = set()
     for t in range(300, 340):
         model(IDS[:, t : t + 1], past_key_values=cache)
-        fetched = [rows[0].fetched.index.shape[1] for rows in cache.recaller.shelves.values()]
+        fetched = [rows[0].retrieved.index.shape[1] for rows in cache.retrieval.states.values()]
         assert sum(fetched) <= 4 * 52
         seen.add(tuple(fetched))
     assert len(seen) > 1 and any(len(set(each)) > 1 for each in seen)  # some layers do get more than others
@@ -254,7 +256,7 @@ def test_layers_share_what_they_fetch_and_never_more():
 def test_shares_follow_density_or_its_reverse(reverse, monkeypatch):
     """ActQKV, appendix D.3: with 1 / density the layers of lowest density fetch most."""
     known, shares, share = iter([2.0, 1.5, 3.0, 1.0, 2.5, 0.5, 4.0]), [], retrieval.density_share
-    monkeypatch.setattr(topk, "match_entropy", lambda worth: next(known))
+    monkeypatch.setattr(topk, "score_entropy", lambda scores: next(known))
     monkeypatch.setattr(retrieval, "density_share", lambda *given: shares.append(share(*given)) or shares[-1])
     model = llama(num_hidden_layers=4)
     cache = kvkeep.Cache(model, "actqkv", 64, chunk=2, sinks=2, local=10, reverse=reverse)
@@ -273,16 +275,16 @@ def test_what_the_first_written_token_fetched_stays(spec):
     options = {} if spec == "sentencekv" else {"tokens": 4}
     cache = kvkeep.Cache(model, spec, budget, once=True, **options)
     if spec == "sentencekv":
-        cache.recaller.tell(0, torch.arange(400) % 7 == 6)
+        cache.retrieval.set_token_marks(0, torch.arange(400) % 7 == 6)
     outputs(model, cache, prompt, prompt + 1)
-    shelf, first = cache.recaller.shelves[0][0], cache.kept(0)[0]
-    assert prompt in first[0] and shelf.device_tokens <= budget and shelf.fetched.index.shape[1] > 0
+    state, first = cache.retrieval.states[0][0], cache.kept(0)[0]
+    assert prompt in first[0] and state.device_tokens <= budget and state.retrieved.index.shape[1] > 0
     noted = []
     hook = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: noted.append(args[0][0]))
     for t in range(prompt + 1, total):
         model(IDS[:, t : t + 1], past_key_values=cache)
         assert cache.kept(0)[0] == [[*row, *range(prompt + 1, t + 1)] for row in first]
-        assert cache.recaller.shelves[0][0].fetched.index is shelf.fetched.index
+        assert cache.retrieval.states[0][0].retrieved.index is state.retrieved.index
     hook.remove()
     q, k, v = seen_by(model, IDS[:, :total])
     for h, head in enumerate(torch.cat(noted)[-1].view(8, -1).double().numpy()):
@@ -291,8 +293,8 @@ def test_what_the_first_written_token_fetched_stays(spec):
         assert np.abs(weights @ v[h // 2][tokens] / weights.sum() - head).max() < 1e-4
     model(IDS[:, total : total + 20], past_key_values=cache)  # another prompt: all of it is read, then chosen anew
     model(IDS[:, total + 20 : total + 21], past_key_values=cache)
-    again = cache.recaller.shelves[0][0]
-    assert again.device_tokens <= budget and again.fetched.index is not shelf.fetched.index
+    again = cache.retrieval.states[0][0]
+    assert again.device_tokens <= budget and again.retrieved.index is not state.retrieved.index
 
 
 def test_tokenselect_asks_again_only_for_another_question():
@@ -301,17 +303,17 @@ def test_tokenselect_asks_again_only_for_another_question():
     for similar in (-1.0, 2.0):
         cache = kvkeep.Cache(model, "tokenselect", 64, similar=similar, window=16)
         model(IDS[:, :200], past_key_values=cache)
-        first = cache.recaller.shelves[0][0].fetched
+        first = cache.retrieval.states[0][0].retrieved
         for t in range(200, 205):
             model(IDS[:, t : t + 1], past_key_values=cache)
-        counts[similar] = cache.recaller.shelves[0][0].fetched.index is first.index
+        counts[similar] = cache.retrieval.states[0][0].retrieved.index is first.index
     assert counts == {-1.0: True, 2.0: False}
 
 
 def test_what_only_the_text_can_tell():
     model = llama()
     for spec, what in (("emllm", "surprise"), ("sentencekv", "sentences")):
-        with pytest.raises(CacheMisuse, match=f"cuts text by {what}.*kvkeep.Engine"):
+        with pytest.raises(CacheMisuse, match=f"chunks text by {what}.*kvkeep.Engine"):
             model.generate(IDS[:, :200], past_key_values=kvkeep.Cache(model, spec, 64), max_new_tokens=2)
 
 
@@ -319,7 +321,7 @@ def test_sizes_that_cannot_be():
     model = llama()
     with pytest.raises(BudgetTooSmall, match="budget of 88 or more"):
         kvkeep.Cache(model, "actqkv", 64, local=56, sinks=16, chunk=16)
-    with pytest.raises(BadParameter, match="drops nothing"):
+    with pytest.raises(BadParameter, match="evicts nothing"):
         kvkeep.Cache(model, "actqkv+adakv", 64)
     with pytest.raises(BadParameter, match="no clusters"):
         kvkeep.Cache(model, "snapkv+recall", 64)
@@ -337,9 +339,9 @@ def test_sizes_that_cannot_be():
 def test_every_family_fetches(name, kind, spec):
     model, ids = build(name, kind), prompt(90)
     try:
-        cache = kvkeep.Cache(model, spec, 32, **({"window": 16} if parse(spec).recall.window else {}))
+        cache = kvkeep.Cache(model, spec, 32, **({"window": 16} if parse(spec).retrieval.window else {}))
     except UnsupportedModel:
-        assert parse(spec).recall.moves  # keys of this family cannot be turned
+        assert parse(spec).retrieval.moves_keys  # keys of this family cannot be turned
         return
     for piece in (ids[:, :60], ids[:, 60:61], ids[:, 61:]):
         assert model(piece, past_key_values=cache).logits.isfinite().all()
@@ -347,10 +349,10 @@ def test_every_family_fetches(name, kind, spec):
         assert model(ids[:, t : t + 1], past_key_values=cache).logits.isfinite().all()
     assert cache.report().kept_per_head <= 32 and cache.report().host_bytes > 0
     method = parse(spec)
-    exact = replace(method, recall=replace(method.recall, far="true"))
+    exact = replace(method, retrieval=replace(method.retrieval, far_positions="original"))
     cache = kvkeep.Cache(model, exact, 1000)
     model(ids[:, :60], past_key_values=cache)
-    put_everything_away(cache, 32)
+    offload_everything(cache, 32)
     got = model(ids[:, 60:61], past_key_values=cache).logits[0, -1]
     assert (got - model(ids[:, :61]).logits[0, -1]).abs().max() < 1e-3 and cache.report().host_bytes > 0
 
@@ -360,14 +362,14 @@ def test_copies_on_the_device_change_nothing():
     """What a GPU keeps of the blocks fetched last, tried without one."""
     model = llama(num_hidden_layers=2)
     want, got = (kvkeep.Cache(model, "infllm", 64, window=16) for _ in range(2))
-    empty = got.recaller._empty
+    empty = got.retrieval._empty
 
     def with_copies(new):
-        shelf = empty(new)
-        shelf.host.copies = Copies(torch.device("cpu"))
-        return shelf
+        state = empty(new)
+        state.host.device_lru = DeviceLRU(torch.device("cpu"))
+        return state
 
-    got.recaller._empty = with_copies
+    got.retrieval._empty = with_copies
     for each in (want, got):
         model(IDS[:, :200], past_key_values=each)
     twin = got.fork()
@@ -377,9 +379,9 @@ def test_copies_on_the_device_change_nothing():
     for t in range(250, 300):  # another continuation: what the copy fetched must not be taken for it
         logits = [model(IDS[:, t : t + 1], past_key_values=each).logits for each in (want, got)]
         assert logits[0].equal(logits[1])
-    copies = got.recaller.shelves[0][0].host.copies
-    fetched = got.recaller.shelves[0][0].fetched.index.shape[1] // 8
-    assert 0 < len(copies.held) <= 2 * fetched and got.nbytes > want.nbytes
+    device_lru = got.retrieval.states[0][0].host.device_lru
+    fetched = got.retrieval.states[0][0].retrieved.index.shape[1] // 8
+    assert 0 < len(device_lru.held) <= 2 * fetched and got.nbytes > want.nbytes
 
 
 def test_what_was_said_of_a_pass_that_was_cut_short_is_forgotten():
@@ -388,23 +390,23 @@ def test_what_was_said_of_a_pass_that_was_cut_short_is_forgotten():
     engine, other = (kvkeep.Engine(model, words, "sentencekv", 64) for _ in range(2))
     for one in (engine, other):
         one.prefill(text[:200])
-    attend = engine.cache.recaller.attend
+    attend = engine.cache.retrieval.attend
 
     def interrupted(index, *how):
         if index == 1:
             raise KeyboardInterrupt
         return attend(index, *how)
 
-    engine.cache.recaller.attend = interrupted
+    engine.cache.retrieval.attend = interrupted
     with pytest.raises(KeyboardInterrupt):
-        engine.feed(text[200:209])
-    engine.cache.recaller.attend = attend
+        engine.extend(text[200:209])
+    engine.cache.retrieval.attend = attend
     for one in (engine, other):
-        one.feed(text[200:240])
-    assert engine.cache.recaller.marks[0].equal(other.cache.recaller.marks[0])
+        one.extend(text[200:240])
+    assert engine.cache.retrieval.marks[0].equal(other.cache.retrieval.marks[0])
     assert [engine.cache.kept(layer) for layer in (0, 1)] == [other.cache.kept(layer) for layer in (0, 1)]
 
 
 def test_surprise_needs_a_budget_in_tokens():
-    with pytest.raises(BadParameter, match="'emllm' reads as much at a time as stays near.* in tokens, not 0.3"):
+    with pytest.raises(BadParameter, match="'emllm' prefills in chunks of the near window.* in tokens, not 0.3"):
         kvkeep.Cache(llama(), "emllm", 0.3)

@@ -24,41 +24,41 @@ from oracles import retrieval as r
 from oracles.common import attention, top
 
 import kvkeep
-from kvkeep.cache.rope_shift import Turns
+from kvkeep.cache.rope_shift import RopeShift
 from kvkeep.compress.parse import parse
 from kvkeep.compress.retrieval.chunking import (
     Chunks,
     Clusters,
     Events,
-    Marked,
+    SentenceChunks,
     _modularity,
     boundaries,
-    compacted,
     kmeans,
-    refined,
+    refine_boundaries,
+    renumber_units,
     similarity,
-    stretches,
+    split_spans,
 )
 from kvkeep.compress.retrieval.index import (
-    UNWANTED,
-    Asking,
+    NEG_INF,
     Bounds,
     Centres,
     EachToken,
-    Leaving,
+    OffloadedTokens,
     Representatives,
+    RetrievalQuery,
     chosen_in_units,
     ranked_in_units,
 )
-from kvkeep.compress.retrieval.query import Moments, activation_bias, joined
-from kvkeep.compress.retrieval.topk import density_share, match_entropy, spend, spend_even
+from kvkeep.compress.retrieval.query import Moments, activation_bias, concat_heads
+from kvkeep.compress.retrieval.topk import density_share, score_entropy, select_uniform_units, select_units
 from kvkeep.errors import BadParameter, StoreFull
 from kvkeep.model.rope import Rotation
 from kvkeep.storage.offload import disk as spilling
 from kvkeep.storage.offload import pinned
-from kvkeep.storage.offload.disk import Spill
-from kvkeep.storage.offload.host import Host, Purse, runs
-from kvkeep.storage.offload.layer_state import Fetched, Pile, Shelf
+from kvkeep.storage.offload.disk import DiskStore
+from kvkeep.storage.offload.host import HostMemoryBudget, HostStore, runs
+from kvkeep.storage.offload.layer_state import AppendBuffer, LayerState, Retrieved
 from kvkeep.storage.offload.pinned import Arena
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1), (1, 1), (3, 3)]
@@ -129,7 +129,7 @@ def in_windows(rng, vectors):
     known = None
     for first, last in zip([0, *ends], ends, strict=False):
         mine = Moments.of(single(vectors[first:last]))
-        known = known.joined(mine) if known else mine
+        known = known.merge(mine) if known else mine
     return known
 
 
@@ -160,8 +160,8 @@ def test_moments_of_numbers_far_from_nought(seed):
 @many(60)
 def test_joined(seed):
     _, q, k = draw(seed)
-    close(joined(single(q), len(k)), r.joined(q, len(k)))
-    close(joined(single(k), len(k)), r.joined(k, len(k)))
+    close(concat_heads(single(q), len(k)), r.joined(q, len(k)))
+    close(concat_heads(single(k), len(k)), r.joined(k, len(k)))
 
 
 @pytest.mark.core
@@ -231,14 +231,18 @@ INDEXES = {
     "infllm": Representatives(),
     "infllm, one each": Representatives(count=1),
     "qllm": Representatives(count=2, weight=4.0),
-    "actqkv": Representatives(count=3, cosine=True, bias=True, joins=True),
+    "actqkv": Representatives(count=3, cosine=True, bias=True, question_in_window=True),
     "actqkv, mean probe": Representatives(count=50, cosine=True),
     "infllm, by head": Representatives(per_head=True),
     "qllm, by head": Representatives(count=2, weight=4.0, per_head=True),
-    "actqkv, by head": Representatives(count=3, cosine=True, bias=True, joins=True, per_head=True),
-    "actqkv, by head, asked": Representatives(count=1, cosine=True, bias=True, joins=True, weight=0.7, per_head=True),
+    "actqkv, by head": Representatives(count=3, cosine=True, bias=True, question_in_window=True, per_head=True),
+    "actqkv, by head, asked": Representatives(
+        count=1, cosine=True, bias=True, question_in_window=True, weight=0.7, per_head=True
+    ),
     "actqkv, all by head": Representatives(count=50, cosine=True, per_head=True),
-    "actqkv, reversed": Representatives(count=2, cosine=True, bias=True, joins=True, per_head=True, reverse=True),
+    "actqkv, reversed": Representatives(
+        count=2, cosine=True, bias=True, question_in_window=True, per_head=True, reverse=True
+    ),
 }
 
 
@@ -273,13 +277,13 @@ def test_representatives(name, asked, seed):
         )
 
     units = torch.from_numpy(member)[None]
-    about = index.describe(Leaving(single(k), single(mass if index.per_head else mass[0]), units, len(speakers)))
+    about = index.build(OffloadedTokens(single(k), single(mass if index.per_head else mass[0]), units, len(speakers)))
     question = None if question is None else single(question)
     moments = in_windows(rng, so_far) if index.bias else None
-    asking = Asking(single(q), kv_heads, dim**-0.5, moments, question, asked == "reading")
-    worth = index.worth(asking, about, units.new_ones(1, len(speakers)))
-    assert about.shape == (1, len(speakers), kv_heads * dim) and worth.shape == (1, len(speakers))
-    close(worth[0], want, rtol=1e-4, atol=1e-4)
+    asking = RetrievalQuery(single(q), kv_heads, dim**-0.5, moments, question, asked == "reading")
+    score = index.score(asking, about, units.new_ones(1, len(speakers)))
+    assert about.shape == (1, len(speakers), kv_heads * dim) and score.shape == (1, len(speakers))
+    close(score[0], want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.core
@@ -293,8 +297,8 @@ def test_equal_stretches_are_described_as_any_units(index, seed):
     shape = (heads * int(rng.integers(1, 4)), size * count) if getattr(index, "per_head", False) else size * count
     mass = single(rng.integers(0, 3, shape) if seed % 3 else rng.random(shape))
     member = (torch.arange(size * count) // size)[None]
-    got, want = (index.describe(Leaving(keys, mass, units, count)) for units in (None, member))
-    assert got.equal(want) and Leaving(keys, mass, None, count).units.equal(member)
+    got, want = (index.build(OffloadedTokens(keys, mass, units, count)) for units in (None, member))
+    assert got.equal(want) and OffloadedTokens(keys, mass, None, count).units.equal(member)
 
 
 @pytest.mark.core
@@ -306,27 +310,27 @@ def test_turns_are_the_rotations(interleaved, kind, seed):
     n, pairs, rest, first = int(rng.integers(1, 9)), int(rng.choice([1, 4])), int(rng.choice([0, 2])), 1000 * seed
     turn = Rotation(torch.rand(pairs, generator=torch.Generator().manual_seed(seed)), interleaved)
     vectors = single(noise(rng, 3, n, 2 * pairs + rest)).to(kind)
-    turns, where = Turns({0: turn, 1: turn, 2: None}), torch.arange(first, first + n)
+    shift, where = RopeShift({0: turn, 1: turn, 2: None}), torch.arange(first, first + n)
     for layer in (0, 1):
-        assert turns.back(layer, vectors, first).equal(turn.turn(vectors, -where))
-        assert turns.to(layer, vectors, first).equal(turn.turn(vectors, where))
-        twice = turn.turn(turn.turn(vectors, -where), torch.full((n,), 7))
-        assert turns.gathered(layer, vectors, first, 7).equal(twice)
-    assert len(turns.known) == 3 and turns.back(2, vectors, first) is vectors
-    turns.begin()
-    assert not turns.known
+        assert shift.unrotate(layer, vectors, first).equal(turn.rotate(vectors, -where))
+        assert shift.rotate(layer, vectors, first).equal(turn.rotate(vectors, where))
+        twice = turn.rotate(turn.rotate(vectors, -where), torch.full((n,), 7))
+        assert shift.rotate_to(layer, vectors, first, 7).equal(twice)
+    assert len(shift.angles) == 3 and shift.unrotate(2, vectors, first) is vectors
+    shift.begin()
+    assert not shift.angles
 
 
 # ---------------------------------------------------------------- tokens, pages, centres
 
 
 def ask(q, k, scale=None):
-    return Asking(single(q), len(k), scale or k.shape[-1] ** -0.5)
+    return RetrievalQuery(single(q), len(k), scale or k.shape[-1] ** -0.5)
 
 
-def put_away(index, k, member):
+def build_index(index, k, member):
     """What an index knows of keys in these units. member [1 or kv_heads, n]"""
-    return index.describe(Leaving(single(k), None, torch.from_numpy(member), int(member.max()) + 1))
+    return index.build(OffloadedTokens(single(k), None, torch.from_numpy(member), int(member.max()) + 1))
 
 
 @pytest.mark.core
@@ -335,10 +339,10 @@ def test_every_token_by_votes(seed):
     rng, q, k = draw(seed)
     n, scale = k.shape[1], float(rng.choice([1.0, 0.25]))
     ends = sorted({*rng.integers(0, n, 3).tolist(), n} - {0})
-    slabs = [single(k[:, first:last]) for first, last in zip([0, *ends], ends, strict=False)]
-    worth = EachToken().worth(ask(q, k, scale), slabs, torch.ones(1, n))
-    assert EachToken().describe(Leaving(single(k), None, torch.zeros(1, n), 1)) is None
-    close(worth, [r.tokenselect_votes(q, k, scale)])
+    blocks = [single(k[:, first:last]) for first, last in zip([0, *ends], ends, strict=False)]
+    score = EachToken().score(ask(q, k, scale), blocks, torch.ones(1, n))
+    assert EachToken().build(OffloadedTokens(single(k), None, torch.zeros(1, n), 1)) is None
+    close(score, [r.tokenselect_votes(q, k, scale)])
 
 
 @pytest.mark.core
@@ -347,9 +351,9 @@ def test_page_bounds(seed):
     rng, q, k = draw(seed)
     page = int(rng.choice([1, 2, 5, 16]))
     member = (np.arange(k.shape[1]) // page)[None]
-    worth = Bounds().worth(ask(q, k), put_away(Bounds(), k, member), torch.ones(1))
+    score = Bounds().score(ask(q, k), build_index(Bounds(), k, member), torch.ones(1))
     query = np.array([r.mean_vector(head) for head in q])
-    close(worth, r.quest_scores(query, k, page))
+    close(score, r.quest_scores(query, k, page))
 
 
 @pytest.mark.core
@@ -364,18 +368,18 @@ def test_no_product_exceeds_the_bound(data):
     numbers = st.floats(-100, 100, width=32)
     q = data.draw(arrays(np.float32, (group * kv_heads, 1, dim), elements=numbers)).astype(np.float64)
     k = data.draw(arrays(np.float32, (kv_heads, n, dim), elements=numbers)).astype(np.float64)
-    worth = Bounds().worth(ask(q, k), put_away(Bounds(), k, np.zeros((1, n), dtype=int)), torch.ones(1))[:, 0]
+    score = Bounds().score(ask(q, k), build_index(Bounds(), k, np.zeros((1, n), dtype=int)), torch.ones(1))[:, 0]
     maxima = r.over_group(r.quest_maxima(q[:, 0], k), kv_heads)
     room = 1e-6 * dim * np.abs(q).max() * np.abs(k).max() + 1e-37  # below it float32 has fewer digits
     means = q[:, 0].reshape(kv_heads, group, dim).mean(1)
     for head in range(kv_heads):
-        assert worth[head] + room >= maxima[head] >= r.quest_maxima(means, k)[head] - room
+        assert score[head] + room >= maxima[head] >= r.quest_maxima(means, k)[head] - room
 
 
 @pytest.mark.core
 def test_the_bound_of_a_group_is_not_that_of_its_best_head():
     q, k = np.array([[[1.0]], [[-1.0]]]), np.ones((1, 2, 1))
-    assert Bounds().worth(ask(q, k), put_away(Bounds(), k, np.zeros((1, 2), dtype=int)), torch.ones(1)).tolist() == [
+    assert Bounds().score(ask(q, k), build_index(Bounds(), k, np.zeros((1, 2), dtype=int)), torch.ones(1)).tolist() == [
         [0]
     ]
     assert r.quest_maxima(q[:, 0], k) == [1, -1]
@@ -387,7 +391,7 @@ def centred(rng, k):
     if rng.random() < 0.5:
         member = np.stack([cut_up(rng, n)] * kv_heads)
     else:
-        member = compacted(torch.from_numpy(rng.integers(0, max(1, n // 2), (kv_heads, n)))).numpy()
+        member = renumber_units(torch.from_numpy(rng.integers(0, max(1, n // 2), (kv_heads, n)))).numpy()
     units = int(member.max()) + 1
     sizes = np.array([np.bincount(row, minlength=units) for row in member])
     centres = np.zeros((kv_heads, units, dim))
@@ -402,12 +406,12 @@ def centred(rng, k):
 def test_centres(seed):
     rng, q, k = draw(seed)
     member, centres, sizes = centred(rng, k)
-    about = put_away(Centres(), k, member)
+    about = build_index(Centres(), k, member)
     close(about, centres)
     group, query = len(q) // len(k), [r.mean_vector(head) for head in q]
     want = [r.sentence_scores(x, centres[h // group]) for h, x in enumerate(query)]
     want = [[s * 0.5 for s in r.over_group(unit, len(k))] for unit in zip(*want, strict=True)]
-    close(Centres().worth(ask(q, k, 0.5), about, torch.from_numpy(sizes)), np.transpose(want))
+    close(Centres().score(ask(q, k, 0.5), about, torch.from_numpy(sizes)), np.transpose(want))
 
 
 def estimates(q, centres, sizes, scale):
@@ -425,17 +429,17 @@ def estimates(q, centres, sizes, scale):
 def test_estimates_and_their_threshold(seed):
     rng, q, k = draw(seed)
     member, centres, sizes = centred(rng, k)
-    about, want = put_away(Centres(), k, member), estimates(q, centres, sizes, 1.0)
+    about, want = build_index(Centres(), k, member), estimates(q, centres, sizes, 1.0)
     real = sizes > 0
-    got = Centres(estimate=True).worth(ask(q, k, 1.0), about, torch.from_numpy(sizes))
+    got = Centres(estimate=True).score(ask(q, k, 1.0), about, torch.from_numpy(sizes))
     close(got[torch.from_numpy(real)], want[real])
     close((got * torch.from_numpy(sizes)).sum(1), np.ones(len(k)))
 
     threshold = float(rng.choice([0.3, 0.9, 1.5]))
     share = want * k.shape[1]  # 1: as much as in an even softmax
-    got = Centres(True, threshold).worth(ask(q, k, 1.0), about, torch.from_numpy(sizes))
+    got = Centres(True, threshold).score(ask(q, k, 1.0), about, torch.from_numpy(sizes))
     for h, row in enumerate(got.tolist()):
-        kept = [unit for unit in np.flatnonzero(real[h]) if row[unit] != UNWANTED]
+        kept = [unit for unit in np.flatnonzero(real[h]) if row[unit] != NEG_INF]
         clear = [unit for unit in np.flatnonzero(real[h]) if abs(share[h, unit] - threshold) > 1e-5]
         wanted = set(r.squeezed_kept(share[h], threshold))
         assert {unit for unit in kept if unit in clear} == {unit for unit in clear if unit in wanted}
@@ -446,9 +450,9 @@ def test_estimates_and_their_threshold(seed):
 def test_a_unit_nobody_is_in_takes_no_part_in_the_estimate():
     q, k = np.full((1, 1, 4), 10.0), np.stack([np.full((3, 4), -5.0), np.full((3, 4), -5.1)]).reshape(1, 6, 4)
     index, sizes = Centres(estimate=True, threshold=0.5), torch.tensor([[3, 0, 3]])
-    about = put_away(index, k, np.array([[0, 0, 0, 2, 2, 2]]))
+    about = build_index(index, k, np.array([[0, 0, 0, 2, 2, 2]]))
     want = estimates(q, about.double().numpy(), sizes.numpy(), 0.5)
-    close(index.worth(ask(q, k, 0.5), about, sizes)[0, 0], want[0, 0])
+    close(index.score(ask(q, k, 0.5), about, sizes)[0, 0], want[0, 0])
 
 
 # ---------------------------------------------------------------- clusters
@@ -508,7 +512,7 @@ def test_compacted(seed):
     member = rng.integers(0, int(rng.integers(1, 30)), (int(rng.integers(1, 4)), int(rng.integers(1, 20))))
     numbers = sorted(set(member.flatten().tolist()))
     want = [[numbers.index(unit) for unit in row] for row in member.tolist()]
-    assert compacted(torch.from_numpy(member)).tolist() == want
+    assert renumber_units(torch.from_numpy(member)).tolist() == want
 
 
 # ---------------------------------------------------------------- events and sentences
@@ -560,7 +564,7 @@ def test_similarity_and_modularity(seed):
     sums[1:, 1:] = found.cumsum(0).cumsum(1)
     cuts = range(begin + 1, end)
     part = graph[begin:end, begin:end]
-    want = [r.modularity(part, [a >= cut for a in range(begin, end)]) for cut in cuts]
+    want = [r.modularity(part, [a >= split for a in range(begin, end)]) for split in cuts]
     got = _modularity(sums, begin, end, torch.tensor(list(cuts))).tolist()
     assert want[got.index(max(got))] == pytest.approx(max(want), abs=1e-9)
     if abs(part.sum()) > 1e-3:
@@ -575,14 +579,14 @@ def test_refined(seed):
     starts = (
         [0, *sorted(rng.choice(np.arange(1, n), int(rng.integers(0, n)), replace=False).tolist())] if n > 1 else [0]
     )
-    assert refined(starts, similarity(single(k))) == r.refine(starts, graph)
+    assert refine_boundaries(starts, similarity(single(k))) == r.refine(starts, graph)
 
 
 @pytest.mark.core
 def test_a_boundary_moves_back_to_where_the_keys_change():
     keys = torch.eye(3)[[0] * 5 + [1] * 4 + [2] * 6][None]
-    assert refined([0, 7, 12], similarity(keys)) == [0, 5, 9]
-    assert refined([0, 3], similarity(torch.ones(1, 8, 2))) == [0, 3]  # all alike: the later of equals
+    assert refine_boundaries([0, 7, 12], similarity(keys)) == [0, 5, 9]
+    assert refine_boundaries([0, 3], similarity(torch.ones(1, 8, 2))) == [0, 3]  # all alike: the later of equals
 
 
 def stretched(ends, longest):
@@ -604,39 +608,43 @@ def test_stretches(seed):
     rng = np.random.default_rng(seed)
     ends = rng.random(int(rng.integers(1, 60))) < rng.choice([0.0, 0.1, 0.5, 1.0])
     longest = int(rng.choice([1, 2, 7, 100]))
-    assert stretches(torch.from_numpy(ends), longest).tolist() == stretched(ends, longest)
+    assert split_spans(torch.from_numpy(ends), longest).tolist() == stretched(ends, longest)
 
 
 @pytest.mark.core
 @many(60)
 def test_sentences_are_the_same_however_the_text_arrives(seed):
     rng = np.random.default_rng(seed)
-    n, budget, cut = int(rng.integers(1, 200)), int(rng.choice([8, 32, 64])), Marked(int(rng.choice([1, 5, 128])))
+    n, budget, chunking = (
+        int(rng.integers(1, 200)),
+        int(rng.choice([8, 32, 64])),
+        SentenceChunks(int(rng.choice([1, 5, 128]))),
+    )
     marks, keys = torch.from_numpy(rng.random(n) < rng.choice([0.0, 0.05, 0.3])).float(), torch.zeros(1, n, 1)
     gone, units = 0, []
     for seen in sorted({*rng.integers(1, n + 1, 5).tolist(), n}):
-        ready = cut.ready(marks[gone:], seen - gone, budget)
-        assert 0 <= ready <= seen - gone < ready + cut.size(budget)  # none waits longer than the longest
+        ready = chunking.num_ready(marks[gone:], seen - gone, budget)
+        assert 0 <= ready <= seen - gone < ready + chunking.size(budget)  # none waits longer than the longest
         if ready:
             here = slice(gone, gone + ready)
-            member = cut.members(keys[:, here], marks[here], budget)[0]
+            member = chunking.members(keys[:, here], marks[here], budget)[0]
             units += np.bincount(member).tolist()
             gone += ready
-    whole = np.bincount(stretched(marks > 0, cut.size(budget))).tolist()
+    whole = np.bincount(stretched(marks > 0, chunking.size(budget))).tolist()
     assert units == whole[: len(units)] and sum(whole[len(units) :]) == n - gone
 
 
 @pytest.mark.core
 def test_a_megabyte_without_a_full_stop():
-    cut, marks = Marked(), torch.zeros(2**20)
-    assert cut.ready(marks, len(marks), 2048) == len(marks) and cut.ready(marks, 127, 2048) == 0
-    sizes = cut.members(torch.zeros(1, len(marks), 1), marks, 2048)[0].bincount()
+    chunking, marks = SentenceChunks(), torch.zeros(2**20)
+    assert chunking.num_ready(marks, len(marks), 2048) == len(marks) and chunking.num_ready(marks, 127, 2048) == 0
+    sizes = chunking.members(torch.zeros(1, len(marks), 1), marks, 2048)[0].bincount()
     assert sizes.max() == sizes.min() == 128
 
 
 @pytest.mark.core
 def test_chunks_go_whole():
-    assert [Chunks(5).ready(None, waiting, 64) for waiting in (0, 4, 5, 14)] == [0, 0, 5, 10]
+    assert [Chunks(5).num_ready(None, waiting, 64) for waiting in (0, 4, 5, 14)] == [0, 0, 5, 10]
     assert [Chunks().size(budget) for budget in (1, 16, 4096)] == [1, 2, 32]
     assert Chunks(5).members(torch.zeros(2, 12, 1), None, 64).tolist() == [[0] * 5 + [1] * 5 + [2] * 2]
 
@@ -646,24 +654,24 @@ def test_chunks_go_whole():
 def test_events(seed):
     rng = np.random.default_rng(seed)
     budget = int(rng.choice([40, 100, 400]))
-    cut = Events(float(rng.choice([0.0, 1.0])), longest=20, shortest=1, refine=bool(seed % 2))
-    n = int(rng.integers(1, min(24, cut.size(budget)) + 1))
+    chunking = Events(float(rng.choice([0.0, 1.0])), longest=20, shortest=1, refine=bool(seed % 2))
+    n = int(rng.integers(1, min(24, chunking.size(budget)) + 1))
     k, surprise = noise(rng, 2, n, 3), np.abs(noise(rng, n))
-    starts = r.emllm_boundaries(surprise, cut.gamma, n)
-    if cut.refine:
+    starts = r.emllm_boundaries(surprise, chunking.gamma, n)
+    if chunking.refine:
         starts = r.refine(starts, r.similarity(r.joined(k, 2)))
     ends = [t + 1 in starts for t in range(n)]
-    want = stretched(ends, max(1, cut.size(budget) // 4))
-    assert cut.members(single(k), single(surprise), budget).tolist() == [want]
+    want = stretched(ends, max(1, chunking.size(budget) // 4))
+    assert chunking.members(single(k), single(surprise), budget).tolist() == [want]
 
 
 @pytest.mark.core
 @many(50)
 def test_events_are_neither_long_nor_short(seed):
     rng = np.random.default_rng(seed)
-    cut, n = Events(0.5, longest=30, shortest=6), int(rng.integers(1, 120))
+    chunking, n = Events(0.5, longest=30, shortest=6), int(rng.integers(1, 120))
     k, surprise = single(noise(rng, 2, n, 3)), single(np.abs(noise(rng, n)))
-    sizes = cut.members(k, surprise, 4096)[0].bincount().tolist()
+    sizes = chunking.members(k, surprise, 4096)[0].bincount().tolist()
     free = Events(0.5, longest=30, shortest=1).members(k, surprise, 4096)[0]
     assert sum(sizes) == n and min(sizes) > 0 and max(sizes) <= 30
     begins = np.cumsum([0, *sizes])
@@ -675,23 +683,23 @@ def test_events_are_neither_long_nor_short(seed):
 
 @pytest.mark.core
 def test_an_event_ends_with_its_piece():
-    cut, budget = Events(), 400
-    piece = cut.size(budget)
+    chunking, budget = Events(), 400
+    piece = chunking.size(budget)
     rng = np.random.default_rng(0)
     k, surprise = single(noise(rng, 2, 2 * piece, 4)), single(np.abs(noise(rng, 2 * piece)))
-    assert cut.ready(surprise, 2 * piece, budget) == 2 * piece
-    member = cut.members(k, surprise, budget)[0]
+    assert chunking.num_ready(surprise, 2 * piece, budget) == 2 * piece
+    member = chunking.members(k, surprise, budget)[0]
     assert member[piece - 1] != member[piece]
 
 
 # ---------------------------------------------------------------- fetching
 
 
-def spent(worth, sizes, quota):
+def spent(score, sizes, quota):
     """Tokens of one head, counted unit after unit."""
     starts = np.cumsum(sizes) - sizes
     members = [range(first, first + size) for first, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
-    taken = r.clusters_until(worth, sizes.tolist(), quota)
+    taken = r.clusters_until(score, sizes.tolist(), quota)
     return sorted(t for tokens, count in zip(members, taken, strict=True) for t in list(tokens)[:count])
 
 
@@ -702,18 +710,18 @@ def test_units_until_the_quota_is_spent(seed):
     heads, units = int(rng.integers(1, 5)), int(rng.integers(1, 12))
     total = int(rng.integers(1, 40))
     sizes = rng.multinomial(total, np.ones(units) / units, heads)
-    worth = rng.integers(0, 3, (heads, units)).astype(float) if seed % 2 else noise(rng, heads, units)
+    score = rng.integers(0, 3, (heads, units)).astype(float) if seed % 2 else noise(rng, heads, units)
     quota = int(rng.choice([0, 1, total // 2, total - 1, total, 10 * total]))
-    got = spend(single(worth), torch.from_numpy(sizes), quota)
+    got = select_units(single(score), torch.from_numpy(sizes), quota)
     assert got.lengths == (min(quota, total),) * heads
-    assert got.tolist() == [spent(*head, quota) for head in zip(worth, sizes, strict=True)]
+    assert got.tolist() == [spent(*head, quota) for head in zip(score, sizes, strict=True)]
     if np.all(sizes > 0):  # every unit has an end: ties by it are ties by number
         starts = (np.cumsum(sizes, 1) - sizes).tolist()
         members = [
             [list(range(a, a + n)) for a, n in zip(*head, strict=True)]
             for head in zip(starts, sizes.tolist(), strict=True)
         ]
-        assert got.tolist() == [r.tokens_until(worth[h], members[h], quota) for h in range(heads)]
+        assert got.tolist() == [r.tokens_until(score[h], members[h], quota) for h in range(heads)]
 
 
 @pytest.mark.core
@@ -721,12 +729,12 @@ def test_units_until_the_quota_is_spent(seed):
 def test_units_that_are_not_wanted(seed):
     rng = np.random.default_rng(seed)
     heads, units, size = int(rng.integers(1, 4)), int(rng.integers(1, 9)), int(rng.integers(1, 4))
-    worth, sizes = noise(rng, heads, units), np.full((heads, units), size)
-    worth[rng.random((heads, units)) < 0.5] = UNWANTED
+    score, sizes = noise(rng, heads, units), np.full((heads, units), size)
+    score[rng.random((heads, units)) < 0.5] = NEG_INF
     quota = int(rng.integers(0, units * size + 5))
-    most = min(quota, int((worth != UNWANTED).sum(1).max()) * size)  # heads hold equally many: as the keenest
-    got = spend(single(worth), torch.from_numpy(sizes), quota).tolist()
-    assert got == [spent(*head, most) for head in zip(worth, sizes, strict=True)]
+    most = min(quota, int((score != NEG_INF).sum(1).max()) * size)  # heads hold equally many: as the keenest
+    got = select_units(single(score), torch.from_numpy(sizes), quota).tolist()
+    assert got == [spent(*head, most) for head in zip(score, sizes, strict=True)]
 
 
 @pytest.mark.core
@@ -734,22 +742,22 @@ def test_units_that_are_not_wanted(seed):
 def test_equal_units_are_spent_as_any(seed):
     rng = np.random.default_rng(seed)
     heads, units, size = int(rng.integers(1, 4)), int(rng.integers(1, 9)), int(rng.integers(1, 4))
-    worth = single(noise(rng, heads, units) if seed % 2 else rng.integers(0, 3, (heads, units)))
+    score = single(noise(rng, heads, units) if seed % 2 else rng.integers(0, 3, (heads, units)))
     quota = size * int(rng.integers(0, units + 3))
-    want = spend(worth, torch.full((heads, units), size), quota).index
-    assert spend_even(worth, size, quota).equal(want)
+    want = select_units(score, torch.full((heads, units), size), quota).index
+    assert select_uniform_units(score, size, quota).equal(want)
 
 
-def test_who_shares_a_pile_never_sees_what_another_put_on_it():
-    def put(pile, value, count):
-        pile = pile.more(count)
-        pile.last(count).fill_(value)
-        return pile
+def test_append_buffers_that_share_memory_do_not_see_each_other():
+    def put(buffer, value, count):
+        buffer = buffer.grow(count)
+        buffer.last(count).fill_(value)
+        return buffer
 
-    def seen(pile):
-        return pile.all[1, :, 0].tolist()
+    def seen(buffer):
+        return buffer.all[1, :, 0].tolist()
 
-    first = put(Pile.like(torch.zeros(2, 1, 3), torch.float32), 1.0, 2)
+    first = put(AppendBuffer.empty_like(torch.zeros(2, 1, 3), torch.float32), 1.0, 2)
     one = put(first, 2.0, 3)
     other = put(first, 3.0, 1)  # the room behind it is taken
     assert one.buffer is first.buffer and other.buffer is not first.buffer
@@ -763,7 +771,7 @@ def test_who_shares_a_pile_never_sees_what_another_put_on_it():
 
 @pytest.mark.core
 def test_neighbours_by_hand():
-    worth = torch.tensor([[0.0, 1.0, 9.0, 2.0, 3.0, 8.0, 4.0, 5.0]])
+    score = torch.tensor([[0.0, 1.0, 9.0, 2.0, 3.0, 8.0, 4.0, 5.0]])
     two = torch.full((1, 8), 2)
     units = {  # room for the best, then after and before each, then the next best
         (4, 0.0): [2, 5],
@@ -774,9 +782,11 @@ def test_neighbours_by_hand():
         (10, 0.9): [2, 3, 1, 5, 7],
     }
     for (quota, share), want in units.items():
-        got = spend(worth, two, quota, share).index[0]
+        got = select_units(score, two, quota, share).index[0]
         assert sorted(set((got // 2).tolist())) == sorted(want), (quota, share)
-    assert spend(worth, two, 5, 0.5).index.tolist() == [[4, 5, 6, 10, 11]]  # 3 for the best, then one token beside
+    assert select_units(score, two, 5, 0.5).index.tolist() == [
+        [4, 5, 6, 10, 11]
+    ]  # 3 for the best, then one token beside
 
 
 @pytest.mark.core
@@ -785,12 +795,12 @@ def test_neighbours(seed):
     rng = np.random.default_rng(seed)
     heads, units, share = int(rng.integers(1, 4)), int(rng.integers(1, 12)), float(rng.choice([0.1, 0.3, 0.9]))
     total = int(rng.integers(1, 40))
-    sizes, worth = rng.multinomial(total, np.ones(units) / units, heads), noise(rng, heads, units)
+    sizes, score = rng.multinomial(total, np.ones(units) / units, heads), noise(rng, heads, units)
     quota = int(rng.integers(0, total + 5))
-    got = spend(single(worth), torch.from_numpy(sizes), quota, share).tolist()
+    got = select_units(single(score), torch.from_numpy(sizes), quota, share).tolist()
     quota = min(quota, total)
     for h in range(heads):
-        ranked, room = sorted(range(units), key=lambda unit: -worth[h, unit]), quota - int(share * quota)
+        ranked, room = sorted(range(units), key=lambda unit: -score[h, unit]), quota - int(share * quota)
         best = [unit for i, unit in enumerate(ranked) if sum(sizes[h, ranked[:i]]) < room]
         order = {}
         for unit in [*best, *(near for b in best for near in (b + 1, b - 1)), *ranked]:
@@ -803,8 +813,8 @@ def test_neighbours(seed):
 @many(60)
 def test_entropy_of_matches(seed):
     rng = np.random.default_rng(seed)
-    worth = noise(rng, int(rng.integers(1, 50)), scale=float(rng.choice([0.0, 0.1, 1.0, 30.0])))
-    assert match_entropy(single(worth)[None]) == pytest.approx(r.entropy(worth), rel=1e-5, abs=1e-5)
+    score = noise(rng, int(rng.integers(1, 50)), scale=float(rng.choice([0.0, 0.1, 1.0, 30.0])))
+    assert score_entropy(single(score)[None]) == pytest.approx(r.entropy(score), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.core
@@ -841,8 +851,8 @@ def test_what_is_kept(spec, seed):
     n = budget + int(rng.choice([1, 2, 30, 200]))
     q, k, v = (single(noise(rng, h, n, 8)) for h in (heads, kv_heads, kv_heads))
     kept = kvkeep.select(spec, q, k, v, budget)
-    recall = parse(spec).recall
-    sizes, unit = recall.sizes(budget), recall.cut.whole(budget)
+    retrieval = parse(spec).retrieval
+    sizes, unit = retrieval.sizes(budget), retrieval.chunking.uniform_size(budget)
     always = {*range(sizes.sinks), *range(n - 1 - sizes.near, n)}
     for row in kept.tolist():
         assert row == sorted(set(row)) and row[0] >= 0 and row[-1] == n - 1
@@ -860,10 +870,10 @@ def decided(spec, seed, budget=32, **options):
     n = int(rng.integers(60, 90))
     q, k, v = (noise(rng, h, n, 8) for h in (heads, kv_heads, kv_heads))
     kept = kvkeep.select(spec, *(single(x) for x in (q, k, v)), budget, **options).tolist()
-    recall = parse(spec, **options).recall
-    sizes = recall.sizes(budget)
+    retrieval = parse(spec, **options).retrieval
+    sizes = retrieval.sizes(budget)
     end = sizes.sinks + (n - 1 - sizes.sinks - sizes.near) // sizes.unit * sizes.unit
-    return q, k, kept, sizes.sinks, end, sizes, recall.cut
+    return q, k, kept, sizes.sinks, end, sizes, retrieval.chunking
 
 
 def represented(spec, q, k, begin, end, sizes, per_head):
@@ -899,8 +909,8 @@ def test_units_are_fetched_for_the_last_query(spec, seed):
 @pytest.mark.core
 @many(12)
 def test_clusters_are_fetched_for_the_last_query(seed):
-    q, k, kept, begin, end, _, cut = decided("clusterkv", seed, tokens=4)
-    n, member = k.shape[1], cut.members(single(k[:, begin:end]), None, 32).numpy()
+    q, k, kept, begin, end, _, chunking = decided("clusterkv", seed, tokens=4)
+    n, member = k.shape[1], chunking.members(single(k[:, begin:end]), None, 32).numpy()
     for h, row in enumerate(kept):
         clusters = [begin + tokens for tokens in tokens_of(member[h])]
         query = r.mean_vector(q[:, -1].reshape(len(k), -1, 8)[h])
@@ -914,11 +924,11 @@ def test_clusters_are_fetched_for_the_last_query(seed):
 # ---------------------------------------------------------------- the store
 
 
-def fill(rng, purse, slabs=None, heads=None):
+def fill(rng, host_budget, blocks=None, heads=None):
     """A store of random slabs, and all that is in it as two plain tensors."""
     heads, (dim, value_dim) = heads or int(rng.integers(1, 4)), rng.integers(1, 5, 2).tolist()
-    host, pairs = Host(purse, CPU), []
-    for _ in range(slabs or int(rng.integers(1, 7))):
+    host, pairs = HostStore(host_budget, CPU), []
+    for _ in range(blocks or int(rng.integers(1, 7))):
         n = int(rng.integers(1, 8))
         pairs.append((single(noise(rng, heads, n, dim)), single(noise(rng, heads, n, value_dim))))
         host = host.put(*pairs[-1])
@@ -942,43 +952,43 @@ def same(pair, whole, index):
 @many(60)
 def test_fetching_is_indexing(seed):
     rng = np.random.default_rng(seed)
-    host, whole = fill(rng, Purse())
+    host, whole = fill(rng, HostMemoryBudget())
     heads, n = whole[0].shape[:2]
-    assert host.tokens == n and host.nbytes == host.purse.spent == sum(t.nbytes for t in whole)
-    assert all(a.equal(b) for a, b in zip(host.everything(), whole, strict=True))
+    assert host.tokens == n and host.nbytes == host.host_budget.used_bytes == sum(t.nbytes for t in whole)
+    assert all(a.equal(b) for a, b in zip(host.gather_all(), whole, strict=True))
     for count in {1, n, int(rng.integers(1, n + 1))}:
         for rows in (1, heads):
             index = some(rng, rows, n, count)
-            assert same(host.fetch(index), whole, index)
+            assert same(host.gather(index), whole, index)
 
 
 @pytest.mark.core
 @many(50)
 def test_a_store_is_never_changed(seed):
     rng = np.random.default_rng(seed)
-    host, whole = fill(rng, Purse())
+    host, whole = fill(rng, HostMemoryBudget())
     keys, values = (t[:, :1].clone() for t in whole)
-    before, more = host.everything(), host.put(keys, values)
+    before, more = host.gather_all(), host.put(keys, values)
     other = host.put(values.new_zeros(keys.shape), values)
     keys.fill_(9.0)
-    for fetched in (host.fetch(torch.arange(host.tokens)[None]), more.everything()):
+    for fetched in (host.gather(torch.arange(host.tokens)[None]), more.gather_all()):
         fetched[0].fill_(7.0)
-    assert all(a.equal(b) and a.equal(c) for a, b, c in zip(host.everything(), before, whole, strict=True))
+    assert all(a.equal(b) and a.equal(c) for a, b, c in zip(host.gather_all(), before, whole, strict=True))
     assert host.tokens + 1 == more.tokens == other.tokens
     last = torch.tensor([[host.tokens]])
-    assert more.fetch(last)[0].equal(whole[0][:, :1]) and not other.fetch(last)[0].any()
-    assert all(a is b and a is c for a, b, c in zip(host.slabs, more.slabs, other.slabs, strict=False))
+    assert more.gather(last)[0].equal(whole[0][:, :1]) and not other.gather(last)[0].any()
+    assert all(a is b and a is c for a, b, c in zip(host.blocks, more.blocks, other.blocks, strict=False))
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "slabs",
+    "blocks",
     [1, 3],
 )
 @pytest.mark.parametrize("rows", [1, 2])
-def test_fetching_nothing(slabs, rows):
-    host, whole = fill(np.random.default_rng(0), Purse(), slabs, heads=2)
-    got = host.fetch(torch.empty(rows, 0, dtype=torch.long))
+def test_fetching_nothing(blocks, rows):
+    host, whole = fill(np.random.default_rng(0), HostMemoryBudget(), blocks, heads=2)
+    got = host.gather(torch.empty(rows, 0, dtype=torch.long))
     assert [t.shape for t in got] == [(2, 0, part.shape[-1]) for part in whole]
 
 
@@ -1004,12 +1014,14 @@ def test_an_arena_hands_out_each_byte_once(seed):
         for number in range(40):
             kind = [torch.float32, torch.bfloat16, torch.float64][number % 3]
             with torch.inference_mode(bool(number % 2)):  # a block outlives the pass that asked for it
-                room = arena.take(tuple(rng.integers(1, 9, 3).tolist()), kind)
+                room = arena.allocate(tuple(rng.integers(1, 9, 3).tolist()), kind)
                 held.append((room.copy_(torch.full_like(room, number)), number))
     assert all((room == number).all() and room.is_contiguous() for room, number in held)
     blocks = {room.untyped_storage().data_ptr(): room.untyped_storage().nbytes() for room, _ in held}
-    assert arena.made == sum(blocks.values()) and all(1024 <= size <= 4096 for size in blocks.values())
-    assert sum(room.nbytes for room, _ in held) <= arena.made < 2 * len(held) * 512 + sum(r.nbytes for r, _ in held)
+    assert arena.allocated == sum(blocks.values()) and all(1024 <= size <= 4096 for size in blocks.values())
+    assert (
+        sum(room.nbytes for room, _ in held) <= arena.allocated < 2 * len(held) * 512 + sum(r.nbytes for r, _ in held)
+    )
 
 
 class Driver:
@@ -1036,7 +1048,7 @@ def test_pinned_memory_is_pinned_as_long_as_somebody_holds_a_part_of_it(monkeypa
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: setattr(driver, "waits", driver.waits + 1))
-    block = pinned._pinned(2**20, torch.device("cuda"))
+    block = pinned._allocate_pinned(2**20, torch.device("cuda"))
     part = block.view(torch.float32).narrow(0, 512, 8).fill_(3)
     assert driver.pinned == {block.data_ptr(): 2**20} and len(block) == 2**20 and not block[:: pinned.PAGE].any()
     del block
@@ -1052,36 +1064,49 @@ def test_where_the_driver_will_not_pin_what_is_there_torch_is_asked(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: asked.append(pin_memory) or empty(size))
     monkeypatch.setattr(torch, "zeros", Mock(side_effect=RuntimeError("told of the refusal")))
-    assert len(pinned._pinned(4096, torch.device("cuda"))) == 4096 and asked == [True]
+    assert len(pinned._allocate_pinned(4096, torch.device("cuda"))) == 4096 and asked == [True]
 
 
 @pytest.mark.core
 @many(50)
-def test_a_full_purse_loses_nothing(seed):
+def test_a_full_host_budget_loses_nothing(seed):
     rng = np.random.default_rng(seed)
-    host, whole = fill(rng, Purse())
+    host, whole = fill(rng, HostMemoryBudget())
     size, n = host.nbytes, host.tokens
-    host.purse.limit = size + int(rng.integers(0, 4))  # less than one number more
+    host.host_budget.limit = size + int(rng.integers(0, 4))  # less than one number more
     more = [t[:, :1] for t in whole]
     with pytest.raises(StoreFull, match=r"limit is .*raise host_limit, or give disk="):
         host.put(*more)
     index = some(rng, len(whole[0]), n, int(rng.integers(1, n + 1)))
-    assert same(host.fetch(index), whole, index) and host.purse.spent == size and host.tokens == n
-    host.purse.limit = None
+    assert same(host.gather(index), whole, index) and host.host_budget.used_bytes == size and host.tokens == n
+    host.host_budget.limit = None
     assert host.put(*more).tokens == n + 1
 
 
 @pytest.mark.core
-def test_a_shelf_knows_where_its_tokens_stood():
-    near, host = (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)), Host(Purse(), CPU)
-    assert Shelf(near, host, seen=3).positions() == [[0, 1, 2]] * 2
+def test_positions_of_a_layer_state():
+    near, host = (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)), HostStore(HostMemoryBudget(), CPU)
+    assert LayerState(near, host, seen=3).positions() == [[0, 1, 2]] * 2
     pair, where = (torch.zeros(2, 2, 4),) * 2, (torch.tensor([[4, 2], [3, 2]]), torch.tensor([[3, 5], [4, 5]]))
-    shelf = Shelf(near, host, seen=9, sinks=pair, where=where)
-    assert shelf.positions() == [[0, 1, 6, 7, 8]] * 2 and shelf.device_tokens == 5
-    shelf = Shelf(near, host, 9, sinks=pair, where=where, fetched=Fetched(None, torch.tensor([[0, 2], [0, 3]]), pair))
-    assert shelf.positions() == [[0, 1, 3, 4, 6, 7, 8], [0, 1, 3, 5, 6, 7, 8]]
-    assert shelf.device_tokens == 7 and shelf.nbytes == 2 * 2 * 7 * 4 * 4 and shelf.first == 6
-    one = Shelf(near, host, 9, where=(torch.tensor([[4, 2]]),), fetched=Fetched(None, torch.tensor([[0, 1]]), pair))
+    state = LayerState(near, host, seen=9, sinks=pair, offloaded_positions=where)
+    assert state.positions() == [[0, 1, 6, 7, 8]] * 2 and state.device_tokens == 5
+    state = LayerState(
+        near,
+        host,
+        9,
+        sinks=pair,
+        offloaded_positions=where,
+        retrieved=Retrieved(None, torch.tensor([[0, 2], [0, 3]]), pair),
+    )
+    assert state.positions() == [[0, 1, 3, 4, 6, 7, 8], [0, 1, 3, 5, 6, 7, 8]]
+    assert state.device_tokens == 7 and state.nbytes == 2 * 2 * 7 * 4 * 4 and state.near_start == 6
+    one = LayerState(
+        near,
+        host,
+        9,
+        offloaded_positions=(torch.tensor([[4, 2]]),),
+        retrieved=Retrieved(None, torch.tensor([[0, 1]]), pair),
+    )
     assert one.positions() == [[2, 4, 6, 7, 8]] * 2  # one choice for all heads
 
 
@@ -1090,7 +1115,7 @@ def test_a_shelf_knows_where_its_tokens_stood():
 
 @pytest.fixture
 def spill(tmp_path):
-    opened = Spill(tmp_path)
+    opened = DiskStore(tmp_path)
     yield opened
     opened.close()
 
@@ -1099,28 +1124,28 @@ def spill(tmp_path):
 @pytest.mark.parametrize("seed", range(17))
 def test_what_is_spilled_comes_back(spill, limit, seed):
     rng = np.random.default_rng(seed)
-    host, whole = fill(rng, Purse(limit, spill))
+    host, whole = fill(rng, HostMemoryBudget(limit, spill))
     heads, n = whole[0].shape[:2]
-    assert host.purse.spent <= limit and host.nbytes == sum(t.nbytes for t in whole)
+    assert host.host_budget.used_bytes <= limit and host.nbytes == sum(t.nbytes for t in whole)
     files = [path for path in spill.folder.iterdir() if path.suffix == ".safetensors"]
-    assert (host.purse.spent < host.nbytes) == bool(files) and (limit or len(files) == len(host.slabs))
+    assert (host.host_budget.used_bytes < host.nbytes) == bool(files) and (limit or len(files) == len(host.blocks))
     for rows in (1, heads):
         index = some(rng, rows, n, int(rng.integers(1, n + 1)))
-        assert same(host.fetch(index), whole, index)
-    assert all(a.equal(b) for a, b in zip(host.everything(), whole, strict=True))
+        assert same(host.gather(index), whole, index)
+    assert all(a.equal(b) for a, b in zip(host.gather_all(), whole, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_spilling_keeps_every_bit(spill, dtype):
     wide = torch.randn(2, 5, 9).to(dtype)
-    host = Host(Purse(0, spill), CPU).put(wide[..., :4].transpose(0, 1), wide[..., 4:].transpose(0, 1))
-    assert all(a.equal(b.transpose(0, 1)) for a, b in zip(host.everything(), wide.split([4, 5], -1), strict=True))
+    host = HostStore(HostMemoryBudget(0, spill), CPU).put(wide[..., :4].transpose(0, 1), wide[..., 4:].transpose(0, 1))
+    assert all(a.equal(b.transpose(0, 1)) for a, b in zip(host.gather_all(), wide.split([4, 5], -1), strict=True))
 
 
 def test_the_folder_goes_with_the_store(tmp_path):
-    first, second = Spill(tmp_path), Spill(tmp_path)
+    first, second = DiskStore(tmp_path), DiskStore(tmp_path)
     assert first.folder != second.folder and first.folder.is_dir()  # one that is alive is not swept
-    fill(np.random.default_rng(0), Purse(0, first))
+    fill(np.random.default_rng(0), HostMemoryBudget(0, first))
     first.close()
     first.close()
     assert list(tmp_path.iterdir()) == [second.folder]
@@ -1130,8 +1155,8 @@ def test_the_folder_goes_with_the_store(tmp_path):
 
 STAYS = """
 import sys, time, torch
-from kvkeep.storage.offload.disk import Spill
-spill = Spill(sys.argv[1])
+from kvkeep.storage.offload.disk import DiskStore
+spill = DiskStore(sys.argv[1])
 spill.write(torch.ones(1, 2, 3), torch.ones(1, 2, 3))
 print(spill.folder, flush=True)
 time.sleep(60)
@@ -1142,22 +1167,22 @@ def test_leftovers_of_a_dead_process_are_swept(tmp_path):
     other = subprocess.Popen([sys.executable, "-c", STAYS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         folder = tmp_path / other.stdout.readline().strip()
-        Spill(tmp_path).close()
+        DiskStore(tmp_path).close()
         assert sorted(path.name for path in folder.iterdir()) == ["0.safetensors", "alive"]
     finally:
         other.send_signal(signal.SIGKILL)
         other.wait()
         other.stdout.close()
     assert folder.is_dir()
-    mine = Spill(tmp_path)
+    mine = DiskStore(tmp_path)
     assert list(tmp_path.iterdir()) == [mine.folder]
     mine.close()
 
 
 def test_a_full_disk_loses_nothing(spill, monkeypatch):
     rng = np.random.default_rng(0)
-    host, whole = fill(rng, Purse(100, spill))
-    files, size = sorted(spill.folder.iterdir()), host.purse.spent
+    host, whole = fill(rng, HostMemoryBudget(100, spill))
+    files, size = sorted(spill.folder.iterdir()), host.host_budget.used_bytes
 
     def full(tensors, path):
         path.write_bytes(b"half of it")
@@ -1168,16 +1193,16 @@ def test_a_full_disk_loses_nothing(spill, monkeypatch):
         with pytest.raises(StoreFull, match=r"No space left.*Nothing was lost"):
             host.put(*whole)
     index = some(rng, len(whole[0]), host.tokens, host.tokens // 2)
-    assert same(host.fetch(index), whole, index)
-    assert sorted(spill.folder.iterdir()) == files and host.purse.spent == size
+    assert same(host.gather(index), whole, index)
+    assert sorted(spill.folder.iterdir()) == files and host.host_budget.used_bytes == size
     assert host.put(*whole).tokens == 2 * host.tokens
 
 
 def test_a_folder_that_cannot_be(tmp_path):
     with pytest.raises(BadParameter, match="is not a folder; make it first"):
-        Spill(tmp_path / "nowhere")
+        DiskStore(tmp_path / "nowhere")
     (tmp_path / "kvkeep-notes.txt").write_text("a file, not a folder")
-    Spill(tmp_path).close()
+    DiskStore(tmp_path).close()
     assert (tmp_path / "kvkeep-notes.txt").exists()
 
 
@@ -1185,7 +1210,7 @@ def test_folders_of_others_are_left_alone(tmp_path):
     notes = tmp_path / "kvkeep-experiments" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("not ours")
-    Spill(tmp_path).close()
+    DiskStore(tmp_path).close()
     assert notes.exists()
 
 
@@ -1199,5 +1224,5 @@ def test_folders_that_may_not_be_opened_are_left_alone(tmp_path, monkeypatch):
         return usual(path, *args, **options)
 
     monkeypatch.setattr(spilling.os, "open", guarded)
-    Spill(tmp_path).close()
+    DiskStore(tmp_path).close()
     assert (tmp_path / "kvkeep-of-another").exists()

@@ -232,11 +232,11 @@ def test_what_kvkeep_does_not_have_keeps_its_number():
 
 
 def test_intervals_of_several_tasks_are_narrower_than_of_one_and_as_lopsided():
-    one, *_ = summary.cells(measured("a", "full", None, [0.2, 0.4, 0.9]))
+    one, *_ = summary.summarize(measured("a", "full", None, [0.2, 0.4, 0.9]))
     score, low, high = mean([one] * 4)
     assert score == pytest.approx(one.score)
     assert high - low == pytest.approx((one.high - one.low) / 2)
-    none, *_ = summary.cells(measured("a", "full", None, [0.0, 0.0, 0.0]))
+    none, *_ = summary.summarize(measured("a", "full", None, [0.0, 0.0, 0.0]))
     _, low, high = mean([none] * 2)
     assert low == 0 and high == pytest.approx(none.high / 2**0.5)
 

@@ -19,7 +19,7 @@ from kvkeep.evaluate.metrics.longbench import CATEGORIES, averages
 from kvkeep.evaluate.recipes.compare import row_name
 from kvkeep.evaluate.recipes.jobs import jobs, used
 from kvkeep.evaluate.recipes.recipe import recipe, shrink
-from kvkeep.evaluate.results import Rows
+from kvkeep.evaluate.results import Results
 from kvkeep.evaluate.suite import RULER_SAMPLES, Sources, load
 from kvkeep.evaluate.tasks.needle import DEPTHS
 from kvkeep.types import Observation
@@ -40,7 +40,7 @@ def second_fails(monkeypatch, error):
             raise error
         return [], {}
 
-    monkeypatch.setattr(command.grid, "run", run)
+    monkeypatch.setattr(command.evaluation, "run", run)
     return asked
 
 
@@ -111,8 +111,8 @@ def test_small_windows_drop_something():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("intelllm/table1", "read whole by all but Full, which has the model's window, 8K"),
-        *((f"actqkv/table{number}", "full context has the model's window, 8K") for number in (1, 2, 3, 9)),
+        ("intelllm/table1", "All but Full, which has the model's context length, 8K, get whole prompts"),
+        *((f"actqkv/table{number}", "full context has the model's context length, 8K") for number in (1, 2, 3, 9)),
         *((f"ahakv/table{number}", "choose once, after the prompt") for number in (1, 2, 3)),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_recipe_says_where_it_differs_from_the_paper(name, words):
 
 def test_measurements_ask_for_what_was_measured():
     assert recipe("intentkv/figure4").command.startswith("kvkeep bench")  # which has the full cache and memory
-    assert "--write 71" in recipe("actqkv/table10").command
+    assert "--max-new-tokens 71" in recipe("actqkv/table10").command
 
 
 # --- metrics ---
@@ -170,7 +170,7 @@ def test_rows_of_a_search_may_hold_any_line_end(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "pool", raising=False)
     spec.loader.exec_module(search)
     row = {"task": "t", "id": "1", "protocol": "aware", "method": "full", "budget": None, "answer": "a\u2028b\u0085c"}
-    Rows(tmp_path / "rows.jsonl").add(row)
+    Results(tmp_path / "rows.jsonl").add(row)
     assert search.read(tmp_path) == [row] == [json.loads((tmp_path / "rows.jsonl").read_text(encoding="utf-8"))]
 
 

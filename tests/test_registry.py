@@ -1,4 +1,4 @@
-"""Every method with every crossing, in every state a cache can be in while it decodes."""
+"""Every method with every modifier, in every state a cache can be in while it decodes."""
 
 from dataclasses import fields, is_dataclass
 from operator import le
@@ -9,7 +9,7 @@ from conftest import make_llama
 
 import kvkeep
 from kvkeep.compress.parse import parse
-from kvkeep.compress.presets import CROSSINGS, METHODS
+from kvkeep.compress.presets import METHODS, MODIFIERS
 from kvkeep.errors import BadParameter
 
 IDS = torch.randperm(128, generator=torch.Generator().manual_seed(3))[None]
@@ -25,15 +25,15 @@ def is_legal(spec):
         return False
 
 
-PAIRS = [(name, crossing) for name in METHODS for crossing in CROSSINGS]
-CROSSED = [*METHODS, *(f"{name}+{crossing}" for name, crossing in PAIRS)]
-LEGAL = [spec for spec in CROSSED if is_legal(spec)]
+PAIRS = [(name, modifier) for name in METHODS for modifier in MODIFIERS]
+MODIFIED = [*METHODS, *(f"{name}+{modifier}" for name, modifier in PAIRS)]
+LEGAL = [spec for spec in MODIFIED if is_legal(spec)]
 
 
 def make_cache(model, spec, budget, schedule=None):
     cache = kvkeep.Cache(model, spec, budget, schedule=schedule)
-    if cache.recaller and cache.recaller.recall.needs:
-        cache.recaller.tell(0, (torch.arange(IDS.shape[1]) % 7 == 6).float())
+    if cache.retrieval and cache.retrieval.config.needs:
+        cache.retrieval.set_token_marks(0, (torch.arange(IDS.shape[1]) % 7 == 6).float())
     return cache
 
 
@@ -50,13 +50,13 @@ def held_after(method, budget, step):
 
 def shares_move(method):
     """Layers are weighed anew at every step: one that gets a larger share has nothing left to fill it with."""
-    return method.layers.weigh and method.schedule.every == 1
+    return method.layers.layer_weight and method.schedule.every == 1
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("spec", LEGAL)
-def test_every_crossing_decodes(spec, state):
+def test_every_combination_decodes(spec, state):
     model = make_llama(num_hidden_layers=LAYERS)
     budget, schedule = STATES[state]
     cache = make_cache(model, spec, budget, schedule)
@@ -69,7 +69,7 @@ def test_every_crossing_decodes(spec, state):
         assert held == [PROMPT + step for step in range(STEPS + 1)]
         want = model(IDS[:, : PROMPT + STEPS]).logits
         torch.testing.assert_close(torch.cat(logits, 1), want, atol=1e-4, rtol=0)
-    elif cache.recaller:
+    elif cache.retrieval:
         assert max(held) <= budget
     else:
         want = [held_after(cache.method, budget, step) for step in range(STEPS + 1)]
@@ -82,32 +82,32 @@ def test_a_quick_step_remembers_what_a_slow_one_does(spec, budget, monkeypatch):
     """The same notes, hence the same choice, whether a step appends and goes on or every token competes."""
     model = make_llama(num_hidden_layers=LAYERS).double()
     quick, slow = (make_cache(model, spec, budget, 5) for _ in range(2))
-    for way in ("can_swap", "can_grow"):
-        monkeypatch.setattr(slow.stepper, way, lambda *_: False)
+    for way in ("can_evict_one", "can_append"):
+        monkeypatch.setattr(slow.step_evictor, way, lambda *_: False)
     for ids in passes():
         got, want = (model(ids, past_key_values=cache).logits for cache in (quick, slow))
         torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     assert [quick.kept(i) for i in range(LAYERS)] == [slow.kept(i) for i in range(LAYERS)]
     for index in range(LAYERS):
-        notes = [cache.store[index].dense(0).notes for cache in (quick, slow)]
+        notes = [cache.store[index].dense(0).token_state for cache in (quick, slow)]
         torch.testing.assert_close(*notes, atol=1e-5, rtol=1e-5)
 
 
 def test_what_is_refused_is_refused_by_name():
-    """Nothing but BadParameter says no, and every method that drops takes most crossings."""
-    assert len(LEGAL) < len(CROSSED)
-    for spec in set(CROSSED) - set(LEGAL):
+    """Nothing but BadParameter says no, and every eviction method takes most modifiers."""
+    assert len(LEGAL) < len(MODIFIED)
+    for spec in set(MODIFIED) - set(LEGAL):
         with pytest.raises(BadParameter, match="cannot (work|be weighted)"):
             parse(spec)
     for name in METHODS:
-        legal = [f"{name}+{crossing}" in LEGAL for crossing in CROSSINGS]
+        legal = [f"{name}+{modifier}" in LEGAL for modifier in MODIFIERS]
         assert sum(legal) >= 5 if parse(name).scorer else not any(legal)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_two_crossings_are_made_or_refused(name):
-    for first in CROSSINGS:
-        for second in CROSSINGS:
+def test_two_modifiers_are_made_or_refused(name):
+    for first in MODIFIERS:
+        for second in MODIFIERS:
             is_legal(f"{name}+{first}+{second}")
 
 
@@ -118,10 +118,10 @@ def test_a_memory_that_knows_no_steps():
         width, sees_all = 1, True
 
         def __call__(self, seen, budget):
-            return seen.notes + seen.new
+            return seen.token_state + seen.new
 
     model = make_llama(num_hidden_layers=LAYERS)
-    scorer, every_step = (lambda seen, budget: seen.notes[..., 0]), parse("h2o").schedule
+    scorer, every_step = (lambda seen, budget: seen.token_state[..., 0]), parse("h2o").schedule
     method = kvkeep.Method("count", scorer, memory=Count(), schedule=every_step)
     for budget in (120, 32):
         cache = kvkeep.Cache(model, method, budget)
@@ -135,7 +135,7 @@ WORDS = {
     "prototypes": "lsh", "probe": "mean",
 }  # fmt: skip
 ASKED = [(name, asked) for name, named in METHODS.items() for asked in named.defaults]
-ASKED += [(f"protokv+{name}", asked) for name in ("recall",) for asked in CROSSINGS[name].defaults]
+ASKED += [(f"protokv+{name}", asked) for name in ("recall",) for asked in MODIFIERS[name].defaults]
 
 
 def another(name, value):
@@ -167,5 +167,5 @@ def test_what_is_asked_for_reaches_a_part(spec, asked):
 
 
 def test_clusters_that_are_fetched_stand_where_they_stood():
-    recall = parse("protokv+recall").recall
-    assert (recall.window, recall.far, recall.usual) == (None, "true", (4, 32))
+    recall = parse("protokv+recall").retrieval
+    assert (recall.window, recall.far_positions, recall.default_sizes) == (None, "original", (4, 32))

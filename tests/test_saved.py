@@ -99,7 +99,7 @@ def test_an_edited_description_is_refused_or_goes_on(saved, tmp_path):
             except BadCacheFile:
                 refused += 1
                 continue
-            assert way[0] in ("budget", "parameters", "peak", "schedule", "storage"), (way, value)
+            assert way[0] in ("budget", "parameters", "peak_bytes", "schedule", "storage"), (way, value)
             with suppress(KvkeepError):  # a window larger than the text, say
                 model(IDS[:, :5], past_key_values=loaded)
     assert refused > 2 * len(ways)
@@ -121,9 +121,9 @@ def strange_tensors(tensors):
         "layer",
         "layer.99.keys",
         "layer.a.keys",
-        "voters.0.9",
-        "voters.0",
-        "stock.0.keys",
+        "queries.0.9",
+        "queries.0",
+        "hf_layer.0.keys",
         "layer.0.rows",
     ):
         yield f"{name} too many", tensors | {name: extra}
@@ -145,9 +145,9 @@ def test_numbers_that_cannot_be_are_refused(tmp_path):
     cache.save(tmp_path / "good")
     tensors = load_file(tmp_path / "good" / checkpoint.TENSORS)
     facts = json.loads((tmp_path / "good" / checkpoint.DESCRIPTION).read_text())
-    places = tensors["layer.0.positions"]
+    places = tensors["layer.0.token_positions"]
     for name, t in {
-        "layer.0.positions": [places + 80, places - 80, places.flip(0), places * 0],
+        "layer.0.token_positions": [places + 80, places - 80, places.flip(0), places * 0],
         "layer.1.keys": [tensors["layer.1.keys"] * float("nan")],
     }.items():
         for bad in t:
@@ -156,7 +156,7 @@ def test_numbers_that_cannot_be_are_refused(tmp_path):
     other = copy.deepcopy(facts)
     for layer in other["layers"].values():
         layer["rows"], layer["kv_heads"] = 4, 2
-    other["seen"], other["held"] = other["seen"] * 2, other["held"] * 2
+    other["seen"], other["kept"] = other["seen"] * 2, other["kept"] * 2
     for change in (other, facts | {"parameters": {**facts["parameters"], "disk": str(tmp_path / "spill")}}):
         with pytest.raises(BadCacheFile):
             kvkeep.Cache.load(rewrite(tmp_path / "good", tmp_path / "bad", change), model)

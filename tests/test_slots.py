@@ -9,17 +9,17 @@ from families import build, prompt
 
 import kvkeep
 from kvkeep.engine import pooled_batch
-from kvkeep.engine.pooled_batch import Together, packs
-from kvkeep.engine.shared_prefill import read
+from kvkeep.engine.pooled_batch import PooledBatch, bin_pack
+from kvkeep.engine.shared_prefill import prefill_shared
 from kvkeep.errors import CacheMisuse
-from kvkeep.kernels.torch.reference import attend_slots
+from kvkeep.kernels.torch.reference import padded_attention
 
 SPECS = [*EVICTING, "snapkv+adakv", "snapkv+pyramid", "protokv:votes=softmax+adakv", "h2o+adakv"]
 
 
 def kept(model, ids, spec, budget):
     cache = kvkeep.Cache(model, spec, budget, schedule="prompt")
-    return cache, read(model, ids, [cache])
+    return cache, prefill_shared(model, ids, [cache])
 
 
 @pytest.fixture(params=["slots", "stretches"])
@@ -34,10 +34,10 @@ def test_together_is_alone(tiny, spec, layout):
     ids, question, answer = torch.arange(150)[None] % 128, torch.tensor([3, 17, 90]), torch.tensor([5, 6])
     budgets = [24, 60, 33]
     caches = [kept(tiny, ids, spec, budget)[0] for budget in budgets]
-    rows = Together(tiny, caches, room=5)
-    got = rows.feed(question.expand(3, -1), keep=0)
+    rows = PooledBatch(tiny, caches, room=5)
+    got = rows.extend(question.expand(3, -1), keep=0)
     for each in answer:
-        got = torch.cat([got, rows.feed(each.expand(3, 1))], 1)
+        got = torch.cat([got, rows.extend(each.expand(3, 1))], 1)
     for row, cache in enumerate(caches):
         for place, token in enumerate(torch.cat([question, answer])):  # one at a time nothing competes
             want = tiny(token[None, None], past_key_values=cache, logits_to_keep=1).logits[0, 0]
@@ -47,11 +47,11 @@ def test_together_is_alone(tiny, spec, layout):
 def test_rows_that_are_done_leave(tiny, layout):
     ids = torch.arange(90)[None] % 128
     caches = [kept(tiny, ids, "snapkv+adakv", budget)[0] for budget in (70, 80, 85)]
-    rows, fewer = (Together(tiny, caches, room=4) for _ in range(2))
-    want = [rows.feed(torch.full((3, 1), token)) for token in (1, 2, 3)][-1]
-    fewer.feed(torch.full((3, 1), 1))
-    fewer.take([2, 0])
-    got = [fewer.feed(torch.full((2, 1), token)) for token in (2, 3)][-1]
+    rows, fewer = (PooledBatch(tiny, caches, room=4) for _ in range(2))
+    want = [rows.extend(torch.full((3, 1), token)) for token in (1, 2, 3)][-1]
+    fewer.extend(torch.full((3, 1), 1))
+    fewer.select_rows([2, 0])
+    got = [fewer.extend(torch.full((2, 1), token)) for token in (2, 3)][-1]
     assert torch.allclose(got, want[[2, 0]], atol=1e-5)
 
 
@@ -59,7 +59,7 @@ def test_rows_that_are_done_leave(tiny, layout):
 def test_families_decode_together(name, layout):
     model, ids = build(name, "eager"), prompt(60)
     caches = [kept(model, ids, "snapkv:window=8", budget)[0] for budget in (16, 24)]
-    got = Together(model, caches, room=3).feed(ids[:, :3].expand(2, -1), keep=0)
+    got = PooledBatch(model, caches, room=3).extend(ids[:, :3].expand(2, -1), keep=0)
     for row, cache in enumerate(caches):
         for place in range(3):
             want = model(ids[:, place : place + 1], past_key_values=cache).logits[0, 0]
@@ -68,10 +68,10 @@ def test_families_decode_together(name, layout):
 
 def test_only_rows_of_one_text_and_only_so_much_room(tiny):
     one, other = (kept(tiny, torch.arange(n)[None], "snapkv:window=8", 20)[0] for n in (40, 41))
-    with pytest.raises(CacheMisuse, match="read the same text"):
-        Together(tiny, [one, other], room=1)
-    with pytest.raises(CacheMisuse, match="3 tokens were to be added where 2 have room"):
-        Together(tiny, [one], room=2).feed(torch.zeros(1, 3, dtype=torch.long))
+    with pytest.raises(CacheMisuse, match="the same number of tokens"):
+        PooledBatch(tiny, [one, other], room=1)
+    with pytest.raises(CacheMisuse, match="3 tokens were to be appended, but there is room for 2"):
+        PooledBatch(tiny, [one], room=2).extend(torch.zeros(1, 3, dtype=torch.long))
 
 
 @pytest.mark.parametrize("q", [1, 3])
@@ -81,7 +81,7 @@ def test_attention_over_slots_is_attention(q, softcap, sinks):
     rows, heads, kv_heads, size, dim, scale = 2, 4, 2, 9, 3, 0.7
     queries, keys, values = torch.randn(rows, heads, q, dim), *torch.randn(2, rows, kv_heads, size, dim)
     lengths, extra = torch.tensor([[q, 9], [5, q + 1]]), torch.randn(heads)
-    got = attend_slots(queries, keys, values, lengths, scale, softcap, extra if sinks else None)
+    got = padded_attention(queries, keys, values, lengths, scale, softcap, extra if sinks else None)
     for row, head, number in torch.cartesian_prod(*map(torch.arange, (rows, heads, q))).tolist():
         mine, seen = head // 2, int(lengths[row, head // 2]) - q + number + 1
         logits = [scale * float(queries[row, head, number].double() @ keys[row, mine, i].double()) for i in range(seen)]
@@ -93,17 +93,18 @@ def test_attention_over_slots_is_attention(q, softcap, sinks):
 
 def test_packs_waste_at_most_half():
     sizes = [64] * 18 + [128] * 18 + [1024] * 18 + [4096, 1, 512]
-    found = packs(sizes, 2**20, ragged=False)
+    found = bin_pack(sizes, 2**20, ragged=False)
     assert sorted(row for pack in found for row in pack) == list(range(len(sizes)))
     for pack in found:
         assert max(sizes[row] for row in pack) * len(pack) <= 2 * sum(sizes[row] for row in pack)
-    assert len(found) < 8 and packs([], 9, False) == []
-    assert packs([9, 9, 9], 20, False) == [[0, 1], [2]] and packs([9], 5, True) == [[0]]
-    assert packs([4, 900, 30], 1000, ragged=True) == [[1, 2, 0]] and packs([4, 900, 30], 930, True) == [[1, 2], [0]]
+    assert len(found) < 8 and bin_pack([], 9, False) == []
+    assert bin_pack([9, 9, 9], 20, False) == [[0, 1], [2]] and bin_pack([9], 5, True) == [[0]]
+    assert bin_pack([4, 900, 30], 1000, ragged=True) == [[1, 2, 0]]
+    assert bin_pack([4, 900, 30], 930, ragged=True) == [[1, 2], [0]]
 
 
 def test_what_many_rows_hold_is_never_shared(tiny):
     cache, _ = kept(make_llama(), torch.arange(50)[None], "snapkv:window=8", 20)
     before = cache.store[0].flat.keys.clone()
-    Together(cache.model, [cache, cache], room=2).feed(torch.zeros(2, 2, dtype=torch.long))
+    PooledBatch(cache.model, [cache, cache], room=2).extend(torch.zeros(2, 2, dtype=torch.long))
     assert cache.store[0].flat.keys.equal(before) and cache.seen == 50

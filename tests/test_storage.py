@@ -5,18 +5,18 @@ import math
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING, FETCHING, make_llama
+from conftest import EVICTING, RETRIEVING, make_llama
 from families import build, prompt
 
 import kvkeep
 from kvkeep.compress.parse import parse
-from kvkeep.engine.batch_generate import batch_for
-from kvkeep.engine.detokenizer import Unfolding
-from kvkeep.engine.pooled_batch import Together
-from kvkeep.engine.row_pool import Pool
-from kvkeep.engine.scheduler import Batch, Request
+from kvkeep.engine.batch_generate import make_scheduler
+from kvkeep.engine.detokenizer import IncrementalDetokenizer
+from kvkeep.engine.pooled_batch import PooledBatch
+from kvkeep.engine.row_pool import RowPool
+from kvkeep.engine.scheduler import Request, Scheduler
 from kvkeep.errors import BadParameter
-from kvkeep.storage.ragged import LayerCache
+from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Tokens
 
 IDS = torch.randint(5, 120, (1, 300), generator=torch.Generator().manual_seed(1))
@@ -34,7 +34,7 @@ def fed(model, spec, budget, ids=IDS, steps=0, **how):
 
 
 def codes(cache):
-    return [t.clone() for layer in cache.store.values() for t in layer.coded.packed.tensors]
+    return [t.clone() for layer in cache.store.values() for t in layer.quantized.kv.tensors]
 
 
 def numbers(cache):
@@ -58,7 +58,7 @@ def test_fewer_bytes_and_nearly_the_same_words(tiny, spec):
         cache, got = fed(tiny, spec, 128, steps=70, storage=storage)
         assert (got - want).abs().max() <= BOUND[storage]
         assert [cache.kept(i) for i in range(4)] == [plain.kept(i) for i in range(4)]
-        assert all(layer.rests for layer in cache.store.values())
+        assert all(layer.is_quantized for layer in cache.store.values())
         ours, theirs = cache.report(), plain.report()
         assert ours.bytes == cache.nbytes <= {"int8": 0.6, "int4": 0.48}[storage] * theirs.bytes
         assert (ours.full_bytes, ours.tokens) == (theirs.full_bytes, theirs.tokens)
@@ -66,7 +66,7 @@ def test_fewer_bytes_and_nearly_the_same_words(tiny, spec):
 
 @pytest.mark.parametrize("bits, size, dtype", [(8, 2, torch.bfloat16), (4, 2, torch.bfloat16), (8, 4, torch.float32)])
 def test_bytes_are_those_of_codes_steps_zeros_and_tails(bits, size, dtype):
-    layer = LayerCache(bits)
+    layer = RaggedLayer(bits)
     heads = [Tokens(*torch.randn(2, n, 64).to(dtype), torch.arange(n)) for n in (0, 31, 32, 100)]
     layer.fill([heads])
     coded = 4 * 32 * 2 * 64 * bits // 8  # four groups, keys and values
@@ -138,16 +138,17 @@ def alone(model, spec, storage, one):
 @pytest.mark.parametrize("spec", ["full", "kvkeep", "snapkv", "snapkv+adakv", "h2o", "intelllm", "pyramidkv", "cake"])
 def test_together_is_alone_whoever_comes_and_goes(spec, storage):
     model, words = make_llama(), tiny_chat.tokenizer()
-    pool = Pool(model, 3, 6000, 400, storage)
-    work = Batch(model, reader(model, spec, storage), set(), pool)
+    pool = RowPool(model, 3, 6000, 400, storage)
+    work = Scheduler(model, reader(model, spec, storage), set(), pool)
     requests = [
-        work.submit(Request(IDS[0, seed : seed + 60 + 37 * seed], Unfolding(words), 5 + 9 * seed)) for seed in range(5)
+        work.submit(Request(IDS[0, seed : seed + 60 + 37 * seed], IncrementalDetokenizer(words), 5 + 9 * seed))
+        for seed in range(5)
     ]
     assert len(list(work.run())) == 5
     for one in requests:
-        assert one.words.ids == alone(model, spec, storage, one)
-    assert all(free.free == [(0, 6000)] for free in pool.free.values())
-    assert not any(int(place.lengths.sum() + place.active.sum()) for place in pool.places.values())
+        assert one.detokenizer.ids == alone(model, spec, storage, one)
+    assert all(free.spans == [(0, 6000)] for free in pool.free.values())
+    assert not any(int(place.lengths.sum() + place.active.sum()) for place in pool.slot_tables.values())
 
 
 def test_a_pool_takes_codes_as_they_are_and_packs_the_rest(tiny):
@@ -156,19 +157,19 @@ def test_a_pool_takes_codes_as_they_are_and_packs_the_rest(tiny):
     stored, _ = fed(model, "snapkv", 70, storage="int8")
     plain, _ = fed(model, "snapkv", 70)
     for cache in (stored, plain):
-        pool = Pool(model, 2, 2000, 200, "int8")
+        pool = RowPool(model, 2, 2000, 200, "int8")
         pool.admit(1, cache, 30)
-        assert pool.taken[1][0] == (0, 4 * 96)
-        layer, room = stored.store[0], pool.rooms[0]
+        assert pool.allocated[1][0] == (0, 4 * 96)
+        layer, room = stored.store[0], pool.buffers[0]
         for head in range(4):
-            first, mine = layer.coded.firsts[head], head * 3
-            assert torch.equal(layer.coded.packed.key_steps[first : first + 2], room.packed.key_steps[mine : mine + 2])
-            theirs = layer.coded.packed.value_codes[first * 32 : first * 32 + 64]
-            assert torch.equal(theirs, room.packed.value_codes[mine * 32 : mine * 32 + 64])
-        assert torch.equal(room.tails[0][1, :, :6], layer.coded.tail_keys[0, :, :6])
-    pool = Pool(model, 1, 2000, 200)  # numbers are what a pool without storage gets
+            first, mine = layer.quantized.firsts[head], head * 3
+            assert torch.equal(layer.quantized.kv.key_scales[first : first + 2], room.kv.key_scales[mine : mine + 2])
+            theirs = layer.quantized.kv.value_codes[first * 32 : first * 32 + 64]
+            assert torch.equal(theirs, room.kv.value_codes[mine * 32 : mine * 32 + 64])
+        assert torch.equal(room.tails[0][1, :, :6], layer.quantized.tail_keys[0, :, :6])
+    pool = RowPool(model, 1, 2000, 200)  # numbers are what a pool without storage gets
     pool.admit(0, stored, 30)
-    assert torch.equal(pool.rooms[0].keys[:70], stored.store[0].row(0)[0].keys)
+    assert torch.equal(pool.buffers[0].keys[:70], stored.store[0].row(0)[0].keys)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -180,9 +181,9 @@ def test_the_engine_answers_many_as_it_answers_one(spec):
     want = [engine.generate(prompt, max_new_tokens=40) for prompt in prompts]
     assert engine.generate(prompts, max_new_tokens=40, rows=2) == want
     assert engine.cache.nbytes < engine.cache.report().kept_per_head * 4 * 0.8 * 2 * 8 * 4  # of 4 heads, 8 numbers each
-    requests = [Request(engine.encode(prompt), Unfolding(words), 3) for prompt in prompts]
-    pool = batch_for(engine, requests, 2).pool
-    assert all(pool.holds(engine.prefill_sequence(request.ids)[0], 3) for request in requests)
+    requests = [Request(engine.encode(prompt), IncrementalDetokenizer(words), 3) for prompt in prompts]
+    pool = make_scheduler(engine, requests, 2).pool
+    assert all(pool.could_fit(engine.prefill_sequence(request.ids)[0], 3) for request in requests)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -224,16 +225,16 @@ def test_a_group_is_packed_once(tiny):
 def test_a_second_prompt_is_read_over_what_is_stored(tiny, spec):
     """What stays is packed with new neighbours, or moved with the old ones; both are packed anew."""
     (plain, _), (cache, _) = (fed(tiny, spec, 96, IDS[:, :200], storage=storage) for storage in (None, "int8"))
-    before = [head.places for head in cache.store[0].row(0)]
+    before = [head.rope_positions for head in cache.store[0].row(0)]
     for part in (IDS[:, 200:260], *IDS[:, :3].split(1, 1), IDS[:, 260:], IDS[:, :1]):
         alike = choices(cache) == choices(plain)
         want, got = (tiny(part, past_key_values=each).logits for each in (plain, cache))
         assert not alike or (got - want).abs().max() <= BOUND["int8"]
     assert len(choices(cache) ^ choices(plain)) <= 0.02 * len(choices(plain))  # votes that are nearly equal may turn
-    assert cache.report().tokens == plain.report().tokens and all(layer.rests for layer in cache.store.values())
+    assert cache.report().tokens == plain.report().tokens and all(layer.is_quantized for layer in cache.store.values())
     if before[0] is not None:
         first = cache.store[0].row(0)[0]
-        assert first.positions[:32].tolist() == list(range(32)) and not torch.equal(first.places[:32], before[0][:32])
+        assert first.token_positions[:32].tolist() == list(range(32)) and not torch.equal(first.rope_positions[:32], before[0][:32])
 
 
 def test_rows_change_places_with_their_codes(tiny):
@@ -244,10 +245,10 @@ def test_rows_change_places_with_their_codes(tiny):
     after = [head.keys for row in cache.store[1].all_rows() for head in row]
     assert same(after, before[8:] + before[:4] + before[8:])
     cache.batch_repeat_interleave(2)
-    assert cache.store[1].rows == 6 and all(layer.rests for layer in cache.store.values())
+    assert cache.store[1].rows == 6 and all(layer.is_quantized for layer in cache.store.values())
     beams = kvkeep.Cache(tiny, "snapkv", 64, storage="int8")
     out = tiny.generate(IDS[:, :90], past_key_values=beams, num_beams=3, max_new_tokens=40, pad_token_id=0)
-    assert out.shape[1] > 90 and beams.store[0].rests
+    assert out.shape[1] > 90 and beams.store[0].is_quantized
 
 
 def test_padded_rows_are_what_they_would_be_alone(tiny):
@@ -304,9 +305,9 @@ def test_a_prompt_cut_short_before_anybody_competes_is_forgotten(tiny, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(cache.watch, "check", stop)  # what it appended is there, nobody has competed
+        broken.setattr(cache.attention_check, "check", stop)  # what it appended is there, nobody has competed
         tiny(IDS[:, :50], past_key_values=cache)
-    assert not cache.store[0].rests
+    assert not cache.store[0].is_quantized
     for part in (IDS[:, :1], IDS[:, :1], IDS[:, 50:80], IDS[:, :1]):
         want = tiny(part, past_key_values=twin).logits
         assert torch.equal(tiny(part, past_key_values=cache).logits, want)
@@ -338,7 +339,7 @@ def test_a_step_over_codes_is_a_step_over_the_numbers_they_stand_for(name):
     model, ids = build(name, "eager"), prompt(80)
     cache, _ = fed(model, "snapkv:window=8", 60, ids, steps=8, storage="int4")
     plain, _ = fed(model, "snapkv:window=8", 60, ids, steps=8)
-    plain.copy_stock(cache)
+    plain.copy_hf_layers(cache)
     for i, layer in plain.store.items():
         for mine, theirs in zip(layer.row(0), cache.store[i].row(0), strict=True):
             assert not torch.equal(mine.keys[:64], theirs.keys[:64])
@@ -358,10 +359,10 @@ def test_autocast_meets_numbers_of_its_own_precision(tiny):
 
 def test_many_questions_about_a_stored_text(tiny):
     cache, _ = fed(tiny, "snapkv", 64, storage="int8")
-    rows = Together(tiny, [cache, cache], room=3)
+    rows = PooledBatch(tiny, [cache, cache], room=3)
     for t in range(3):
         want = tiny(IDS[:, t : t + 1], past_key_values=cache).logits[0, -1]
-        assert torch.allclose(rows.feed(IDS[:, t : t + 1].expand(2, 1))[:, -1], want.expand(2, -1), atol=2e-5)
+        assert torch.allclose(rows.extend(IDS[:, t : t + 1].expand(2, 1))[:, -1], want.expand(2, -1), atol=2e-5)
 
 
 EVERY_STEP = [name for name in EVICTING if parse(name).schedule.every == 1]
@@ -373,9 +374,9 @@ EVERY_STEP = [name for name in EVICTING if parse(name).schedule.every == 1]
         ("storage='int3' is not known; use 'int8'", lambda m: kvkeep.Cache(m, "snapkv", 64, storage="int3")),
         ("storage=8 is not known", lambda m: kvkeep.Cache(m, "snapkv", 64, storage=8)),
         *[("schedule='prompt'", lambda m, s=s: kvkeep.Cache(m, s, 64, storage="int8")) for s in EVERY_STEP],
-        *[("puts tokens away", lambda m, s=s: kvkeep.Cache(m, s, 512, storage="int8")) for s in FETCHING],
-        ("drops tokens every 31 steps", lambda m: kvkeep.Cache(m, "snapkv", 64, schedule=31, storage="int4")),
-        ("drops tokens at every step", lambda m: kvkeep.Engine(m, None, "snapkv", 64, schedule="step", storage="int4")),
+        *[("offloads tokens", lambda m, s=s: kvkeep.Cache(m, s, 512, storage="int8")) for s in RETRIEVING],
+        ("evicts tokens every 31 steps", lambda m: kvkeep.Cache(m, "snapkv", 64, schedule=31, storage="int4")),
+        ("evicts tokens at every step", lambda m: kvkeep.Engine(m, None, "snapkv", 64, schedule="step", storage="int4")),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(tiny, words, call):

@@ -49,7 +49,7 @@ import kvkeep
 from kvkeep.compress.attention import attention
 from kvkeep.compress.parse import parse
 from kvkeep.errors import BadCacheFile, BadParameter, CacheMisuse, KvkeepError, UnsupportedModel
-from kvkeep.model.hf_attention import Handover, enable
+from kvkeep.model.hf_attention import AttentionCall, enable
 
 VOCAB = 128
 SHAPE = dict(
@@ -86,7 +86,7 @@ def prefilled(model, method: str = "snapkv", budget: int | float = 24, ids: Tens
 
 
 def kept(cache) -> list:
-    return [cache.kept(layer) for layer in cache.owned]
+    return [cache.kept(layer) for layer in cache.compressed_layers]
 
 
 def legal(name: str) -> bool:
@@ -390,12 +390,12 @@ class Spy:
 
     def __call__(self, seen, budget: int) -> Tensor:
         self.seen.append((seen.layer, seen.tokens, attention(seen, self.window)))
-        return seen.positions.float()
+        return seen.token_positions.float()
 
 
 def spied(window: int = 8) -> tuple[kvkeep.Method, list]:
     notes: list = []
-    return kvkeep.Method("spy", Spy(notes, window), voters=window), notes
+    return kvkeep.Method("spy", Spy(notes, window), observation_window=window), notes
 
 
 FAMILIES = {
@@ -446,7 +446,7 @@ def test_sliding_layers_are_left_alone():
     got = torch.cat([logits(model, ids[:, :60], roomy), logits(model, ids[:, 60:], roomy)], 1)
     assert torch.equal(got[:, :60], want[:, :60]) and (got - want).abs().max() < 1e-5
     cache = prefilled(model, "snapkv+adakv", 20, ids)
-    assert cache.owned == [1] and cache.report().layers == 1
+    assert cache.compressed_layers == [1] and cache.report().layers == 1
     assert type(cache.layers[0]) is type(plain.layers[0])
     assert cache.nbytes == 20 * 2 * (16 + 16) * 4
     with pytest.raises(CacheMisuse, match="layer 0"):
@@ -471,7 +471,7 @@ def test_linear_layers_are_left_alone():
     assert model.generate(ids, past_key_values=roomy, max_new_tokens=4, do_sample=False).equal(stock)
     cache = kvkeep.Cache(model, "snapkv", budget=16)
     logits(model, ids, cache)
-    assert cache.owned == [1] and [len(head) for head in cache.kept(1)[0]] == [16, 16]
+    assert cache.compressed_layers == [1] and [len(head) for head in cache.kept(1)[0]] == [16, 16]
     assert logits(model, tokens(1), cache).isfinite().all()
 
 
@@ -831,12 +831,13 @@ def test_prefill_does_not_read_back_from_every_layer(monkeypatch):
 def test_positions_live_where_the_layers_keys_live(model):
     """Under a device map, a layer's index lies on that layer's device, not on the first one's."""
     cache = kvkeep.Cache(model, "full")
-    cache.watch = SimpleNamespace(check=lambda *_: None, numbers=lambda *_: None, settle=lambda: None)
+    nothing = {name: lambda *_: None for name in ("check", "check_nan", "raise_if_failed")}
+    cache.attention_check = SimpleNamespace(**nothing)
     for index, device in enumerate(("cpu", "meta", "meta")):
         q, kv = torch.zeros(1, 4, 5, 16, device=device), torch.zeros(1, 2, 5, 16, device=device)
-        cache.attend(index, Handover(q, kv, kv, None, lambda q=q: (q.transpose(1, 2), None), 0.25, None, None))
+        cache.attend(index, AttentionCall(q, kv, kv, None, lambda q=q: (q.transpose(1, 2), None), 0.25, None, None))
     for store in cache.store.values():
-        assert store.flat.positions.device == store.flat.keys.device
+        assert store.flat.token_positions.device == store.flat.keys.device
 
 
 @pytest.mark.core
@@ -925,7 +926,7 @@ def test_beam_search(method, model):
     assert model.generate(ids, past_key_values=roomy, **options).equal(model.generate(ids, **options))
     tight = kvkeep.Cache(model, method, budget=12)
     out = model.generate(ids, past_key_values=tight, **options)
-    assert out.shape == (1, 46) and len(tight.arrivals.seen) == 3
+    assert out.shape == (1, 46) and len(tight.tracker.seen) == 3
     assert tight.kept(0)[0] == tight.kept(0)[2]
 
 
@@ -1261,7 +1262,7 @@ def test_forward_with_gradients_enabled_is_silent(model):
     finally:
         torch.set_warn_always(always)
     assert not cache.store[0].flat.keys.requires_grad and not any(
-        q.requires_grad for q in cache.observer.voters.values()
+        q.requires_grad for q in cache.query_buffer.queries.values()
     )
 
 

@@ -1,21 +1,21 @@
 """Everything kvkeep raises on purpose. Each message names the value at fault and the way out.
 
 KvkeepError
-├── UnknownName         a method, axis or model name nobody registered
+├── UnknownName         a method, modifier, task or model name that is not registered
 ├── BadParameter        a parameter with an impossible value, or one the method does not have
 │   └── BudgetTooSmall  the budget cannot hold what the method always keeps
 ├── BadTensor           wrong shape, dtype or device, or not a number
 ├── BadInput            a document or question that cannot be read or does not fit
-│   └── NoData          tasks of which not one sample can be had
-├── UnsupportedModel    attention that cannot be observed correctly
+│   └── NoData          tasks of which not one sample is available
+├── UnsupportedModel    attention that cannot be observed exactly
 ├── CacheMisuse         a cache used in a way its contents do not allow
 ├── BadCacheFile        a saved cache that is damaged or belongs to another model
 ├── ModelUnavailable    a model that could not be fetched or loaded
 ├── MissingExtra        an optional package that is not installed
-└── StoreFull           no room left for tokens that are put away
+└── StoreFull           no room left for offloaded tokens
 
 UserWarning
-└── QueryAwareWarning   a question about a text that was compressed before it was known
+└── QueryAwareWarning   a question about a text that was compressed before the question was known
 """
 
 

@@ -1,4 +1,4 @@
-"""A dictionary of names that answers a wrong one with the right one."""
+"""A dictionary of names that suggests the nearest known name for an unknown one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvkeep.errors import UnknownName
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' Did you mean …?' where some known name is near, else nothing."""
+    """' Did you mean …?' with the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
 class Registry(dict):
-    """Names of one kind of thing."""
+    """Registered names of one kind: methods, modifiers, tasks."""
 
     def __init__(self, kind: str, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The words every part of the library speaks."""
+"""Data types shared by all parts of the library."""
 
 from __future__ import annotations
 
@@ -9,64 +9,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NOWHERE = 2**31 - 1  # position of padding where key heads hold different numbers of tokens: later than any query
+PAD_POSITION = 2**31 - 1  # of padding where key heads hold different numbers of tokens: later than any query
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Keys and values with what is known of each: [n, …] for one key head, [kv_heads, n, …] for several."""
+    """Keys and values with per-token data: [n, …] for one key head, [kv_heads, n, …] for several."""
 
     keys: Tensor
     values: Tensor
-    positions: Tensor  # where each token stood in the text
-    places: Tensor | None = None  # where its key was made to stand, if a method moves keys
-    notes: Tensor | None = None  # [.., n, k] what a method remembers of it, if it does
+    token_positions: Tensor  # index of each token in the text
+    rope_positions: Tensor | None = None  # position its key is rotated to, if the method has a placement
+    token_state: Tensor | None = None  # [.., n, k] written by the method's memory, if it has one
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Tokens:
-        """The same change to every tensor."""
+        """Apply one function to every tensor."""
         return Tokens(*(None if t is None else change(t) for t in self.parts))
 
     @property
     def parts(self) -> tuple[Tensor | None, ...]:
-        return self.keys, self.values, self.positions, self.places, self.notes
+        return self.keys, self.values, self.token_positions, self.rope_positions, self.token_state
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one layer of one sequence saw: the newest queries, and every key they may vote for. Read-only.
+    """One layer of one sequence as a scorer sees it: the newest queries and every key they attend to. Read-only.
 
-    Queries sit at positions `cursor - w … cursor - 1`. Tokens of a key head are in ascending order of position;
-    a head with fewer tokens than the longest is padded at the end with position NOWHERE.
+    Queries are at positions `seq_len - w … seq_len - 1`. Tokens of a key head are in ascending order of position;
+    a head with fewer tokens than the longest is padded at the end with position PAD_POSITION.
     """
 
     queries: Tensor  # [heads, w, dim] as attention used them: after RoPE and any norm
     keys: Tensor  # [kv_heads, n, dim]
     values: Tensor  # [kv_heads, n, dim]
-    positions: Tensor  # [kv_heads, n] where each token stood in the text
+    token_positions: Tensor  # [kv_heads, n] index of each token in the text
     lengths: tuple[int, ...]  # tokens per key head, padding excluded
-    cursor: int  # tokens of text seen so far
-    new: int  # how many of them came with this forward pass
-    scale: float  # the model's own
+    seq_len: int  # tokens of text so far
+    new: int  # of them, those of this forward pass
+    scale: float  # the model's softmax scale
     softcap: float | None = None
-    sinks: Tensor | None = None  # [heads] extra logit of gpt-oss-like attention
-    notes: Tensor | None = None  # [kv_heads, n, k] what the method remembers of each token
+    sink_logits: Tensor | None = None  # [heads] learned extra logit of gpt-oss-like attention
+    token_state: Tensor | None = None  # [kv_heads, n, k]
     layer: int = 0
     layers: int = 1
-    sums: Tensor | None = None  # [heads, w] log-sum-exp of each query's logits, where attention left it
-    known: dict[Any, Tensor] | None = None  # what others found out about the same queries and keys, for each other
+    lse: Tensor | None = None  # [heads, w] log-sum-exp of each query's logits, where the attention kernel returned it
+    memo: dict[Any, Tensor] | None = None  # results shared by methods that observe the same queries and keys
 
-    def once(self, what: Any, find: Callable[[], Tensor]) -> Tensor:
-        """Found out by whoever comes first; nobody changes it."""
-        if self.known is None or what is None:
-            return find()
-        if what not in self.known:
-            self.known[what] = find()
-        return self.known[what]
+    def memoize(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
+        """The result of an earlier call with this key, else compute it. Read-only; a key of None is never shared."""
+        if self.memo is None or key is None:
+            return compute()
+        if key not in self.memo:
+            self.memo[key] = compute()
+        return self.memo[key]
 
     @property
     def is_step(self) -> bool:
-        """A single token came on top of others: decoding."""
-        return self.new == 1 < self.cursor
+        """Decoding: one token on top of earlier ones."""
+        return self.new == 1 < self.seq_len
 
     @property
     def kv_heads(self) -> int:
@@ -74,30 +74,30 @@ class Observation:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the fullest key head."""
+        """Tokens of the longest key head."""
         return self.keys.shape[1]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step, all rows at once (a row of another layer is just another row).
+    """One decode step of all rows (layers of one shape are further rows).
 
-    Every key head holds the same n tokens, the new one included, in no order.
+    Every key head holds the same number n of tokens, the new one included, in any order.
     """
 
-    positions: Tensor  # [rows, kv_heads, n] where each token stood in the text
-    notes: Tensor | None  # [rows, kv_heads, n, k] what the method remembers of each
-    newest: Tensor  # [rows, kv_heads] which of the n is the new one
-    logits: Tensor | None  # [rows, kv_heads, group, n] float32, as the model's softmax got them; None if nobody asked
-    chances: Tensor | None  # what that softmax made of them
+    token_positions: Tensor  # [rows, kv_heads, n] index of each token in the text
+    token_state: Tensor | None  # [rows, kv_heads, n, k]
+    newest: Tensor  # [rows, kv_heads] index of the new token
+    logits: Tensor | None  # [rows, kv_heads, group, n] float32, input of the model's softmax; None if not needed
+    probs: Tensor | None  # its output
     value: Tensor  # [rows, kv_heads, dim] of the new token
-    lengths: list[int]  # tokens of text each row has seen so far
+    lengths: list[int]  # tokens of text of each row so far
     scale: float
     softcap: float | None = None
-    sinks: Tensor | None = None  # [rows, kv_heads, group] extra logit of gpt-oss-like attention
+    sink_logits: Tensor | None = None  # [rows, kv_heads, group]
 
     def per_row(self, numbers: list) -> Tensor | float:
-        """One number per row, in a shape that fits [rows, kv_heads, n]; a plain number where all are the same."""
+        """One number per row, broadcastable to [rows, kv_heads, n]; a plain number where all are equal."""
         if len(set(numbers)) == 1:
             return numbers[0]
         return torch.tensor(numbers, device=self.newest.device)[:, None, None]
@@ -105,10 +105,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Selection:
-    """What one layer of one sequence keeps. The only message from the part that decides to the part that acts."""
+    """The tokens one layer of one sequence keeps: output of compress/, input of the cache."""
 
-    index: Tensor  # [kv_heads, longest] token indices, ascending; what lies beyond a head's length is padding
-    lengths: tuple[int, ...]  # how many of them are real, per key head
+    index: Tensor  # [kv_heads, longest] token indices, ascending; padding beyond a head's length
+    lengths: tuple[int, ...]  # tokens kept per key head
 
     def tolist(self) -> list[list[int]]:
         """Per key head, the kept token indices in ascending order."""

@@ -1,1 +1,1 @@
-"""Speed and memory, beside what a user has today."""
+"""SPEED AND MEMORY: prefill, decode and cache sizes, beside transformers and the roofline."""

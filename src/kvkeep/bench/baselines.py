@@ -1,4 +1,4 @@
-"""What others do with the whole cache: transformers as it is, and its static cache in a CUDA graph."""
+"""Uncompressed baselines: transformers' DynamicCache, and its StaticCache in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.bench.timing import paced, replayed
-from kvkeep.model.hf_layers import static_cache, stock_cache
+from kvkeep.bench.timing import as_cuda_graph, median_interval
+from kvkeep.model.hf_layers import dynamic_cache, static_cache
 
-SPARE = 4  # tokens written beside those that are timed
-ALIGNED = 16  # masks of such lengths are taken as they are by the fast attention kernels
+SPARE = 4  # decode steps beside those that are timed
+ALIGNED = 16  # fast attention kernels want masks of such lengths
 
 
 @dataclass(frozen=True)
 class Eager:
-    """A cache that grows by a token at a time, every kernel launched by itself."""
+    """A cache that grows by one token per step, without a CUDA graph."""
 
     model: Any
     by: ClassVar[str] = "transformers"
@@ -25,7 +25,7 @@ class Eager:
     budget: ClassVar[None] = None
 
     def make(self, tokens: int) -> Any:
-        return stock_cache(self.model)
+        return dynamic_cache(self.model)
 
     def nbytes(self, cache: Any) -> int:
         return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
@@ -41,15 +41,15 @@ class Eager:
             if rows > 1:
                 cache.batch_repeat_interleave(rows)
             step()
-            return paced(step, steps), ""
-        finally:  # the next batch starts from what was read, whatever became of this one
+            return median_interval(step, steps), ""
+        finally:  # back to the prefilled cache, even after an error
             for layer in cache.layers:
                 layer.keys, layer.values = (t[:1, :, :context].clone() for t in (layer.keys, layer.values))
 
 
 @dataclass(frozen=True)
 class Static:
-    """A cache of fixed size, so that a step can be captured; it attends to its whole length under a mask."""
+    """A cache of fixed size, so that a step can be captured; attention covers its whole length under a mask."""
 
     model: Any
     by: ClassVar[str] = "static"
@@ -65,11 +65,12 @@ class Static:
     def step_seconds(self, cache: Any, context: int, rows: int, steps: int) -> tuple[float, str]:
         step = StaticSteps(self.model, self._copies(cache, context, rows, steps), context, rows)
         step()
-        missed = self.model.device.type == "cuda" and step.graph is None
-        return paced(lambda: (step(), step.tokens.tolist()), steps), "not captured in a graph" if missed else ""
+        not_captured = self.model.device.type == "cuda" and step.graph is None
+        note = "not captured in a graph" if not_captured else ""
+        return median_interval(lambda: (step(), step.tokens.tolist()), steps), note
 
     def _copies(self, cache: Any, context: int, rows: int, steps: int) -> Any:
-        """A cache of so many sequences, all alike."""
+        """A cache of `rows` copies of the sequence."""
         made = self.make(context + steps + SPARE)
         with torch.inference_mode():
             for mine, theirs in zip(made.layers, cache.layers, strict=True):
@@ -78,20 +79,20 @@ class Static:
 
 
 class StaticSteps:
-    """One token for every row at each call, the likeliest after the last.
+    """Every call decodes one token of every row, greedily.
 
     The cache counts its tokens on the device, and transformers takes positions and mask from that count, so a replayed
-    pass moves on by itself.
+    graph advances by itself.
     """
 
     def __init__(self, model: Any, cache: Any, context: int, rows: int) -> None:
         self.model, self.cache = model, cache
         self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
         with torch.inference_mode():
-            self.graph = replayed(self._run, model.device)
+            self.graph = as_cuda_graph(self._run, model.device)
             self.tokens.zero_()
             for layer in cache.layers:
-                layer.cumulative_length.fill_(context)  # a capture rehearses
+                layer.cumulative_length.fill_(context)  # the capture has run some steps
 
     def __call__(self) -> Tensor:
         """-> logits [rows, vocabulary]"""

@@ -1,4 +1,4 @@
-"""Seconds and bytes of what a model does, once everything it started is done."""
+"""Seconds and bytes of model calls; the device is synchronized before the clock is read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.engine.cuda_graph import captured
+from kvkeep.engine.cuda_graph import capture_graph
 from kvkeep.engine.progress import now
 
 
-def fastest(device: torch.device, run: Callable[[], Any], times: int) -> float:
-    """Seconds of the quickest of so many runs."""
+def min_seconds(device: torch.device, run: Callable[[], Any], times: int) -> float:
+    """Of `times` runs."""
     spent = []
     for _ in range(times):
         began = now(device)
@@ -25,8 +25,8 @@ def fastest(device: torch.device, run: Callable[[], Any], times: int) -> float:
     return min(spent)
 
 
-def paced(step: Callable[[], Any], times: int) -> float:
-    """Median seconds from one step's return to the next: a step may hand out what the last one began."""
+def median_interval(step: Callable[[], Any], times: int) -> float:
+    """Median seconds from one step's return to the next: a step may return the tokens of the step before."""
     ends = [time.perf_counter()]
     for _ in range(times):
         step()
@@ -34,12 +34,12 @@ def paced(step: Callable[[], Any], times: int) -> float:
     return median(after - before for before, after in zip(ends, ends[1:], strict=False))
 
 
-def replayed(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor] | None:
-    """The same from a CUDA graph, or None where that cannot be. Unlike a Replay it compiles nothing of the model."""
+def as_cuda_graph(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor] | None:
+    """`run` captured in a CUDA graph, None where that fails. Unlike CudaGraphRunner it compiles nothing."""
     if device.type != "cuda":
         return None
     try:
-        graph, result = captured(run)
+        graph, result = capture_graph(run)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
@@ -52,12 +52,12 @@ def replayed(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Te
     return replay
 
 
-def read(
-    model: Any, ids: Tensor, make: Callable[[], Any], piece: int | None, how: Any = nullcontext
+def timed_prefill(
+    model: Any, ids: Tensor, make: Callable[[], Any], prefill_chunk_size: int | None, how: Any = nullcontext
 ) -> tuple[Any, float, int]:
-    """-> a cache that has read the ids [n], how long that took, and the most memory it took beyond what was held
+    """Prefill ids [n]. -> the cache, seconds, and peak bytes of device memory beyond those allocated before
 
-    how: a context that changes the way a model reads
+    how: a context manager around the forward passes
     """
     cuda = model.device.type == "cuda"
     if cuda:
@@ -65,7 +65,7 @@ def read(
         torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated() if cuda else 0
     cache, began = make(), now(model.device)
-    size = piece or len(ids)
+    size = prefill_chunk_size or len(ids)
     with torch.inference_mode(), how():
         for start in range(0, len(ids), size):
             model(ids[None, start : start + size], past_key_values=cache, logits_to_keep=1)

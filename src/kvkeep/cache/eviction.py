@@ -1,7 +1,7 @@
-"""After a prompt's attention: every layer's tokens compete, and the winners are stored.
+"""Eviction after a prefill: every layer's tokens are scored, and the kept ones stored.
 
-Most methods decide layer by layer, so only one layer is ever held whole. A method that compares layers (`weigh`) has to
-see them all first; its layers wait here, uncompressed, for the last one.
+Most methods select layer by layer, so only one layer is ever held uncompressed. A method that compares layers
+(`layer_weight`) needs all of them first; its layers stay pending here, uncompressed, until the last one.
 """
 
 from __future__ import annotations
@@ -12,108 +12,107 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvkeep.compress.method import Method
-from kvkeep.compress.pipeline import compress, remember, shares
-from kvkeep.compress.positions import Where
+from kvkeep.compress.pipeline import compress, layer_budgets, update_token_state
+from kvkeep.compress.positions import PlacementInput
 from kvkeep.model.rope import Rotation
-from kvkeep.storage.ragged import LayerCache
+from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Observation, Selection, Tokens
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """One row of one layer: what was seen, and all its tokens. seen is None for a row without new tokens."""
+class EvictionCandidate:
+    """One row of one layer, and all its tokens. observation is None for a row without new tokens."""
 
-    seen: Observation | None
+    observation: Observation | None
     tokens: Tokens
     lengths: Sequence[int]
-    competes: bool  # or only has its notes brought up to date
+    evict_now: bool  # False: only its token state is updated
 
 
 @dataclass
-class Contest:
+class Evictor:
     method: Method
     budget: int | float
-    store: dict[int, LayerCache]
+    store: dict[int, RaggedLayer]
     rotations: dict[int, Rotation | None]
-    window: int  # the model's trained one
+    context_length: int
 
     def __post_init__(self) -> None:
-        self.waiting: dict[int, list[Contestant]] = {}
-        self.leaders: dict[int, Selection | None] = {}  # row -> the choice that following layers reuse
+        self.pending: dict[int, list[EvictionCandidate]] = {}
+        self.selections: dict[int, Selection | None] = {}  # row -> the selection that following layers reuse
 
-    def enter(self, index: int, rows: list[Contestant]) -> int:
-        """Decide this layer, or all layers once the last has come. -> bytes of the keys and values held whole for it"""
-        rows = [self._remembering(row) for row in rows]
-        if self.method.layers.weigh is None:
-            self._decide(index, rows, [None] * len(rows))
+    def evict(self, index: int, rows: list[EvictionCandidate]) -> int:
+        """Evict from this layer, or from all layers at the last one. -> bytes of keys and values held uncompressed"""
+        rows = [self._update_token_state(row) for row in rows]
+        if self.method.layers.layer_weight is None:
+            self._evict_layer(index, rows, [None] * len(rows))
             return _bytes([rows])
-        self.waiting[index] = rows
-        whole = _bytes(self.waiting.values())
-        if len(self.waiting) == len(self.store):
-            waiting, self.waiting = self.waiting, {}
-            each = [self._shares([layer[row] for layer in waiting.values()]) for row in range(len(rows))]
-            for i, layer in enumerate(waiting):
-                self._decide(layer, waiting[layer], [share and share[i] for share in each])
-        return whole
+        self.pending[index] = rows
+        uncompressed = _bytes(self.pending.values())
+        if len(self.pending) == len(self.store):
+            pending, self.pending = self.pending, {}
+            each = [self._layer_budgets([layer[row] for layer in pending.values()]) for row in range(len(rows))]
+            for i, layer in enumerate(pending):
+                self._evict_layer(layer, pending[layer], [budgets and budgets[i] for budgets in each])
+        return uncompressed
 
-    def _remembering(self, row: Contestant) -> Contestant:
-        if row.seen is None or self.method.memory is None:
+    def _update_token_state(self, row: EvictionCandidate) -> EvictionCandidate:
+        if row.observation is None or self.method.memory is None:
             return row
-        seen = remember(row.seen, self.method, self._tokens(row.seen))
-        return Contestant(seen, replace(row.tokens, notes=seen.notes), row.lengths, row.competes)
+        observation = update_token_state(row.observation, self.method, self._tokens(row.observation))
+        return replace(row, observation=observation, tokens=replace(row.tokens, token_state=observation.token_state))
 
-    def _tokens(self, seen: Observation) -> int:
-        return self.method.tokens(self.budget, seen.cursor)
+    def _tokens(self, observation: Observation) -> int:
+        return self.method.tokens(self.budget, observation.seq_len)
 
-    def _shares(self, layers: list[Contestant]) -> list[int] | None:
+    def _layer_budgets(self, layers: list[EvictionCandidate]) -> list[int] | None:
         """One row's budget in every layer."""
-        if not layers[0].competes:
+        if not layers[0].evict_now:
             return None
-        budget = self._tokens(layers[0].seen)
-        weights = [float(self.method.layers.weigh(layer.seen, budget)) for layer in layers]
-        return shares(self.method, budget, layers[0].seen.cursor, weights)
+        budget = self._tokens(layers[0].observation)
+        weights = [float(self.method.layers.layer_weight(layer.observation, budget)) for layer in layers]
+        return layer_budgets(self.method, budget, layers[0].observation.seq_len, weights)
 
-    def _decide(self, index: int, rows: list[Contestant], shares: Sequence[int | None]) -> None:
-        winners = []
-        for number, (row, share) in enumerate(zip(rows, shares, strict=True)):
-            chosen = self._choice(number, row.seen, share) if row.competes else None
-            kept = picked(row.tokens, row.lengths, chosen)
-            winners.append(self._placed(index, row.seen, kept) if chosen and self.method.place else kept)
-        self.store[index].fill(winners)
+    def _evict_layer(self, index: int, rows: list[EvictionCandidate], budgets: Sequence[int | None]) -> None:
+        stored = []
+        for number, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+            selection = self._select(number, row.observation, budget) if row.evict_now else None
+            kept = gather_kept(row.tokens, row.lengths, selection)
+            stored.append(self._place(index, row.observation, kept) if selection and self.method.placement else kept)
+        self.store[index].fill(stored)
 
-    def _choice(self, row: int, seen: Observation, share: int | None) -> Selection | None:
-        if seen.layer % self.method.reuse == 0:
-            self.leaders[row] = compress(seen, self.method, self._tokens(seen), share)
-        return self.leaders[row]
+    def _select(self, row: int, observation: Observation, layer_budget: int | None) -> Selection | None:
+        if observation.layer % self.method.reuse == 0:
+            self.selections[row] = compress(observation, self.method, self._tokens(observation), layer_budget)
+        return self.selections[row]
 
-    def _placed(self, index: int, seen: Observation, heads: list[Tokens]) -> list[Tokens]:
-        """Move the kept keys to where the method wants them."""
-        moved = []
+    def _place(self, index: int, observation: Observation, heads: list[Tokens]) -> list[Tokens]:
+        """Rotate the kept keys to the positions the method gives them."""
+        budget, rotation, placed = self._tokens(observation), self.rotations[index], []
         for head in heads:
-            places = self.method.place(Where(head.positions, seen.cursor, self._tokens(seen), self.window))
-            by = places - head.places
-            turn = self.rotations[index]
-            moved.append(
-                replace(head, keys=turn.turn(head.keys, by) if turn else head.keys, places=places.to(head.places.dtype))
-            )
-        return moved
+            where = PlacementInput(head.token_positions, observation.seq_len, budget, self.context_length)
+            positions = self.method.placement(where)
+            by = positions - head.rope_positions
+            keys = rotation.rotate(head.keys, by) if rotation else head.keys
+            placed.append(replace(head, keys=keys, rope_positions=positions.to(head.rope_positions.dtype)))
+        return placed
 
-    def forget(self) -> None:
-        """Drop what a broken forward pass left waiting."""
-        self.waiting, self.leaders = {}, {}
+    def clear(self) -> None:
+        """Drop what is pending of a forward pass that ended, completed or not."""
+        self.pending, self.selections = {}, {}
 
 
-def _bytes(layers: Iterable[list[Contestant]]) -> int:
+def _bytes(layers: Iterable[list[EvictionCandidate]]) -> int:
     return sum(row.tokens.keys.nbytes + row.tokens.values.nbytes for rows in layers for row in rows)
 
 
-def picked(tokens: Tokens, lengths: Sequence[int], chosen: Selection | None) -> list[Tokens]:
-    """The chosen tokens of each key head; all of them where nothing was chosen. A leader may be on another device."""
-    if chosen is None:
+def gather_kept(tokens: Tokens, lengths: Sequence[int], selection: Selection | None) -> list[Tokens]:
+    """Each key head's selected tokens; None: all. A reused selection may be on another device."""
+    if selection is None:
         return [tokens.map(lambda t, h=h, n=n: t[h, :n]) for h, n in enumerate(lengths)]
-    index = chosen.index.to(tokens.keys.device)
-    if len(set(chosen.lengths)) == 1:
-        heads = torch.arange(len(chosen.lengths), device=index.device)[:, None]
-        together = tokens.map(lambda t: t[heads, index])
-        return [together.map(lambda t, h=h: t[h]) for h in range(len(chosen.lengths))]
-    return [tokens.map(lambda t, h=h, n=n: t[h][index[h, :n]]) for h, n in enumerate(chosen.lengths)]
+    index = selection.index.to(tokens.keys.device)
+    if len(set(selection.lengths)) == 1:
+        heads = torch.arange(len(selection.lengths), device=index.device)[:, None]
+        kept = tokens.map(lambda t: t[heads, index])
+        return [kept.map(lambda t, h=h: t[h]) for h in range(len(selection.lengths))]
+    return [tokens.map(lambda t, h=h, n=n: t[h][index[h, :n]]) for h, n in enumerate(selection.lengths)]

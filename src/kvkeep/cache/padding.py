@@ -1,4 +1,4 @@
-"""Which of the tokens in a forward pass are real, row by row: padding never enters a cache."""
+"""Which tokens of a forward pass are real, row by row: padding never enters a cache."""
 
 from __future__ import annotations
 
@@ -13,119 +13,119 @@ from kvkeep.errors import CacheMisuse
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """The real tokens of one forward pass, per row: how many, in which columns, and where in the row's text."""
+class BatchLayout:
+    """The real tokens of one forward pass, per row: how many, in which columns, and their token positions."""
 
     counts: list[int]
-    columns: list[Tensor] | None  # None: every column of every row is real
+    token_columns: list[Tensor] | None  # None: no row is padded
     positions: list[Tensor]
-    due: list[bool]  # whose tokens compete after this pass
+    evict_now: list[bool]  # rows to be brought back within their budget after this pass
 
     @property
     def is_step(self) -> bool:
         """One token for each row: decoding."""
-        return self.columns is None and max(self.counts) == 1
+        return self.token_columns is None and max(self.counts) == 1
 
-    def real(self, tensor: Tensor, row: int) -> Tensor:
+    def unpad(self, tensor: Tensor, row: int) -> Tensor:
         """One row of [rows, heads, q, dim] without its padding: [heads, count, dim]"""
-        return tensor[row] if self.columns is None else tensor[row][:, self.columns[row]]
+        return tensor[row] if self.token_columns is None else tensor[row][:, self.token_columns[row]]
 
     def pack(self, queries: Tensor) -> Tensor:
         """Every row's real queries moved to the end, zeros before. [rows, heads, q, dim]"""
-        if self.columns is None:
+        if self.token_columns is None:
             return queries
         packed = torch.zeros_like(queries)
         for row, count in enumerate(self.counts):
-            packed[row, :, queries.shape[2] - count :] = self.real(queries, row)
+            packed[row, :, queries.shape[2] - count :] = self.unpad(queries, row)
         return packed
 
     def unpack(self, output: Tensor) -> Tensor:
         """Undo `pack`."""
-        if self.columns is None:
+        if self.token_columns is None:
             return output
-        spread = torch.zeros_like(output)
-        for row, (count, columns) in enumerate(zip(self.counts, self.columns, strict=True)):
-            spread[row, :, columns] = output[row, :, output.shape[2] - count :]
-        return spread
+        unpacked = torch.zeros_like(output)
+        for row, (count, columns) in enumerate(zip(self.counts, self.token_columns, strict=True)):
+            unpacked[row, :, columns] = output[row, :, output.shape[2] - count :]
+        return unpacked
 
-    def to(self, device: torch.device) -> Arrival:
-        """The same, on the device of another layer."""
+    def to(self, device: torch.device) -> BatchLayout:
+        """The same on another layer's device."""
         if self.positions[0].device == device:
             return self
-        columns = None if self.columns is None else [c.to(device) for c in self.columns]
-        return Arrival(self.counts, columns, [p.to(device) for p in self.positions], self.due)
+        columns = None if self.token_columns is None else [c.to(device) for c in self.token_columns]
+        return BatchLayout(self.counts, columns, [p.to(device) for p in self.positions], self.evict_now)
 
 
-class Arrivals:
-    """Counts every row's tokens over the life of a cache, and says when they have to compete."""
+class PaddingTracker:
+    """Counts every row's tokens over the life of a cache, and says when a row is evicted from."""
 
     def __init__(self, tokens: Callable[[int], int], schedule: Schedule) -> None:
-        self.tokens = tokens  # the budget of a row that has seen so many tokens
+        self.tokens = tokens  # tokens seen by a row -> its budget
         self.schedule = schedule
         self.seen: list[int] = []  # tokens of each row so far, padding excluded
-        self.held: list[int] = []  # of these, how many the budget leaves to each key head on average
-        self.columns = 0  # tokens of each row so far, padding included
-        self.shown: Tensor | None = None  # [rows, columns] the last padding mask, if any
-        self.prompt: list[int] = []  # of each row's tokens, how many came before those generated last
-        self.context = 0  # of these, how many were there before the question
-        self.closed = False  # what comes from now on is held and competes with nothing
+        self.kept: list[int] = []  # of these, how many the budget leaves to each key head on average
+        self.padded_length = 0  # tokens of each row so far, padding included
+        self.attention_mask: Tensor | None = None  # [rows, padded_length] the last one, if any
+        self.prompt: list[int] = []  # of each row's tokens, how many are not of the last generation
+        self.context = 0  # of these, how many came before the question
+        self.frozen = False  # nothing is evicted any more
 
-    def next(self, rows: int, q: int, padding: Tensor | None, device: torch.device) -> Arrival:
+    def next_layout(self, rows: int, q: int, padding: Tensor | None, device: torch.device) -> BatchLayout:
         if self.seen and len(self.seen) != rows:
             raise CacheMisuse(f"this cache holds {len(self.seen)} rows, but {rows} came; a cache serves one batch.")
-        self.seen, self.held = self.seen or [0] * rows, self.held or [0] * rows
+        self.seen, self.kept = self.seen or [0] * rows, self.kept or [0] * rows
         self.prompt = self.prompt or [0] * rows
-        columns = self._real_columns(None if padding is None else padding.to(device), q)
+        columns = self._token_columns(None if padding is None else padding.to(device), q)
         counts = [q] * rows if columns is None else [len(c) for c in columns]
         positions = [
             torch.arange(s, s + n, dtype=torch.int32, device=device) for s, n in zip(self.seen, counts, strict=True)
         ]
-        due = [self._due(row, count) for row, count in enumerate(counts)]
-        return Arrival(counts, columns, positions, due)
+        evict_now = [self._should_evict(row, count) for row, count in enumerate(counts)]
+        return BatchLayout(counts, columns, positions, evict_now)
 
-    def _due(self, row: int, count: int) -> bool:
-        """A prompt always competes, a single token when the schedule says so."""
-        if self.closed:
+    def _should_evict(self, row: int, count: int) -> bool:
+        """After a prefill always, after a decode step when the schedule says so."""
+        if self.frozen:
             return False
         if count == 1 and self.seen[row]:
-            return self.schedule.due(self.held[row] + 1, self.tokens(self.seen[row] + 1))
+            return self.schedule.evict_now(self.kept[row] + 1, self.tokens(self.seen[row] + 1))
         return count > 0
 
-    def _real_columns(self, padding: Tensor | None, q: int) -> list[Tensor] | None:
+    def _token_columns(self, padding: Tensor | None, q: int) -> list[Tensor] | None:
         if padding is None:
             return None
-        if padding.shape[1] != self.columns + q:
+        if padding.shape[1] != self.padded_length + q:
             raise CacheMisuse(
-                f"attention_mask covers {padding.shape[1]} tokens, but {self.columns} were seen and {q} are new; "
-                f"pass a mask of {self.columns + q} columns, past ones included."
+                f"attention_mask covers {padding.shape[1]} tokens, but {self.padded_length} were seen and {q} are new; "
+                f"pass a mask of {self.padded_length + q} columns, past ones included."
             )
-        shown = None if self.shown is None else self.shown.to(padding.device)
-        if shown is not None and bool((shown & ~padding[:, : shown.shape[1]]).any()):
+        before = None if self.attention_mask is None else self.attention_mask.to(padding.device)
+        if before is not None and bool((before & ~padding[:, : before.shape[1]]).any()):
             raise CacheMisuse(
-                "attention_mask hides tokens it showed before; a cache cannot unread them: make a new one."
+                "attention_mask hides tokens it showed before; a cache cannot remove them: make a new one."
             )
-        fresh = padding[:, -q:]
-        return None if bool(fresh.all()) else [row.nonzero().squeeze(1) for row in fresh]
+        new = padding[:, -q:]
+        return None if bool(new.all()) else [row.nonzero().squeeze(1) for row in new]
 
-    def settle(self, arrival: Arrival, q: int, padding: Tensor | None) -> None:
-        """The forward pass went through: its tokens count. Single ones that follow others were generated."""
-        before = zip(self.seen, self.prompt, arrival.counts, strict=True)
+    def commit(self, layout: BatchLayout, q: int, padding: Tensor | None) -> None:
+        """Count the tokens of a completed forward pass. Single ones that follow others were generated."""
+        before = zip(self.seen, self.prompt, layout.counts, strict=True)
         self.prompt = [s + n if n > 1 or not s else prompt for s, prompt, n in before]
-        self.seen = [s + n for s, n in zip(self.seen, arrival.counts, strict=True)]
-        grown = [h + n for h, n in zip(self.held, arrival.counts, strict=True)]
-        limits = [self.tokens(s) if due else h for s, h, due in zip(self.seen, grown, arrival.due, strict=True)]
-        self.held = [min(h, limit) for h, limit in zip(grown, limits, strict=True)]
-        self.columns += q
-        self.shown = padding if padding is not None else self.shown
+        self.seen = [s + n for s, n in zip(self.seen, layout.counts, strict=True)]
+        held = [h + n for h, n in zip(self.kept, layout.counts, strict=True)]
+        limits = [self.tokens(s) if evict else h for s, h, evict in zip(self.seen, held, layout.evict_now, strict=True)]
+        self.kept = [min(h, limit) for h, limit in zip(held, limits, strict=True)]
+        self.padded_length += q
+        self.attention_mask = padding if padding is not None else self.attention_mask
 
     def mark_prompt(self) -> None:
-        """What came so far is the prompt, a last piece of a single token included."""
+        """All tokens so far are the prompt, a last chunk of a single token included."""
         self.prompt = list(self.seen)
 
     def mark_context(self) -> None:
-        """What came so far is a text; a question about it and an answer follow, and compete with nothing."""
+        """All tokens so far are the context; nothing is evicted for the question and answer that follow."""
         self.mark_prompt()
-        self.context, self.closed = self.columns, True
+        self.context, self.frozen = self.padded_length, True
 
     @property
     def parts(self) -> dict[str, list[int]]:
@@ -136,12 +136,12 @@ class Arrivals:
 
     @property
     def has_parts(self) -> bool:
-        """More than the first part has come."""
+        """There are tokens beyond the first part."""
         first = next(iter(self.parts.values()))
         return first != self.seen
 
-    def take(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         self.prompt = [self.prompt[row] for row in rows]
-        self.seen, self.held = [self.seen[row] for row in rows], [self.held[row] for row in rows]
-        self.shown = None if self.shown is None else self.shown[list(rows)]
+        self.seen, self.kept = [self.seen[row] for row in rows], [self.kept[row] for row in rows]
+        self.attention_mask = None if self.attention_mask is None else self.attention_mask[list(rows)]

@@ -1,4 +1,4 @@
-"""What each row of a layer brings to the contest: its tokens, and the queries that judge them."""
+"""The newest queries of every layer and row, and the eviction candidates they are scored with."""
 
 from __future__ import annotations
 
@@ -8,120 +8,124 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.cache.eviction import Contestant
-from kvkeep.cache.padding import Arrival
+from kvkeep.cache.eviction import EvictionCandidate
+from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.method import Method
-from kvkeep.model.hf_attention import Handover
-from kvkeep.storage.ragged import LayerCache
+from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Observation, Tokens
 
 
-class Observer:
-    """Remembers the newest queries: of a prompt while it comes in pieces, of an answer if its tokens will compete."""
+class QueryBuffer:
+    """Holds the observation window: of a prompt prefilled in chunks, and of decode steps if they are evicted after."""
 
     def __init__(self, method: Method, layers: list[int], decoding: bool):
         self.method, self.layers = method, layers
-        self.wanted = 0 if method.memory and method.memory.sees_all else method.voters
-        self.decoding = decoding and self.wanted > 1 and not method.memory
-        self.voters: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries [heads, w, dim]
-        # layer -> the queries of single steps since: all rows together, or row by row where some got no token
+        self.observation_window = 0 if method.memory and method.memory.sees_all else method.observation_window
+        self.decoding = decoding and self.observation_window > 1 and not method.memory
+        self.queries: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries [heads, w, dim]
+        # layer -> the queries of decode steps since: all rows together, or row by row where some got no token
         self.steps: dict[int, deque[Tensor | list[Tensor]]] = {}
-        self.noted: set[int] = set()  # layers whose last such queries are of the pass under way
+        self.uncommitted: set[int] = set()  # layers whose last step is of a forward pass that has not completed
 
     @property
     def nbytes(self) -> int:
         steps = [step for kept in self.steps.values() for step in kept]
         queries = [row for step in steps for row in ([step] if isinstance(step, Tensor) else step)]
-        return sum(query.untyped_storage().nbytes() for query in [*self.voters.values(), *queries])
+        return sum(query.untyped_storage().nbytes() for query in [*self.queries.values(), *queries])
 
     def begin(self, counts: Sequence[int]) -> None:
-        """A row that gets a single token is decoding: its prompt is over, and nobody may need its queries any more."""
-        self.noted.clear()
+        """Drop the prompt's queries of rows that decode, unless decode steps evict, too."""
+        self.uncommitted.clear()
         if not self.decoding:
             over = {row for row, count in enumerate(counts) if count == 1}
-            self.voters = {who: queries for who, queries in self.voters.items() if who[1] not in over}
+            self.queries = {key: queries for key, queries in self.queries.items() if key[1] not in over}
 
-    def note_step(self, index: int, query: Tensor, arrival: Arrival) -> None:
-        """Remember a single step's queries, as cheaply as can be; padding's are nobody's. query [rows, heads, q, dim]
+    def append_step(self, index: int, query: Tensor, layout: BatchLayout) -> None:
+        """Add one decode step's queries without copying, padding excluded. query [rows, heads, q, dim]
 
-        Rows that go on must not push out the queries of one that waits, so nothing stays beside an uneven step.
+        Rows with a token must not push out the queries of one without, so an uneven step is stored alone.
         """
         if not self.decoding:
             return
-        steps, uneven = self.steps.setdefault(index, deque(maxlen=self.wanted + 1)), arrival.columns is not None
+        steps = self.steps.setdefault(index, deque(maxlen=self.observation_window + 1))
+        uneven = layout.token_columns is not None
         if uneven or (steps and isinstance(steps[-1], list)):
-            self._gather(index, steps)
+            self._merge_steps(index, steps)
         query = query.detach()
-        steps.append([arrival.real(query, row) for row in range(len(query))] if uneven else query)
-        self.noted.add(index)
+        steps.append([layout.unpad(query, row) for row in range(len(query))] if uneven else query)
+        self.uncommitted.add(index)
 
-    def forget_step(self) -> None:
-        """The pass under way did not go through."""
-        for index in self.noted:
+    def commit(self) -> None:
+        self.uncommitted.clear()
+
+    def rollback(self) -> None:
+        """Drop the step of a forward pass that did not complete."""
+        for index in self.uncommitted:
             self.steps[index].pop()
-        self.noted.clear()
+        self.uncommitted.clear()
 
-    def gather(self) -> None:
-        """Put the single steps' queries behind the voters they follow."""
+    def merge_steps(self) -> None:
+        """Append the decode steps' queries to those they follow."""
         for index, steps in self.steps.items():
-            self._gather(index, steps)
+            self._merge_steps(index, steps)
         self.steps = {}
-        self.noted.clear()
+        self.uncommitted.clear()
 
-    def _gather(self, index: int, steps: deque[Tensor | list[Tensor]]) -> None:
+    def _merge_steps(self, index: int, steps: deque[Tensor | list[Tensor]]) -> None:
         for row in range(len(steps[0]) if steps else 0):
-            self._voters(index, row, torch.cat([step[row] for step in steps], 1))
+            self._append(index, row, torch.cat([step[row] for step in steps], 1))
         steps.clear()
 
-    def take(self, rows: Sequence[int]) -> None:
-        self.gather()
-        old, layers = self.voters, self.layers
-        self.voters = {(i, new): old[i, row] for i in layers for new, row in enumerate(rows) if (i, row) in old}
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.merge_steps()
+        old, layers = self.queries, self.layers
+        self.queries = {(i, new): old[i, row] for i in layers for new, row in enumerate(rows) if (i, row) in old}
 
-    def look(
+    def observe(
         self,
         index: int,
-        new: Handover,
-        arrival: Arrival,
+        call: AttentionCall,
+        layout: BatchLayout,
         seen: Sequence[int],
-        layer: LayerCache,
-        sums: Tensor | None = None,
-    ) -> list[Contestant]:
-        """Every row of a layer, its new tokens included. seen: tokens of each row before them; sums [rows, heads, q]"""
+        layer: RaggedLayer,
+        lse: Tensor | None = None,
+    ) -> list[EvictionCandidate]:
+        """Every row of a layer, new tokens included. seen: tokens of each row before them; lse [rows, heads, q]"""
         if index in self.steps:
-            self.gather()
+            self.merge_steps()
         rows = []
-        for row, count in enumerate(arrival.counts):
-            tokens = layer.dense(row) if layer else self._incoming(row, new, arrival)
-            lengths = layer.row_lengths(row) if layer else [count] * new.key.shape[1]
+        for row, count in enumerate(layout.counts):
+            tokens = layer.dense(row) if layer else self._first_tokens(row, call, layout)
+            lengths = layer.row_lengths(row) if layer else [count] * call.key.shape[1]
             if not count:
-                rows.append(Contestant(None, tokens, lengths, False))
+                rows.append(EvictionCandidate(None, tokens, lengths, False))
                 continue
-            queries = arrival.real(new.query, row).detach()
+            queries = layout.unpad(call.query, row).detach()
             if count > 1 or not seen[row] or self.decoding:
-                queries = self._voters(index, row, queries)
-            observed = Observation(
-                queries, tokens.keys, tokens.values, tokens.positions, tuple(lengths), seen[row] + count, count,
-                new.scale, new.softcap, new.sinks, tokens.notes, self.layers.index(index), len(self.layers),
-                None if sums is None else sums[row], new.known if len(arrival.counts) == 1 else None,
+                queries = self._append(index, row, queries)
+            observation = Observation(
+                queries, tokens.keys, tokens.values, tokens.token_positions, tuple(lengths), seen[row] + count, count,
+                call.scale, call.softcap, call.sink_logits, tokens.token_state, self.layers.index(index),
+                len(self.layers), None if lse is None else lse[row], call.memo if len(layout.counts) == 1 else None,
             )  # fmt: skip
-            rows.append(Contestant(observed, tokens, lengths, arrival.due[row]))
+            rows.append(EvictionCandidate(observation, tokens, lengths, layout.evict_now[row]))
         return rows
 
-    def _incoming(self, row: int, new: Handover, arrival: Arrival) -> Tokens:
-        """A row's first tokens as [kv_heads, n, …], views where nothing is padded."""
-        keys, values = (arrival.real(t, row).detach() for t in (new.key, new.value))
-        spots = arrival.positions[row].expand(len(keys), -1)
-        notes = None
+    def _first_tokens(self, row: int, call: AttentionCall, layout: BatchLayout) -> Tokens:
+        """The tokens of a row whose layer is empty, as [kv_heads, n, …]: views where nothing is padded."""
+        keys, values = (layout.unpad(t, row).detach() for t in (call.key, call.value))
+        positions = layout.positions[row].expand(len(keys), -1)
+        token_state = None
         if self.method.memory:
-            notes = keys.new_zeros(*keys.shape[:2], self.method.memory.width, dtype=torch.float32)
-        return Tokens(keys, values, spots, spots if self.method.place else None, notes)
+            token_state = keys.new_zeros(*keys.shape[:2], self.method.memory.width, dtype=torch.float32)
+        return Tokens(keys, values, positions, positions if self.method.placement else None, token_state)
 
-    def _voters(self, index: int, row: int, queries: Tensor) -> Tensor:
-        """The row's newest queries, those of earlier pieces of the same prompt included."""
-        if not (wanted := self.wanted):  # nobody votes, or older queries are in the notes
+    def _append(self, index: int, row: int, queries: Tensor) -> Tensor:
+        """-> the row's observation window, earlier chunks of the same prompt included"""
+        if not (size := self.observation_window):  # no queries are scored with, or token state covers older ones
             return queries if self.method.memory else queries[:, :0]
-        if (older := self.voters.get((index, row))) is not None:
+        if (older := self.queries.get((index, row))) is not None:
             queries = torch.cat([older, queries], 1)
-        self.voters[index, row] = queries[:, -wanted:].clone()
-        return self.voters[index, row]
+        self.queries[index, row] = queries[:, -size:].clone()
+        return self.queries[index, row]

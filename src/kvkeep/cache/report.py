@@ -1,4 +1,4 @@
-"""What a cache holds, in numbers measured on it."""
+"""What a cache holds: tokens and bytes, measured."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.storage.offload.layer_state import Shelf
-from kvkeep.storage.ragged import LayerCache
+from kvkeep.storage.offload.layer_state import LayerState
+from kvkeep.storage.ragged import RaggedLayer
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,15 @@ class Report:
     tokens_seen: list[int]  # per row, padding excluded
     kept_per_head: float  # mean over rows, layers and key heads
     bytes: int  # keys and values, measured on their storages
-    peak_bytes: int  # the most of them at once, counting the layer being read, which is whole until it is decided
+    peak_bytes: int  # the most of them at once, counting layers not evicted from yet
     full_bytes: int  # what keys and values of every token seen would take
-    index_bytes: (
-        int  # beside them: where kept tokens stood, what is noted of them, queries a prompt in pieces still needs
-    )
-    host_bytes: int  # keys and values put away in host memory or on disk, by methods that drop nothing
+    index_bytes: int  # beside them: positions and state of kept tokens, queries of the observation window
+    host_bytes: int  # keys and values offloaded to host memory or disk, by retrieval methods
     layers: int  # compressed layers; sliding-window and linear ones are not counted
     kv_heads: int
     tokens: list[list[list[int]]]  # [layer][row][key head]
     kept: dict[str, float] = field(default_factory=dict)  # kept_per_head, of the prompt and generated since; or of a
-    # context, of the question about it and generated. Tokens that came one by one count as generated.
+    # context, of the question about it and generated. Tokens prefilled one by one count as generated.
 
     @classmethod
     def of(
@@ -37,7 +35,7 @@ class Report:
         method: str,
         budget: int | float,
         tokens_seen: Sequence[int],
-        layers: Sequence[LayerCache],
+        layers: Sequence[RaggedLayer],
         queries: int,
         peak: int,
     ) -> Report:
@@ -61,29 +59,29 @@ class Report:
         )
 
     @classmethod
-    def recalled(
+    def of_retrieval(
         cls,
         method: str,
         budget: int | float,
         tokens_seen: Sequence[int],
-        shelves: Mapping[int, Sequence[Shelf]],
+        states: Mapping[int, Sequence[LayerState]],
         peak: int,
     ) -> Report:
-        """Of a cache that drops nothing: what is kept is what it last attended to."""
-        flat = [shelf for rows in shelves.values() for shelf in rows]
-        tokens = [[[shelf.device_tokens] * len(shelf.near[0]) for shelf in rows] for rows in shelves.values()]
+        """Of a retrieval method: the tokens kept are those last attended to."""
+        flat = [state for rows in states.values() for state in rows]
+        tokens = [[[state.device_tokens] * len(state.near[0]) for state in rows] for rows in states.values()]
         return cls(
             method=method,
             budget=budget,
             tokens_seen=list(tokens_seen),
-            kept_per_head=sum(shelf.device_tokens for shelf in flat) / max(1, len(flat)),
-            bytes=sum(shelf.nbytes for shelf in flat),
-            peak_bytes=max(peak, sum(shelf.nbytes for shelf in flat)),
-            full_bytes=sum(sum(t[:, :1].nbytes for t in shelf.near) * shelf.seen for shelf in flat),
-            index_bytes=sum(shelf.index_nbytes for shelf in flat),
-            host_bytes=sum(shelf.host.nbytes for shelf in flat),
-            layers=len(shelves),
-            kv_heads=max((len(shelf.near[0]) for shelf in flat), default=0),
+            kept_per_head=sum(state.device_tokens for state in flat) / max(1, len(flat)),
+            bytes=sum(state.nbytes for state in flat),
+            peak_bytes=max(peak, sum(state.nbytes for state in flat)),
+            full_bytes=sum(sum(t[:, :1].nbytes for t in state.near) * state.seen for state in flat),
+            index_bytes=sum(state.index_nbytes for state in flat),
+            host_bytes=sum(state.host.nbytes for state in flat),
+            layers=len(states),
+            kv_heads=max((len(state.near[0]) for state in flat), default=0),
             tokens=tokens,
         )
 
@@ -92,36 +90,36 @@ class Report:
 
     def __str__(self) -> str:
         seen = "+".join(map(str, self.tokens_seen)) or "0"
-        most = human(self.peak_bytes)
-        share = f"{self.bytes / self.full_bytes:.1%}" if self.full_bytes else "–"
-        away = [f"  put away          {human(self.host_bytes)}"] if self.host_bytes else []
+        held, full, most = map(format_bytes, (self.bytes, self.full_bytes, self.peak_bytes))
+        fraction = f"{self.bytes / self.full_bytes:.1%}" if self.full_bytes else "–"
+        offloaded = [f"  offloaded         {format_bytes(self.host_bytes)}"] if self.host_bytes else []
         return "\n".join([
             f"{self.method}, budget {self.budget}",
             f"  tokens seen       {seen}",
-            f"  kept per key head {told(self.kept)} ({self.layers} layers × {self.kv_heads} heads, on average)",
-            f"  keys and values   {human(self.bytes)} of {human(self.full_bytes)} ({share}), at most {most}",
-            *away,
+            f"  kept per key head {format_kept(self.kept)} ({self.layers} layers × {self.kv_heads} heads, on average)",
+            f"  keys and values   {held} of {full} ({fraction}), at most {most}",
+            *offloaded,
         ])  # fmt: skip
 
 
-def by_part(
+def kept_by_part(
     parts: Mapping[str, Sequence[int]], kept: float, layers: Sequence[Sequence[Sequence[Tensor]]]
 ) -> dict[str, float]:
     """Tokens per key head of each part of the text, on average.
 
-    parts: where each ends, per row; kept: of all parts; layers: [layer][row][key head] -> positions, none if all that
-    is kept is of the first part
+    parts: where each ends, per row; kept: of all parts; layers: [layer][row][key head] -> token positions, empty if all
+    kept tokens are of the first part
     """
     first, *others = parts
     if not layers:
         return {first: kept} | dict.fromkeys(others, 0.0)
     ends = zip(*parts.values(), strict=True)  # of each row
-    held = [(head, end) for row, end in enumerate(ends) for layer in layers for head in layer[row]]
-    upto = [sum(int((head < end[part]).sum()) for head, end in held) for part in range(len(parts))]
-    return {name: (now - before) / len(held) for name, now, before in zip(parts, upto, [0, *upto], strict=False)}
+    heads = [(head, end) for row, end in enumerate(ends) for layer in layers for head in layer[row]]
+    up_to = [sum(int((head < end[part]).sum()) for head, end in heads) for part in range(len(parts))]
+    return {name: (now - before) / len(heads) for name, now, before in zip(parts, up_to, [0, *up_to], strict=False)}
 
 
-def told(kept: Mapping[str, float]) -> str:
+def format_kept(kept: Mapping[str, float]) -> str:
     """512 of the prompt + 18 generated"""
     shown = [name for number, name in enumerate(kept) if not number or kept[name]]
     return " + ".join(f"{_short(kept[name])} {'' if name == 'generated' else 'of the '}{name}" for name in shown)
@@ -131,8 +129,8 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number == round(number) else f"{number:,.1f}"
 
 
-def human(size: float) -> str:
-    """Bytes for people: 23.5 MB."""
+def format_bytes(size: float) -> str:
+    """23.5 MB"""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000 or unit == "GB":
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Take back the end of what a cache has read: a question that helped to choose what is kept, and is asked later."""
+"""Remove the last tokens of a cache: a question that took part in the selection, and is asked later."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from kvkeep.errors import CacheMisuse
 from kvkeep.types import Tokens
 
 
-def check_can_unread(cache: Cache) -> None:
-    """Sliding-window and linear layers have forgotten what they would have to go back to."""
-    if cache.stock_layers:
+def check_can_rewind(cache: Cache) -> None:
+    """Sliding-window and linear layers cannot return to an earlier state."""
+    if cache.hf_layers:
         raise CacheMisuse(
-            f"{cache.name} has layers that cannot take back a question; use engine.generate(text, question=…)."
+            f"{cache.name} has layers that cannot remove a question again; use engine.generate(text, question=…)."
         )
 
 
-def unread(cache: Cache, end: int) -> None:
-    """Forget the tokens from position `end` on; what was dropped for them stays dropped."""
-    check_can_unread(cache)
+def rewind(cache: Cache, end: int) -> None:
+    """Remove the tokens from position `end` on; what was evicted for them stays evicted."""
+    check_can_rewind(cache)
     for layer in cache.store.values():
         layer.fill([[_before(head, end) for head in layer.row(0)]])
-    arrivals = cache.arrivals
-    arrivals.seen, arrivals.prompt, arrivals.columns = [end], [end], end
-    arrivals.held = [min(arrivals.held[0], end)]
-    cache.observer.gather()
-    cache.observer.voters.clear()
+    tracker = cache.tracker
+    tracker.seen, tracker.prompt, tracker.padded_length = [end], [end], end
+    tracker.kept = [min(tracker.kept[0], end)]
+    cache.query_buffer.merge_steps()
+    cache.query_buffer.queries.clear()
 
 
 def _before(head: Tokens, end: int) -> Tokens:
-    count = int((head.positions < end).sum())
+    count = int((head.token_positions < end).sum())
     return head.map(lambda t: t[:count])

@@ -1,4 +1,4 @@
-"""Caches to and from disk."""
+"""Caches saved to and loaded from disk."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvkeep.cache.validate import CODES, PARTS, SHAPE, TAILS, check, check_conte
 from kvkeep.compress.parse import parse
 from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError
-from kvkeep.kernels.torch.quantization import Packed
-from kvkeep.model.hf_cache import OwnedLayer, devices, fingerprint
-from kvkeep.model.hf_layers import restore, tensors_of
+from kvkeep.kernels.torch.quantization import QuantizedKV
+from kvkeep.model.hf_cache import CompressedLayer, fingerprint, layer_devices
+from kvkeep.model.hf_layers import layer_tensors, restore
 from kvkeep.storage import checkpoint
-from kvkeep.storage.quantized import Coded
+from kvkeep.storage.quantized import QuantizedLayer
 from kvkeep.types import Tokens
 
 if TYPE_CHECKING:
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 
 def save(cache: Cache, path: str | Path, **more: Any) -> None:
-    """more: facts that are written beside the cache's own"""
-    if cache.underway is not None:
+    """more: facts to save beside the cache's own"""
+    if cache.layer_snapshots is not None:
         raise CacheMisuse("a forward pass on this cache was cut short; reset() it, or go on with it, before saving.")
-    if cache.recaller:
-        raise CacheMisuse(f"a cache of '{cache.method.name}' cannot be saved yet: what it put away is not written.")
+    if cache.retrieval:
+        raise CacheMisuse(f"a cache of '{cache.method.name}' cannot be saved yet: offloaded tokens are not written.")
     named = replace(parse(cache.method.name, **cache.method.parameters), schedule=cache.method.schedule)
     if named != cache.method:
         raise CacheMisuse(
             f"'{cache.method.name}' is not a named method, so a file could not say how to go on; use a named one."
         )
-    cache.observer.gather()
+    cache.query_buffer.merge_steps()
     for layer in cache.store.values():
-        layer.settle()
+        layer.restore_order()
     tensors = {
         f"layer.{i}.{name}": part
         for i, layer in cache.store.items() if layer
         for name, part in zip(PARTS, layer.flat.parts, strict=True) if part is not None
     }  # fmt: skip
-    coded = {i: layer.coded for i, layer in cache.store.items() if layer.coded}
-    tensors |= {f"layer.{i}.{name}": getattr(each.packed, name) for i, each in coded.items() for name in CODES}
+    coded = {i: layer.quantized for i, layer in cache.store.items() if layer.quantized}
+    tensors |= {f"layer.{i}.{name}": getattr(each.kv, name) for i, each in coded.items() for name in CODES}
     tensors |= {f"layer.{i}.{name}": getattr(each, name) for i, each in coded.items() for name in TAILS}
     facts = {
         "model": fingerprint(cache.model),
@@ -52,21 +52,21 @@ def save(cache: Cache, path: str | Path, **more: Any) -> None:
         "method": cache.method.name,
         "parameters": dict(cache.method.parameters),
         "budget": cache.budget,
-        "seen": cache.arrivals.seen,
-        "held": cache.arrivals.held,
-        "columns": cache.arrivals.columns,
-        "prompt": cache.arrivals.prompt,
-        "peak": cache.peak,
+        "seen": cache.tracker.seen,
+        "kept": cache.tracker.kept,
+        "padded_length": cache.tracker.padded_length,
+        "prompt": cache.tracker.prompt,
+        "peak_bytes": cache.peak_bytes,
         "schedule": cache.method.schedule.every,
         "storage": cache.storage,
-        "coded": {str(i): {name: getattr(each, name) for name in ("firsts", "room")} for i, each in coded.items()},
+        "quantized": {str(i): {name: getattr(each, name) for name in ("firsts", "room")} for i, each in coded.items()},
         "layers": {str(i): _shape(layer) for i, layer in cache.store.items()},
-        "stock": _stock(cache, tensors),
+        "hf_layers": _hf_layers(cache, tensors),
         **more,
     }
-    if cache.arrivals.shown is not None:
-        tensors["shown"] = cache.arrivals.shown
-    tensors |= {f"voters.{i}.{row}": queries for (i, row), queries in cache.observer.voters.items()}
+    if cache.tracker.attention_mask is not None:
+        tensors["attention_mask"] = cache.tracker.attention_mask
+    tensors |= {f"queries.{i}.{row}": queries for (i, row), queries in cache.query_buffer.queries.items()}
     checkpoint.write(path, tensors, facts)
 
 
@@ -74,12 +74,12 @@ def _shape(layer: Any) -> dict[str, Any]:
     return {name: getattr(layer, name) for name in SHAPE}
 
 
-def _stock(cache: Cache, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Put the sliding-window layers' tensors beside ours. -> their lengths"""
+def _hf_layers(cache: Cache, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Add the tensors of sliding-window layers. -> their lengths"""
     lengths = {}
     for i, layer in enumerate(cache.layers):
-        if not isinstance(layer, OwnedLayer) and (held := tensors_of(i, layer)):
-            tensors |= {f"stock.{i}.{name}": t for name, t in held.items()}
+        if not isinstance(layer, CompressedLayer) and (own := layer_tensors(i, layer)):
+            tensors |= {f"hf_layer.{i}.{name}": t for name, t in own.items()}
             lengths[str(i)] = layer.get_seq_length()
     return lengths
 
@@ -89,14 +89,14 @@ def load(kind: type[Cache], path: str | Path, model: Any) -> Cache:
 
 
 def load_context(kind: type[Cache], path: str | Path, model: Any) -> tuple[Cache, dict[str, Any]]:
-    """A cache of a text, and the text."""
+    """A cache of a context, and the context."""
     cache, facts = _load(kind, path, model)
     if "context" not in facts:
         raise BadCacheFile(f"{path} is a cache without its text; load it with Cache.load(path, model).")
     try:
         check_context(facts["context"], facts["seen"])
     except (AttributeError, LookupError, TypeError, ValueError) as e:
-        raise BadCacheFile(f"{path} does not describe a text that was read ({e}); save it again.") from e
+        raise BadCacheFile(f"{path} does not describe a context ({e}); save it again.") from e
     return cache, facts["context"]
 
 
@@ -119,26 +119,27 @@ def _load(kind: type[Cache], path: str | Path, model: Any) -> tuple[Cache, dict[
 
 
 def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    where = devices(cache.model)
-    tensors = {name: t.to(where.get(_layer_of(name), cache.model.device)) for name, t in tensors.items()}
-    cache.arrivals.seen, cache.arrivals.held = facts["seen"], facts["held"]
-    cache.arrivals.columns, cache.peak = facts["columns"], facts["peak"]
-    cache.arrivals.shown, cache.arrivals.prompt = tensors.get("shown"), facts["prompt"]
+    devices = layer_devices(cache.model)
+    tensors = {name: t.to(devices.get(_layer_of(name), cache.model.device)) for name, t in tensors.items()}
+    cache.tracker.seen, cache.tracker.kept = facts["seen"], facts["kept"]
+    cache.tracker.padded_length, cache.peak_bytes = facts["padded_length"], facts["peak_bytes"]
+    cache.tracker.attention_mask, cache.tracker.prompt = tensors.get("attention_mask"), facts["prompt"]
     for i, layer in cache.store.items():
         for name in SHAPE:
             setattr(layer, name, facts["layers"][str(i)][name])
         if layer.lengths:
             layer.flat = Tokens(*(tensors.get(f"layer.{i}.{part}") for part in PARTS))
-            layer.mark_ends()
+            layer.update_ends()
         if layer.lengths and layer.bits:
             codes, tails = ([tensors[f"layer.{i}.{name}"] for name in names] for names in (CODES, TAILS))
-            layer.coded = Coded(Packed(*codes, layer.bits), *tails, **facts["coded"][str(i)], lengths=layer.lengths)
-    for i, length in facts["stock"].items():
-        restore(cache.layers[int(i)], tensors[f"stock.{i}.keys"], tensors[f"stock.{i}.values"], length)
-    cache.observer.voters = {
+            kv, groups = QuantizedKV(*codes, layer.bits), facts["quantized"][str(i)]
+            layer.quantized = QuantizedLayer(kv, *tails, **groups, lengths=layer.lengths)
+    for i, length in facts["hf_layers"].items():
+        restore(cache.layers[int(i)], tensors[f"hf_layer.{i}.keys"], tensors[f"hf_layer.{i}.values"], length)
+    cache.query_buffer.queries = {
         (int(i), int(row)): tensors[name]
         for name in tensors
-        if name.startswith("voters.")
+        if name.startswith("queries.")
         for _, i, row in [name.split(".")]
     }
 

@@ -16,21 +16,21 @@ from kvkeep.errors import KvkeepError
 
 TRAITS = """\
 query-aware   yes: what is evicted depends on the newest queries, so on the
-              question at the end: ask another, and the text is read again.
-              asks again: nothing is evicted, every query retrieves.
-any length    reads prompts longer than the model's context; others refuse them
+              question at the end: another question needs another prefill.
+              retrieves: nothing is evicted, every query retrieves.
+any length    takes prompts beyond the model's context length; others refuse
 offloads      what is not attended to lies in host memory or on disk
 can be saved  Cache.save writes what was kept to a file
-Crossings change none of this, but for +recall (asks again, offloads) and
+Modifiers change none of this, but for +recall (retrieves, offloads) and
 +cake, +entropy (query-aware)."""
 EPILOG = "Exit status: 0 done · 2 bad usage or input, said in one line on stderr · 130 interrupted · 1 anything else."
 
 
 class _Commands(typer.core.TyperGroup):
-    """Turns what kvkeep raises on purpose into one line and an exit status."""
+    """Turns a KvkeepError into one line and an exit status."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Nothing at all asks for help; `--ray` may stand alone, which the parser does not know."""
+        """No arguments: --help. `--ray` may have no value, which the parser does not support."""
         args = args or ["--help"]
         ends = [*args[1:], "-"]
         given = [[each, evaluation.LOCAL] if each == "--ray" and after.startswith("-") else [each]
@@ -71,47 +71,49 @@ def _version(wanted: bool) -> None:
 def _kvkeep(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
-    """Keeps the key/value pairs of a long prompt that matter, and frees the rest."""
+    """KV-cache compression for long contexts: evict, quantize, or offload and retrieve keys and values."""
 
 
 @app.command(epilog=EPILOG)
 def run(
     document: Annotated[str, typer.Argument(help="A text file, or - for standard input.")],
     question: Annotated[str, typer.Argument(help="What to ask about it.")],
-    method: Annotated[str, typer.Option(help="See `kvkeep methods`; cross them as in snapkv+adakv.")] = "kvkeep",
-    budget: Annotated[str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1.")] = "512",
+    method: Annotated[str, typer.Option(help="See `kvkeep methods`; modifiers follow it: snapkv+adakv.")] = "kvkeep",
+    budget: Annotated[
+        str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1; several by commas.")
+    ] = "512",
     model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop the answer after this many tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="Sample the answer; 0: always the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
-    chunk: Annotated[int | None, typer.Option(min=1, help="Read the prompt this many tokens at a time.")] = None,
-    storage: Annotated[str | None, typer.Option(help="int8 or int4: keep keys and values in fewer bits.")] = None,
+    prefill_chunk_size: Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")] = None,
+    storage: Annotated[str | None, typer.Option(help="int8 or int4: quantize keys and values.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Run `full` beside it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="For sampling, and methods that draw at random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling, and of methods with random parts.")] = 0,
 ) -> None:
-    """Answer a question about a document from a compressed cache, and say what that saved."""
+    """Answer a question about a document from a compressed cache, and report its memory and speed."""
     text, question = inputs.prompt(document, question)
-    plans = [inputs.plan(method, budget, settings or [], storage)]
+    plans = inputs.plans(method, budget, settings or [], storage)
     if compare:
-        plans.append(inputs.plan("full", budget, []))
-    from kvkeep.cli.run import Asker, check_lengths
+        plans += inputs.plans("full", budget, [])[:1]
+    from kvkeep.cli.run import QuestionRunner, check_lengths
     from kvkeep.engine.sampling import Generation
-    from kvkeep.model.load import check_place
+    from kvkeep.model.load import check_device
 
     how = Generation(max_new_tokens, temperature, top_p, top_k, seed)
     with show.busy("starting") as say:
-        check_place(device, dtype)
+        check_device(device, dtype)
         check_lengths(model, plans, text, question, max_new_tokens, say)
-        asker = Asker.load(model, device, dtype, say)
-        engines = [asker.engine(plan, chunk) for plan in plans]
-        asker.warm_up(seed)
+        runner = QuestionRunner.load(model, device, dtype, say)
+        engines = [runner.engine(plan, prefill_chunk_size) for plan in plans]
+        runner.warm_up(seed)
     outcomes = [
-        asker.ask(engine, plan, text, question, asdict(how), None if as_json or number else sys.stdout)
+        runner.ask(engine, plan, text, question, asdict(how), None if as_json or number else sys.stdout)
         for number, (engine, plan) in enumerate(zip(engines, plans, strict=True))
     ]
     if as_json:
@@ -129,25 +131,28 @@ def evaluate(
     methods: Annotated[
         str | None, typer.Option(help="Methods by commas: snapkv,intentkv+adakv; else full,kvkeep.")
     ] = None,
-    budgets: Annotated[str | None, typer.Option(help="Budgets by commas: 128 or 0.1; else 512.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Tokens kept per key head, or fractions, by commas: 128,0.1; else 512.")
+    ] = None,
     protocol: Annotated[str | None, typer.Option(help="agnostic or aware; else both.")] = None,
     model: Annotated[str | None, typer.Option(help="`default`, a hub id, or a local folder.")] = None,
-    length: Annotated[str | None, typer.Option(help="Tokens of tasks that are made, by commas; else 4096.")] = None,
+    length: Annotated[str | None, typer.Option(help="Tokens of generated tasks, by commas; else 4096.")] = None,
     limit: Limit = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="For tasks that are made; else 42.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of generated tasks; else 42.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder of official files: longbench/qasper.jsonl …")] = None,
     haystack: Annotated[str | None, typer.Option(help="Essays for needle tasks: a folder of .txt files.")] = None,
     squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,
     hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt at most; what the window has room for if less.")
+        int | None, typer.Option(min=1, help="Truncate prompts to this many tokens; else to the context length.")
     ] = None,
     beyond_window: Annotated[
         bool | None,
-        typer.Option("--beyond-window", help="Methods that can read longer prompts than the model's window do."),
+        typer.Option("--beyond-window", help="No truncation for methods that extend the context length."),
     ] = None,
     share: Annotated[
-        bool | None, typer.Option("--share/--alone", help="Read and write for all methods at once, or for each alone.")
+        bool | None,
+        typer.Option("--share/--alone", help="Share one prefill and one decode batch, or run every config by itself."),
     ] = None,
     ray: Annotated[
         str | None, typer.Option(metavar="[ADDRESS]", help="On Ray: a cluster at this address, or this machine.")
@@ -156,9 +161,9 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
 ) -> None:
-    """Score methods on tasks; a run that was stopped goes on where it was."""
+    """Score methods on tasks; a run that was stopped resumes."""
     given = {name: value for name, value in locals().items() if name != "config"}
-    options = evaluation.wanted(config, given)
+    options = evaluation.eval_options(config, given)
     with show.counting("starting") as (say, note):
         rows, skipped = evaluation.run(options, say, note)
     show.print_scores(rows)
@@ -172,13 +177,13 @@ def evaluate(
 @app.command(epilog=EPILOG)
 def bench(
     methods: Annotated[str, typer.Option(help="Methods by commas.")] = "kvkeep",
-    budgets: Annotated[str, typer.Option(help="Budgets by commas: tokens kept per key head, or fractions.")] = "512",
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, by commas.")] = "2048",
-    batch: Annotated[str, typer.Option(help="Sequences written at a time, by commas.")] = "1",
-    steps: Annotated[int, typer.Option(min=1, help="Tokens written; the median step counts.")] = 32,
-    piece: Annotated[int | None, typer.Option(min=1, help="Read the prompt this many tokens at a time.")] = None,
-    readings: Annotated[int, typer.Option(min=1, help="Times the prompt is read; the quickest counts.")] = 1,
-    storage: Annotated[str, typer.Option(help="What a number takes, by commas: model, int8, int4.")] = "model",
+    budget: Annotated[str, typer.Option(help="Tokens kept per key head, or fractions, by commas: 128,0.1.")] = "512",
+    length: Annotated[str, typer.Option(help="Tokens of the prompt, by commas.")] = "2048",
+    batch: Annotated[str, typer.Option(help="Sequences decoded at a time, by commas.")] = "1",
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps; the median counts.")] = 32,
+    prefill_chunk_size: Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")] = None,
+    prefill_repeats: Annotated[int, typer.Option(min=1, help="Prefills; the fastest counts.")] = 1,
+    storage: Annotated[str, typer.Option(help="Of keys and values, by commas: model, int8, int4.")] = "model",
     baselines: Annotated[
         str, typer.Option(help="transformers (always), static (its StaticCache, in a CUDA graph on a GPU), kvpress.")
     ] = "transformers,static",
@@ -193,7 +198,7 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
 ) -> None:
-    """Measure time and memory, beside the uncompressed model and beside what this machine could do at best."""
+    """Measure prefill, decode and memory, beside the uncompressed model and the roofline of this machine."""
     given = dict(locals())
     from kvkeep.cli import bench as measuring
 
@@ -223,7 +228,7 @@ def reproduce(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
 ) -> None:
-    """Make a table or figure of one of the five papers again, with its numbers beside ours."""
+    """Reproduce a table or figure of one of the five papers, its numbers beside ours."""
     given = {key: value for key, value in locals().items() if key not in ("name", "listing")}
     from kvkeep.cli import reproduce as recipes
 
@@ -235,33 +240,34 @@ def reproduce(
 
 @app.command(epilog=EPILOG)
 def methods(as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False) -> None:
-    """List the methods: paper, what each keeps, parameters, when tokens compete, where we deviate, what each can do."""
+    """List the methods: paper, what each keeps, parameters, when it evicts, where we deviate, what it can do."""
+    evicts = {None: "after prefill", 1: "every step"}
     rows = [
         {
             "name": name,
             "paper": each.paper,
             "keeps": each.keeps,
             "parameters": dict(each.parameters),
-            "competes": {None: "after prompts", 1: "every step"}.get(each.schedule.every),
+            "evicts": evicts.get(each.schedule.every) if each.scorer and not each.retrieval else None,
             "deviates": each.deviates,
             "query_aware": each.query_aware,
-            "asks_again": each.recall is not None,
-            "any_length": each.endless,
-            "offloads": each.recall is not None,
-            "can_be_saved": each.recall is None,
+            "retrieves": each.retrieval is not None,
+            "any_length": each.extends_context,
+            "offloads": each.retrieval is not None,
+            "can_be_saved": each.retrieval is None,
         }
         for name, each in kvkeep.methods.items()
     ]
     if as_json:
         show.print_json(rows)
         return
-    from kvkeep.compress.presets import CROSSINGS
+    from kvkeep.compress.presets import MODIFIERS
 
-    crossed = [
+    modifiers = [
         {"name": f"+{name}", "paper": c.paper, "keeps": c.keeps, "parameters": c.defaults, "deviates": c.deviates}
-        for name, c in CROSSINGS.items()
+        for name, c in MODIFIERS.items()
     ]
-    show.print_table(["method", "keeps", "parameters"], [_cells(row) for row in rows + crossed])
+    show.print_table(["method", "keeps", "parameters"], [_cells(row) for row in rows + modifiers])
     header = ["method", "query-aware", "any length", "offloads", "can be saved"]
     show.print_table(header, [_traits(row) for row in rows])
     typer.echo(TRAITS)
@@ -269,7 +275,7 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="A JSON list in
 
 def _cells(row: dict[str, Any]) -> list[str]:
     """One method in three columns that fit a narrow terminal."""
-    keeps = f"{row['keeps']} (competes {row['competes']})" if "competes" in row else row["keeps"]
+    keeps = f"{row['keeps']} (evicts {row['evicts']})" if row.get("evicts") else row["keeps"]
     if row["deviates"]:
         keeps += f"\nDeviates: {row['deviates']}."
     parameters = "\n".join(f"{key}={value}" for key, value in row["parameters"].items())
@@ -277,14 +283,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _traits(row: dict[str, Any]) -> list[str]:
-    """What one method can do, a word each."""
-    asks = "asks again" if row["asks_again"] else "yes" if row["query_aware"] else "no"
-    return [row["name"], asks, *("yes" if row[key] else "no" for key in ("any_length", "offloads", "can_be_saved"))]
+    """What one method can do, one word per column."""
+    aware = "retrieves" if row["retrieves"] else "yes" if row["query_aware"] else "no"
+    return [row["name"], aware, *("yes" if row[key] else "no" for key in ("any_length", "offloads", "can_be_saved"))]
 
 
 @app.command(epilog=EPILOG)
 def models(as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False) -> None:
-    """List the models kvkeep fetches by itself; --model also takes any hub id or local folder."""
+    """List the models kvkeep downloads by itself; --model also takes any hub id or local folder."""
     from kvkeep.model.load import known_models
 
     known = known_models()
@@ -292,9 +298,9 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="A JSON list ins
         show.print_json([{**asdict(each), "on_disk": each.on_disk} for each in known])
         return
     show.print_table(
-        ["model", "parameters", "window", "license", "comes from", "on disk"],
+        ["model", "parameters", "context length", "license", "source", "on disk"],
         [
-            [each.name, each.parameters, f"{each.window:,}", each.license, each.source, "yes" if each.on_disk else "no"]
-            for each in known
+            [m.name, m.parameters, f"{m.context_length:,}", m.license, m.source, "yes" if m.on_disk else "no"]
+            for m in known
         ],
     )

@@ -10,12 +10,12 @@ from typing import Any
 from kvkeep.cli.eval import shaped
 from kvkeep.errors import BadInput
 
-HEADER = ["", "read s", "×", "step ms", "×", "floor ms, by", "×", "tok/s", "cache", "peak"]
+HEADER = ["", "prefill s", "×", "step ms", "×", "roofline ms, by", "×", "tok/s", "cache", "peak"]
 LEGEND = """\
-read: one prompt; step: one token for every sequence; ×: times what transformers takes in this run
-floor: all linear layers once + the kept cache read once, as measured here; by: the larger part;
-its ×: step to floor; cache: keys and values of one sequence"""
-WIDEST = 100  # columns of a table
+prefill: one prompt; step: decode one token of every sequence; ×: ratio to transformers in this run
+roofline: all linear layers once + the kept cache read once, measured here; by: the larger part;
+its ×: step to roofline; cache: keys and values of one sequence"""
+MAX_WIDTH = 100  # columns of a table
 KVPRESS = (
     "kvpress wants transformers below 5.3 and kvkeep 5.10 or later: run benchmarks/kvpress_costs.py in an environment "
     "of its own on this machine, and give its file to --also."
@@ -27,12 +27,12 @@ class Options:
     """What is measured, on what."""
 
     methods: str
-    budgets: str
-    lengths: str
+    budget: str
+    length: str
     batch: str
     steps: int
-    piece: int | None
-    readings: int
+    prefill_chunk_size: int | None
+    prefill_repeats: int
     storage: str
     baselines: str
     also: str | None
@@ -44,42 +44,42 @@ class Options:
 
 
 def run(options: Options, say: Any) -> tuple[list[Any], str]:
-    """-> costs, and what was written where a folder was given; what cannot be had is said before the model is loaded"""
+    """-> costs, and the files written to --out; what is missing is reported before the model is loaded"""
     from kvkeep.bench.cost import Plan, costs
-    from kvkeep.bench.roofline import Floors
+    from kvkeep.bench.roofline import Roofline
     from kvkeep.evaluate.results import make_folder
-    from kvkeep.model.load import check_place
+    from kvkeep.model.load import check_device
 
     names = shaped("methods", options.baselines)
     plan = Plan(
         methods=shaped("methods", options.methods),
-        budgets=shaped("budgets", options.budgets),
-        contexts=shaped("length", options.lengths),
+        budgets=shaped("budget", options.budget),
+        contexts=shaped("length", options.length),
         batches=shaped("length", options.batch),
         steps=options.steps,
-        piece=options.piece,
-        readings=options.readings,
+        prefill_chunk_size=options.prefill_chunk_size,
+        prefill_repeats=options.prefill_repeats,
         storages=tuple(None if name == "model" else name for name in options.storage.split(",")),
         baselines=tuple(name for name in names if name != "kvpress"),
     )
-    check_place(options.device, options.dtype)
+    check_device(options.device, options.dtype)
     others = _others(options.also) if options.also else []
-    draw = _pictures() if options.out else None
+    draw = _plotter() if options.out else None
     if options.out:
         make_folder(options.out)  # before anything is measured
         if draw is None:
-            say.note("there will be no pictures: matplotlib is not installed (pip install 'kvkeep[plots]')")
+            say.note("there will be no plots: matplotlib is not installed (pip install 'kvkeep[plots]')")
     if "kvpress" in names and not others:
         say.note(KVPRESS)
     model = _model(options, say)
     say("measuring the machine")
-    floors = Floors.measured(model, plan.batches)
-    found = [*costs(model, plan, say, floors), *(cost.above(floors) for cost in others)]
+    roofline = Roofline.measure(model, plan.batches)
+    found = [*costs(model, plan, say, roofline), *(cost.with_roofline(roofline) for cost in others)]
     return found, _write(found, Path(options.out), draw) if options.out else ""
 
 
 def _others(path: str) -> list[Any]:
-    """What another library's script has measured."""
+    """Costs measured by another library's script."""
     from kvkeep.bench.cost import Cost
 
     try:
@@ -90,8 +90,8 @@ def _others(path: str) -> list[Any]:
         raise BadInput(f"--also {path!r} is not a list of costs as in costs.json: {error}.") from None
 
 
-def _pictures() -> Any:
-    """What draws them, None without matplotlib."""
+def _plotter() -> Any:
+    """None without matplotlib."""
     try:
         from kvkeep.cli.plots import draw
     except ImportError:
@@ -105,25 +105,25 @@ def _write(found: list[Any], folder: Path, draw: Any) -> str:
 
 
 def _model(options: Options, say: Any) -> Any:
-    from kvkeep.model.load import DTYPES, hush, load
+    from kvkeep.model.load import DTYPES, load, quiet_transformers
 
-    hush()
+    quiet_transformers()
     if not options.shape:
         return load(options.model, device=options.device, dtype=options.dtype, progress=say)[0]
     import torch
 
-    from kvkeep.model.random_models import of_shape
+    from kvkeep.model.random_models import random_model
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = options.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     if dtype not in DTYPES[:3]:
         raise BadInput(f"--dtype {dtype!r} is not one of {', '.join(DTYPES[:3])}.")
     say(f"making a random {options.shape}")
-    return of_shape(options.shape, device, getattr(torch, dtype))
+    return random_model(options.shape, device, getattr(torch, dtype))
 
 
 def table(found: list[Any]) -> str:
-    """A block of lines for every length and batch, no wider than a page."""
+    """A block of lines for every length and batch, at most MAX_WIDTH wide."""
     blocks: dict[str, list[Any]] = {}
     for cost in found:
         where = f"{cost.context:,} tokens, {cost.batch} sequence" + ("s" if cost.batch > 1 else "")
@@ -131,7 +131,7 @@ def table(found: list[Any]) -> str:
     seen = len(HEADER) if any(cost.peak_bytes for cost in found) else len(HEADER) - 1
     cells = [HEADER[:seen], *(_cells(cost)[:seen] for cost in found)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths[0] = min(widths[0], WIDEST - sum(widths[1:]) - 2 * len(widths[1:]))
+    widths[0] = min(widths[0], MAX_WIDTH - sum(widths[1:]) - 2 * len(widths[1:]))
     lines = []
     for where, block in blocks.items():
         lines += [where, _line(HEADER[:seen], widths)]
@@ -142,17 +142,18 @@ def table(found: list[Any]) -> str:
 
 
 def _cells(cost: Any) -> list[str]:
-    from kvkeep.cache.report import human
+    from kvkeep.cache.report import format_bytes
 
     def number(value: float | None, digits: int, unit: float = 1) -> str:
         return "–" if value is None else f"{unit * value:,.{digits}f}"
 
-    floor = number(cost.floor_s, 1, 1000) + f" {cost.floor_by or '':7}"
+    roofline = number(cost.roofline_s, 1, 1000) + f" {cost.bound_by or '':7}"
     rate = number(cost.tokens_per_s, 1 if (cost.tokens_per_s or 0) < 100 else 0)
     return [
         cost.label, number(cost.prefill_s, 2), number(cost.prefill_ratio, 2), number(cost.step_s, 1, 1000),
-        number(cost.step_ratio, 2), floor, number(cost.floor_ratio, 1), rate,
-        "–" if cost.kv_bytes is None else human(cost.kv_bytes), human(cost.peak_bytes) if cost.peak_bytes else "–",
+        number(cost.step_ratio, 2), roofline, number(cost.roofline_ratio, 1), rate,
+        "–" if cost.kv_bytes is None else format_bytes(cost.kv_bytes),
+        format_bytes(cost.peak_bytes) if cost.peak_bytes else "–",
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`kvkeep eval`: what is asked for, in the shape of a grid; from options, from a file, or both."""
+"""`kvkeep eval`: options of the command and of a config file -> a grid, and its run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 from kvkeep.errors import BadInput
 
-LOCAL = "local"  # a Ray of its own on this machine
-LISTS = ("tasks", "methods", "budgets", "length")
-LEAST = {"limit": 1, "seed": 0, "max_length": 1}
+LOCAL = "local"  # an embedded Ray on this machine
+LISTS = ("tasks", "methods", "budget", "length")
+MINIMUM = {"limit": 1, "seed": 0, "max_length": 1}
 FLAGS = ("share", "beyond_window")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EvalOptions:
     """Every option of the command, with its default; a config file has the same names."""
 
     tasks: tuple[str, ...]
     out: str
     methods: tuple[str, ...] = ("full", "kvkeep")
-    budgets: tuple[int | float, ...] = (512,)
+    budget: tuple[int | float, ...] = (512,)
     protocol: str = "both"
     model: str = "default"
     length: tuple[int, ...] = (4096,)
@@ -41,7 +41,7 @@ class Wanted:
     dtype: str | None = None
 
 
-def wanted(config: Path | None, given: dict[str, Any]) -> Wanted:
+def eval_options(config: Path | None, given: dict[str, Any]) -> EvalOptions:
     """Options beat the file, the file beats the defaults."""
     values = {
         name: value
@@ -52,7 +52,7 @@ def wanted(config: Path | None, given: dict[str, Any]) -> Wanted:
     for name in ("tasks", "out"):
         if not values.get(name):
             raise BadInput(f"--{name} is missing; give it as an option or in a --config file.")
-    return Wanted(**{name: shaped(name, value) for name, value in values.items()})
+    return EvalOptions(**{name: shaped(name, value) for name, value in values.items()})
 
 
 def _file(path: Path) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _file(path: Path) -> dict[str, Any]:
         raise BadInput(f"--config {str(path)!r} is not UTF-8 (byte {error.start}); convert it first.") from None
     except yaml.YAMLError as error:
         raise BadInput(f"--config {str(path)!r} is not YAML: {error}") from None
-    known = [field.name for field in fields(Wanted)]
+    known = [field.name for field in fields(EvalOptions)]
     if not isinstance(values, dict):
         raise BadInput(f"--config {str(path)!r} should map names to values; known names: {', '.join(known)}.")
     if strange := [str(name) for name in values if name not in known]:
@@ -83,15 +83,15 @@ def shaped(name: str, value: Any) -> Any:
     if name in ("tasks", "methods"):
         return tuple(str(part) for part in parts)
     try:
-        return tuple(float(part) if name == "budgets" and "." in str(part) else int(part) for part in parts)
+        return tuple(float(part) if name == "budget" and "." in str(part) else int(part) for part in parts)
     except (TypeError, ValueError):
         raise BadInput(f"--{name} {value!r} are not numbers; write for example 128,512.") from None
 
 
 def _single(name: str, value: Any) -> Any:
-    if name in LEAST:
-        if type(value) is not int or value < LEAST[name]:
-            raise BadInput(f"--{name.replace('_', '-')} {value!r} is not a whole number from {LEAST[name]} on.")
+    if name in MINIMUM:
+        if type(value) is not int or value < MINIMUM[name]:
+            raise BadInput(f"--{name.replace('_', '-')} {value!r} is not a whole number from {MINIMUM[name]} on.")
         return value
     if name == "ray" and isinstance(value, bool):
         return LOCAL if value else None
@@ -100,82 +100,82 @@ def _single(name: str, value: Any) -> Any:
     return value if name in FLAGS else str(value)
 
 
-def check(options: Wanted) -> tuple[Any, Any]:
-    """Refuse what is known to be wrong before anything is loaded: files, names, budgets, packages, the device.
+def check(options: EvalOptions) -> tuple[Any, Any]:
+    """Refuse wrong files, names, budgets, packages and devices before anything is loaded.
 
-    -> the grid, and where samples come from
+    -> the grid, and the sources of its samples
     """
     from kvkeep.evaluate import suite
     from kvkeep.evaluate.grid import Grid
     from kvkeep.evaluate.prompt import PROTOCOLS
-    from kvkeep.model.load import check_place
+    from kvkeep.model.load import check_device
 
     places = {name: _path(getattr(options, name), name) for name in ("data", "haystack", "squad", "hotpotqa")}
     protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
-    grid = Grid(options.methods, options.budgets, protocols)
-    if options.ray:  # the device is its workers'
+    grid = Grid(options.methods, options.budget, protocols)
+    if options.ray:  # the device is that of its actors
         from kvkeep.evaluate.ray_pool import check_ray
 
         check_ray()
     else:
-        check_place(options.device, options.dtype)
+        check_device(options.device, options.dtype)
     sources = suite.Sources(**places, lengths=options.length, limit=options.limit, seed=options.seed)
     suite.check(options.tasks, sources)
     return grid, sources
 
 
-def run(options: Wanted, say: Any, note: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def run(options: EvalOptions, say: Any, note: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """-> all rows, and the tasks left out with their reasons"""
     from kvkeep.evaluate import suite
-    from kvkeep.evaluate.grid import run as answer
+    from kvkeep.evaluate.grid import run as run_grid
     from kvkeep.evaluate.prompt import answerable
-    from kvkeep.evaluate.results import alone
+    from kvkeep.evaluate.results import exclusive_lock
     from kvkeep.evaluate.summary import write_csv
-    from kvkeep.model.load import hush, load_tokenizer, load_window
+    from kvkeep.model.load import load_context_length, load_tokenizer, quiet_transformers
 
     grid, sources = check(options)
-    with alone(options.out):  # refused before a model is loaded, if another run has it
+    with exclusive_lock(options.out):  # refused before a model is loaded, if another run holds it
         pass
-    hush()
+    quiet_transformers()
     tokenizer = load_tokenizer(options.model, say)
     say("making samples")
     samples, skipped = suite.load(options.tasks, tokenizer, sources, say)
-    samples, too_long = answerable(samples, load_window(options.model))
+    samples, too_long = answerable(samples, load_context_length(options.model))
     skipped |= too_long
-    make = partial(answerer, options, tuple(grid.cells))
-    answers = _workers(options, make, say) if options.ray else make(say)
-    rows = answer(answers, samples, grid, options.out, note, about(options))
+    make = partial(load_worker, options, tuple(grid.configs))
+    worker = _ray_workers(options, make, say) if options.ray else make(say)
+    rows = run_grid(worker, samples, grid, options.out, note, about(options))
     write_csv(rows, Path(options.out) / "results.csv")
     return rows, skipped
 
 
-def about(options: Wanted) -> dict[str, Any]:
-    """What decides rows beside their samples: a folder holds rows of one such choice."""
+def about(options: EvalOptions) -> dict[str, Any]:
+    """What decides rows beside their samples; a folder holds rows of one such choice."""
     named = {name: getattr(options, name) for name in ("model", "max_length", "beyond_window")}
     return {**named, "dtype_asked": options.dtype}
 
 
-def answerer(options: Wanted, cells: Sequence[Any], say: Any = None) -> Any:
-    """The model, loaded here, ready to answer; a worker of Ray calls it there."""
-    from kvkeep.evaluate.worker import Answerer
-    from kvkeep.model.load import hush, load
+def load_worker(options: EvalOptions, configs: Sequence[Any], say: Any = None) -> Any:
+    """Load the model in this process, here or in a Ray actor."""
+    from kvkeep.evaluate.worker import Worker
+    from kvkeep.model.load import load, quiet_transformers
 
-    hush()
+    quiet_transformers()
     model, tokenizer = load(options.model, device=options.device, dtype=options.dtype, progress=say)
-    return Answerer(model, tokenizer, cells, options.share, options.max_length, options.beyond_window)
+    return Worker(model, tokenizer, configs, options.share, options.max_length, options.beyond_window)
 
 
-def _workers(options: Wanted, make: Any, say: Any) -> Any:
-    from kvkeep.evaluate.ray_pool import on_ray
+def _ray_workers(options: EvalOptions, make: Any, say: Any) -> Any:
+    from kvkeep.evaluate.ray_pool import map_on_ray
 
     address = None if options.ray == LOCAL else options.ray
-    return lambda items: on_ray(address, partial(_whole, make), items, say=say)
+    return lambda items: map_on_ray(address, partial(_as_lists, make), items, say=say)
 
 
-def _whole(make: Any) -> Any:
-    """An answerer whose answers travel: all of an item at once."""
-    answer = make()
-    return lambda item: list(answer(item))
+def _as_lists(make: Any) -> Any:
+    """A worker whose results can be pickled: a list for each item, no generator."""
+    worker = make()
+    return lambda item: list(worker(item))
 
 
 def _path(given: str | None, name: str) -> Path | None:

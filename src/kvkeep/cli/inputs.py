@@ -1,4 +1,4 @@
-"""What the user gave, checked before anything heavy is loaded."""
+"""Arguments of `kvkeep run`, checked before anything heavy is imported or loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ class Plan:
     storage: str | None = None
 
 
-def plan(method: str, budget: str, settings: list[str], storage: str | None = None) -> Plan:
+def plans(method: str, budgets: str, settings: list[str], storage: str | None = None) -> list[Plan]:
+    """One for each of the budgets, which commas part."""
+    return [_plan(method, budget.strip(), settings, storage) for budget in dict.fromkeys(budgets.split(","))]
+
+
+def _plan(method: str, budget: str, settings: list[str], storage: str | None) -> Plan:
     from kvkeep.compress.parse import parse, setting
 
     parameters = dict(setting(each) for each in settings)
@@ -32,7 +37,7 @@ def plan(method: str, budget: str, settings: list[str], storage: str | None = No
 
 
 def prompt(document: str, question: str) -> tuple[str, str]:
-    """The document and the question, with something in each."""
+    """The texts of document and question, neither empty."""
     if not question.strip():
         raise BadInput("the question is empty; say what you want to know about the document.")
     where = "standard input" if document == "-" else repr(document)

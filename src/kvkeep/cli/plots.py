@@ -1,4 +1,4 @@
-"""Pictures of what `kvkeep bench` measured: the time of a step, and the memory held."""
+"""Plots of `kvkeep bench`: the time of a decode step, and the memory of the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from kvkeep.cache.report import human
+from kvkeep.cache.report import format_bytes
 
 GREYS = {"transformers": "#333333", "static": "#8c8c8c"}
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#882255", "#44aa99"]
@@ -37,7 +37,7 @@ def draw(found: Sequence[Any], folder: Path) -> list[str]:
 
 
 def _shades(found: Sequence[Any]) -> dict[str, str]:
-    """Others are grey, ours are coloured."""
+    """Grey for transformers, colours for the methods."""
     names = {cost.label: cost.by for cost in found}
     ours = [each for each, by in names.items() if by not in GREYS]
     return {each: GREYS.get(by) or COLOURS[ours.index(each) % len(COLOURS)] for each, by in names.items()}
@@ -56,8 +56,8 @@ def _decode(found: Sequence[Any], shades: dict[str, str]) -> Any:
         panel.set_title(f"Time of a token for {whose}", loc="left", fontsize=12)
         _lines(panel, costs, lengths, shades) if len(lengths) > 1 else _times(panel, costs, shades)
     panels[-1, 0].set_xlabel("tokens of the prompt" if len(lengths) > 1 else "")
-    figure.supxlabel("dotted: what this machine allows at best", x=0.99, ha="right", fontsize=9, color="#777777")
-    figure.canvas.draw()  # so that points have a place, and names one beside them
+    figure.supxlabel("dotted: the roofline of this machine", x=0.99, ha="right", fontsize=9, color="#777777")
+    figure.canvas.draw()  # fixes the positions the labels are placed by
     for panel in panels[:, 0]:
         _labels(panel)
     return figure
@@ -66,8 +66,8 @@ def _decode(found: Sequence[Any], shades: dict[str, str]) -> Any:
 def _times(panel: Any, costs: Sequence[Any], shades: dict[str, str]) -> None:
     _bars(panel, costs, [cost.step_s for cost in costs], shades, lambda seconds: f"{1000 * seconds:,.1f} ms")
     for y, cost in enumerate(costs):
-        if cost.floor_s and cost.step_s:
-            panel.plot([cost.floor_s] * 2, [y - 0.32, y + 0.32], color="white", linestyle=DOTS)
+        if cost.roofline_s and cost.step_s:
+            panel.plot([cost.roofline_s] * 2, [y - 0.32, y + 0.32], color="white", linestyle=DOTS)
 
 
 def _lines(panel: Any, costs: Sequence[Any], lengths: list[int], shades: dict[str, str]) -> None:
@@ -77,8 +77,8 @@ def _lines(panel: Any, costs: Sequence[Any], lengths: list[int], shades: dict[st
         then = ", then out of memory" if any("memory" in c.note for c in mine) else ""
         x = [c.context for c in done]
         panel.plot(x, [1000 * c.step_s for c in done], "o-", color=shades[each], markersize=4, label=each + then)
-        if all(c.floor_s for c in done):
-            panel.plot(x, [1000 * c.floor_s for c in done], color=shades[each], linewidth=1, linestyle=DOTS)
+        if all(c.roofline_s for c in done):
+            panel.plot(x, [1000 * c.roofline_s for c in done], color=shades[each], linewidth=1, linestyle=DOTS)
     if lengths[-1] > 4 * lengths[0]:
         panel.set_xscale("log")
         panel.set_yscale("log")
@@ -93,7 +93,7 @@ def _lines(panel: Any, costs: Sequence[Any], lengths: list[int], shades: dict[st
 
 
 def _labels(panel: Any) -> None:
-    """Names where lines end, moved apart where they would touch."""
+    """Names at the ends of the lines, moved apart where they would overlap."""
     point = panel.figure.dpi / 72
     lines = [line for line in panel.lines if not line.get_label().startswith("_") and len(line.get_xdata())]
     lines.sort(key=lambda line: line.get_ydata()[-1])
@@ -108,7 +108,7 @@ def _labels(panel: Any) -> None:
 
 
 def _apart(heights: list[float]) -> list[float]:
-    """Ascending heights, neighbours pushed away from each other until there is room for a name."""
+    """Ascending heights, neighbours moved apart until there is room for a name."""
     moved = list(heights)
     for _ in range(200):
         for i in range(len(moved) - 1):
@@ -119,22 +119,22 @@ def _apart(heights: list[float]) -> list[float]:
 
 
 def _memory(found: Sequence[Any], shades: dict[str, str]) -> Any:
-    """Of one sequence at the longest prompt; the most that reading it took lies pale behind, where it is known."""
+    """Of one sequence at the longest prompt; pale behind it the peak of prefill, where it is known."""
     longest = max(cost.context for cost in found)
     costs = list({c.label: c for c in found if c.context == longest and c.kv_bytes is not None}.values())
     figure, panel = plt.subplots(figsize=(8, 1.2 + 0.38 * len(costs)), layout="constrained")
-    _bars(panel, costs, [cost.kv_bytes for cost in costs], shades, human)
+    _bars(panel, costs, [cost.kv_bytes for cost in costs], shades, format_bytes)
     peaks = [cost.peak_bytes or 0 for cost in costs]
     if any(peaks):
         panel.barh(range(len(costs)), peaks, height=0.64, color=[shades[c.label] for c in costs], alpha=0.2)
         panel.set_xlim(0, 1.15 * max(*peaks, *(cost.kv_bytes for cost in costs)))
-        panel.set_title("pale: the most while reading", loc="right", fontsize=9, color="#777777")
+        panel.set_title("pale: peak of prefill", loc="right", fontsize=9, color="#777777")
     panel.set_title(f"Keys and values held of {longest:,} tokens", loc="left", fontsize=12)
     return figure
 
 
 def _bars(panel: Any, costs: Sequence[Any], values: Sequence[Any], shades: dict[str, str], say: Any) -> None:
-    """One for every cost; its note where there is no value."""
+    """One bar for every cost; its note where there is no value."""
     names, sizes = [cost.label for cost in costs], [value or 0 for value in values]
     panel.barh(range(len(names)), sizes, height=0.64, color=[shades[each] for each in names])
     for y, (cost, value) in enumerate(zip(costs, values, strict=True)):

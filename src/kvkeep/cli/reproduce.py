@@ -1,4 +1,4 @@
-"""`kvkeep reproduce`: a table or figure of one of the papers, made again, with the paper's numbers beside ours."""
+"""`kvkeep reproduce`: a table or figure of one of the papers, its numbers beside ours."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Options:
 
 
 def reproduce(name: str, options: Options) -> None:
-    """Run a recipe and print the comparison; what needs no run is said and left at that."""
+    """Run a recipe and print the comparison; of kinds that are not scores, print the facts."""
     wanted = recipe(name)
     if wanted.kind != "scores":
-        _tell(wanted)
+        _print_facts(wanted)
         return
     wanted = _changed(wanted, options)
     out = Path(options.out or f"reproduce/{name}{'-small' if options.small else ''}")
     plan = [
-        (job, _wanted(wanted, job, out / f"{number}-{job.model.rpartition('/')[2]}", options))
+        (job, _eval_options(wanted, job, out / f"{number}-{job.model.rpartition('/')[2]}", options))
         for number, job in enumerate(jobs(wanted), 1)
     ]
     if not options.dry_run:
@@ -66,7 +66,7 @@ def reproduce(name: str, options: Options) -> None:
 
 
 def print_names() -> None:
-    """Every table of every paper and the figures that can be drawn again, and what becomes of each."""
+    """Every table and reproducible figure of every paper, and its kind."""
     rows = [[each.name, _kind(each), each.shows] for each in map(recipe, names())]
     show.print_table(["name", "kind", "shows"], rows)
 
@@ -77,7 +77,7 @@ def _kind(each: Recipe) -> str:
 
 
 def _changed(wanted: Recipe, options: Options) -> Recipe:
-    """As the options have it: small, another model, fewer samples."""
+    """By the options: small, another model, fewer samples."""
     wanted = shrink(wanted) if options.small else wanted
     if options.model and len(wanted.models) > 1:  # one model, beside the first one's printed numbers
         group = next(iter(wanted.models))
@@ -88,16 +88,16 @@ def _changed(wanted: Recipe, options: Options) -> Recipe:
     return replace(wanted, limit=options.limit or wanted.limit)
 
 
-def _wanted(wanted: Recipe, job: Job, out: Path, options: Options) -> evaluation.Wanted:
+def _eval_options(wanted: Recipe, job: Job, out: Path, options: Options) -> evaluation.EvalOptions:
     places = {key: getattr(options, key) for key in ("data", "haystack", "squad", "hotpotqa", "ray", "device", "dtype")}
-    sizes = {"budgets": job.budgets, "length": job.lengths}
+    sizes = {"budget": job.budgets, "length": job.lengths}
     sizes |= {key: getattr(wanted, key) for key in ("limit", "max_length", "beyond_window")}
     given = {key: value for key, value in {**places, **sizes}.items() if value}
-    return evaluation.Wanted(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)
+    return evaluation.EvalOptions(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)
 
 
-def _check(grids: Iterable[evaluation.Wanted]) -> None:
-    """Refuse what is known to be wrong with any grid before the first is run; one without data is left out."""
+def _check(grids: Iterable[evaluation.EvalOptions]) -> None:
+    """Refuse a wrong grid before the first is run; one without data is left out."""
     failed, fine = [], False
     for each in grids:
         try:
@@ -109,7 +109,7 @@ def _check(grids: Iterable[evaluation.Wanted]) -> None:
         raise failed[0]
 
 
-def _run(plan: Iterable[tuple[Job, evaluation.Wanted]]) -> dict[str, list[dict[str, Any]]]:
+def _run(plan: Iterable[tuple[Job, evaluation.EvalOptions]]) -> dict[str, list[dict[str, Any]]]:
     """Rows of each model, by its name in the paper. A grid without data is left out, unless all are."""
     rows: dict[str, list[dict[str, Any]]] = {}
     failed: list[NoData] = []
@@ -130,7 +130,7 @@ def _run(plan: Iterable[tuple[Job, evaluation.Wanted]]) -> dict[str, list[dict[s
     return rows
 
 
-def _tell(wanted: Recipe) -> None:
+def _print_facts(wanted: Recipe) -> None:
     typer.echo(f"{wanted.name}: {wanted.shows}")
     if wanted.kind == "facts":
         typer.echo("Not an experiment: there is nothing to run.")
@@ -170,7 +170,7 @@ def _remark(wanted: Recipe) -> None:
         typer.echo(f"Misprint: {each['at']}: {says}")
 
 
-def _print_plan(plan: Iterable[tuple[Job, evaluation.Wanted]]) -> None:
+def _print_plan(plan: Iterable[tuple[Job, evaluation.EvalOptions]]) -> None:
     for number, (job, each) in enumerate(plan, 1):
         answers = (
             f"{job.answers * each.limit:,} answers"

@@ -1,4 +1,4 @@
-"""One question to one model, with the clock running."""
+"""`kvkeep run`: one question about one document, timed."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ from kvkeep.cli.show import Outcome, busy
 from kvkeep.compress.parse import parse
 from kvkeep.engine.engine import check_length
 from kvkeep.engine.progress import Progress
-from kvkeep.model.chat import as_asked, encode
-from kvkeep.model.hf_cache import trained_window
-from kvkeep.model.load import hush, load, load_tokenizer, load_window
+from kvkeep.model.chat import encode, with_question
+from kvkeep.model.hf_cache import context_length
+from kvkeep.model.load import load, load_context_length, load_tokenizer, quiet_transformers
 
-SHOWN = "kept_per_head", "kept", "bytes", "full_bytes", "index_bytes", "host_bytes"  # of a report
+REPORTED = "kept_per_head", "kept", "bytes", "full_bytes", "index_bytes", "host_bytes"  # fields of a Report
 
 
 def check_lengths(
     name: str, plans: list[Plan], document: str, question: str, max_new_tokens: int, say: Callable[[str], None]
 ) -> None:
-    """Refuse a prompt that is too long for a method before the weights are loaded: tokenizer and window tell."""
-    hush()
-    tokens = encode(load_tokenizer(name, say), as_asked(document, question)).shape[1]
+    """Refuse a prompt that is too long for a method before the weights are loaded, by tokenizer and config alone."""
+    quiet_transformers()
+    tokens = encode(load_tokenizer(name, say), with_question(document, question)).shape[1]
     for plan in plans:
-        check_length(parse(plan.method, **plan.parameters), load_window(name), tokens, max_new_tokens)
+        check_length(parse(plan.method, **plan.parameters), load_context_length(name), tokens, max_new_tokens)
 
 
 @dataclass(frozen=True)
-class Asker:
+class QuestionRunner:
     model: Any
     tokenizer: Any
 
     @classmethod
-    def load(cls, name: str, device: str | None, dtype: str | None, say: Callable[[str], None]) -> Asker:
-        hush()
+    def load(cls, name: str, device: str | None, dtype: str | None, say: Callable[[str], None]) -> QuestionRunner:
+        quiet_transformers()
         return cls(*load(name, device=device, dtype=dtype, progress=say))
 
     def warm_up(self, seed: int) -> None:
-        """Pay for the first use of the weights before the clock runs."""
+        """The first forward pass is slower: it is not timed."""
         torch.manual_seed(seed)
         with torch.inference_mode():
             self.model(torch.zeros((1, 8), dtype=torch.long, device=self.model.device))
 
-    def engine(self, plan: Plan, chunk: int | None) -> Any:
-        how = {"piece": chunk, "storage": plan.storage, **plan.parameters}
+    def engine(self, plan: Plan, prefill_chunk_size: int | None) -> Any:
+        how = {"prefill_chunk_size": prefill_chunk_size, "storage": plan.storage, **plan.parameters}
         return kvkeep.Engine(self.model, self.tokenizer, plan.method, plan.budget, **how)
 
     def ask(self, engine: Any, plan: Plan, document: str, question: str, options: dict[str, Any], out: Any) -> Outcome:
-        """options: of the answer; out: where it is written as it comes, or None."""
-        clock = Clock()
+        """options: of generation; out: where text is printed as it is decoded, or None"""
+        timer = AnswerTimer()
         with busy("starting") as say:
-            say(f"{plan.method}: reading the document")
-            pieces = engine.stream(
+            say(f"{plan.method}: prefill")
+            texts = engine.stream(
                 document,
                 question=question,
-                progress=lambda progress: say.often(f"{plan.method}: {told(progress)}"),
+                progress=lambda progress: say.often(f"{plan.method}: {format_progress(progress)}"),
                 **options,
             )
-            for piece in pieces:
-                if not clock.written:
+            for text in texts:
+                if not timer.count:
                     say.stop()
-                clock.tick()
+                timer.tick()
                 if out:
-                    print(piece, end="", file=out, flush=True)
+                    print(text, end="", file=out, flush=True)
         if out:
             print(file=out, flush=True)
         report = engine.cache.report().as_dict()
@@ -77,31 +77,31 @@ class Asker:
             budget=plan.budget,
             answer=engine.answer.text.strip(),
             prompt_tokens=engine.answer.prompt_tokens,
-            window=trained_window(self.model),
+            context_length=context_length(self.model),
             new_tokens=len(engine.answer.ids),
-            **{key: report[key] for key in SHOWN},
-            **clock.speed(len(engine.answer.ids)),
+            **{key: report[key] for key in REPORTED},
+            **timer.speed(len(engine.answer.ids)),
         )
 
 
-def told(progress: Progress) -> str:
-    """How far, how fast, how long still."""
-    text = f"read {progress.done:,} of {progress.total:,} tokens, {progress.rate:,.0f}/s"
+def format_progress(progress: Progress) -> str:
+    """Tokens done, tokens per second, time left."""
+    text = f"prefilled {progress.done:,} of {progress.total:,} tokens, {progress.rate:,.0f}/s"
     minutes, seconds = divmod(round(progress.left), 60)
     return text if progress.done == progress.total else f"{text}, {minutes}:{seconds:02} left"
 
 
-class Clock:
-    """When the first and the last piece of an answer came."""
+class AnswerTimer:
+    """Times of the first and the last text of an answer."""
 
     def __init__(self) -> None:
         self.started = self.first = self.last = time.perf_counter()
-        self.written = 0
+        self.count = 0
 
     def tick(self) -> None:
         self.last = time.perf_counter()
-        self.first = self.first if self.written else self.last
-        self.written += 1
+        self.first = self.first if self.count else self.last
+        self.count += 1
 
     def speed(self, tokens: int) -> dict[str, float | None]:
         rate = (tokens - 1) / (self.last - self.first) if tokens > 1 and self.last > self.first else None

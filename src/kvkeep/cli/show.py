@@ -1,4 +1,4 @@
-"""What the user sees: a spinner while waiting, tables for people, JSON for machines."""
+"""Output: a spinner while waiting, tables, JSON."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any
 
 import typer
 
-QUIET = 60  # seconds between lines of a log that count rows
-READING = 10  # and between those that tell how far a prompt is read
+ROWS_LOG_S = 60  # between lines of a log that count rows
+PREFILL_LOG_S = 10  # between lines that tell the progress of prefill
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One answer and what it cost. Seconds and bytes are measured."""
+    """One answer, with measured seconds and bytes."""
 
     method: str
     budget: int | float
     answer: str
     prompt_tokens: int
-    window: int  # tokens the model was trained to see at once
+    context_length: int  # the model's
     new_tokens: int
     kept_per_head: float
-    kept: dict[str, float]  # the same, of the prompt and of the answer
+    kept: dict[str, float]  # by prompt and answer
     bytes: int
     full_bytes: int
     index_bytes: int
     host_bytes: int
     first_token_s: float
-    tokens_per_s: float | None  # None after a single token: there is no second one to time
+    tokens_per_s: float | None  # None after a single token
 
 
 class Say:
-    """Changes the spinner's text, which `stop` takes away; where nobody sees it, every step is a line of a log."""
+    """Sets the text of the spinner, which `stop` removes; off a terminal every text is a line of a log."""
 
     def __init__(self, bar: Any, task: Any, log: bool) -> None:
         self.bar, self.task, self.log, self.last = bar, task, log, time.monotonic()
@@ -48,12 +48,12 @@ class Say:
             typer.echo(text, err=True)
 
     def often(self, text: str) -> None:
-        """What changes all the time: to a log, a line now and then."""
-        if not self.log or time.monotonic() - self.last >= READING:
+        """For texts that change all the time: a log gets one every PREFILL_LOG_S."""
+        if not self.log or time.monotonic() - self.last >= PREFILL_LOG_S:
             self(text)
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """A line of its own."""
         typer.echo(text, err=True)
 
     def stop(self) -> None:
@@ -74,7 +74,7 @@ def busy(text: str) -> Iterator[Say]:
 
 @contextmanager
 def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
-    """A bar with the time left, on stderr: what to say, and how many are done; a log gets a line a minute."""
+    """A bar of rows done with the time left, on stderr; a log gets a line a minute."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -94,7 +94,7 @@ def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
 
         def note(done: int, total: int) -> None:
             bar.update(task, description="rows", completed=done, total=total)
-            if not console.is_terminal and (done == total or time.monotonic() - last[0] >= QUIET):
+            if not console.is_terminal and (done == total or time.monotonic() - last[0] >= ROWS_LOG_S):
                 last[0] = time.monotonic()
                 typer.echo(f"{done} of {total} rows", err=True)
 
@@ -102,10 +102,10 @@ def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
 
 
 def print_scores(rows: list[dict[str, Any]]) -> None:
-    """Methods down, tasks across, a mean in percent with its 95 % interval and number; too wide: each on a line."""
+    """Rows are configs, columns tasks: mean in percent [95 % interval] n; if too wide, a line for each."""
     from kvkeep.evaluate import summary
 
-    found = {(c.protocol, c.method, c.budget, c.task): c for c in summary.cells(rows)}
+    found = {(c.protocol, c.method, c.budget, c.task): c for c in summary.summarize(rows)}
     tasks = list(dict.fromkeys(c.task for c in found.values()))
     places = list(dict.fromkeys(place[:3] for place in found))
     means = [summary.means({c.task: c.score for at, c in found.items() if at[:3] == place}) for place in places]
@@ -132,7 +132,7 @@ def _score(cell: Any) -> str:
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:
-    """What a reader of the scores should know of the prompts."""
+    """Notes on truncated prompts and missing chat templates."""
     tasks: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         tasks.setdefault(row["task"], []).append(row)
@@ -143,46 +143,54 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _too_long(task: str, rows: list[dict[str, Any]]) -> str:
-    """Which prompts lost their middle, and with which methods where others could read on."""
+    """How many prompts were truncated, and for which methods if not for all."""
     cut = [row for row in rows if row["truncated"]]
     lost, asked = ({row["id"] for row in some} for some in (cut, rows))
-    who, everybody = (list(dict.fromkeys(row["method"] for row in some)) for some in (cut, rows))
-    whom = "" if who == everybody else f" for {', '.join(who)}"
+    methods, every = (list(dict.fromkeys(row["method"] for row in some)) for some in (cut, rows))
+    for_some = "" if methods == every else f" for {', '.join(methods)}"
     most = max(row["truncated"] for row in cut)
-    return f"{task}: {len(lost)} of {len(asked)} prompts were too long{whom} and lost up to {most} tokens"
+    return f"{task}: {len(lost)} of {len(asked)} prompts were too long{for_some} and lost up to {most} tokens"
 
 
 def print_outcomes(outcomes: list[Outcome]) -> None:
-    from kvkeep.cache.report import human, told
+    from kvkeep.cache.report import format_bytes, format_kept
 
     rows = [
         ["prompt tokens", *(_length(each) for each in outcomes)],
-        ["kept per key head", *(told(each.kept) for each in outcomes)],
-        ["cache holds", *(f"{human(each.bytes)} ({each.bytes / each.full_bytes:.0%})" for each in outcomes)],
+        ["kept per key head", *(format_kept(each.kept) for each in outcomes)],
+        ["cache holds", *(f"{format_bytes(each.bytes)} ({each.bytes / each.full_bytes:.0%})" for each in outcomes)],
         *(
-            [["put away", *(human(each.host_bytes) for each in outcomes)]]
+            [["offloaded", *(format_bytes(each.host_bytes) for each in outcomes)]]
             if any(e.host_bytes for e in outcomes)
             else []
         ),
-        ["a full cache would hold", *(human(each.full_bytes) for each in outcomes)],
+        ["a full cache would hold", *(format_bytes(each.full_bytes) for each in outcomes)],
         ["time to first token", *(f"{each.first_token_s:.2f} s" for each in outcomes)],
         ["tokens per second", *(f"{each.tokens_per_s:.1f}" if each.tokens_per_s else "–" for each in outcomes)],
     ]
     if len(outcomes) > 1:
         rows.insert(0, ["answer", *(each.answer for each in outcomes)])
-    print_table(["", *(each.method for each in outcomes)], rows)
+    print_table(["", *_names(outcomes)], rows)
+
+
+def _names(outcomes: list[Outcome]) -> list[str]:
+    """The method, with its budget where it was run with several."""
+    budgets: dict[str, set[int | float]] = {}
+    for each in outcomes:
+        budgets.setdefault(each.method, set()).add(each.budget)
+    return [each.method if len(budgets[each.method]) == 1 else f"{each.method} {each.budget}" for each in outcomes]
 
 
 def _length(outcome: Outcome) -> str:
-    """Tokens of the prompt, and by how much it exceeds the model's window."""
-    beyond = outcome.prompt_tokens / outcome.window
-    return f"{outcome.prompt_tokens:,}" + (f" ({beyond:.1f} × the model's window)" if beyond > 1 else "")
+    """Tokens of the prompt, and by how much it exceeds the model's context length."""
+    beyond = outcome.prompt_tokens / outcome.context_length
+    return f"{outcome.prompt_tokens:,}" + (f" ({beyond:.1f} × the model's context length)" if beyond > 1 else "")
 
 
 def outcomes_as_dict(model: str, outcomes: list[Outcome]) -> dict[str, Any]:
-    """The first outcome's fields, and under "full" those of the run beside it."""
-    first, *beside = [asdict(each) for each in outcomes]
-    return {"model": model, **first, **{each["method"]: each for each in beside}}
+    """The first outcome's fields; the others (--compare, more budgets) under their names."""
+    beside = zip(_names(outcomes)[1:], outcomes[1:], strict=True)
+    return {"model": model, **asdict(outcomes[0]), **{name: asdict(each) for name, each in beside}}
 
 
 def print_json(value: Any) -> None:
@@ -190,7 +198,7 @@ def print_json(value: Any) -> None:
 
 
 def fits(header: list[str], rows: list[list[str]]) -> bool:
-    """Whether no cell has to be broken."""
+    """Whether no cell has to be wrapped."""
     from rich.console import Console
 
     widths = (max(map(len, column)) for column in zip(header, *rows, strict=True))

@@ -1,1 +1,1 @@
-"""Queries, keys and values in, what to keep out: pure functions of tensors, one folder per axis of a method."""
+"""Which tokens to keep, given queries, keys and values: pure functions of tensors, one folder per axis of a method."""

@@ -1,4 +1,4 @@
-"""The pure decision on tensors, no model needed: `kvkeep.select`."""
+"""Token selection on plain tensors, without a model: `kvkeep.select`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
-from kvkeep.compress.pipeline import compress, remember
-from kvkeep.compress.retrieval.oneshot import recall_once
+from kvkeep.compress.pipeline import compress, update_token_state
+from kvkeep.compress.retrieval.oneshot import retrieve_once
 from kvkeep.errors import BadParameter, BadTensor
 from kvkeep.types import Observation, Selection
 
@@ -27,7 +27,7 @@ def select(
     layers: int = 1,
     **parameters: Any,
 ) -> Selection:
-    """Which tokens a method keeps, given the queries, keys and values of one layer of one sequence.
+    """The tokens a method keeps, given the queries, keys and values of one layer of one sequence.
 
     queries [heads, n, dim], keys and values [kv_heads, n, dim], as attention used them
     """
@@ -39,28 +39,26 @@ def select(
     if not isinstance(layer, int) or not isinstance(layers, int) or not 0 <= layer < layers:
         raise BadParameter(f"layer={layer} is not one of the {layers} layers, counted from 0.")
     kv_heads, n, dim = keys.shape
-    if layers > 1 and chosen_method.layers.weigh:
-        raise BadParameter(
-            f"'{chosen_method.name}' shares by comparing layers, and select sees one; leave out layer and layers."
-        )
+    if layers > 1 and chosen_method.layers.layer_weight:
+        raise BadParameter(f"'{chosen_method.name}' compares layers, and select sees one; leave out layer and layers.")
     positions = torch.arange(n, device=keys.device).expand(kv_heads, -1)
-    notes = (
+    token_state = (
         keys.new_zeros(kv_heads, n, chosen_method.memory.width, dtype=torch.float32) if chosen_method.memory else None
     )
     seen = Observation(
         queries, keys, values, positions, (n,) * kv_heads, n, n, scale or dim**-0.5,
-        notes=notes, layer=layer, layers=layers,
+        token_state=token_state, layer=layer, layers=layers,
     )  # fmt: skip
     tokens = chosen_method.tokens(budget, n)
-    if chosen_method.recall:
-        kept = recall_once(seen, chosen_method, tokens)
+    if chosen_method.retrieval:
+        kept = retrieve_once(seen, chosen_method, tokens)
     else:
-        kept = compress(remember(seen, chosen_method, tokens), chosen_method, tokens)
+        kept = compress(update_token_state(seen, chosen_method, tokens), chosen_method, tokens)
     return kept or Selection(positions, seen.lengths)
 
 
 def check(queries: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Refuse tensors that cannot be the queries, keys and values of one layer."""
+    """Raise for tensors that cannot be the queries, keys and values of one layer."""
     named = {"queries": queries, "keys": keys, "values": values}
     for name, t in named.items():
         if not isinstance(t, Tensor) or not t.is_floating_point():

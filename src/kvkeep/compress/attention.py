@@ -1,4 +1,4 @@
-"""What a layer's own attention says about its tokens."""
+"""Attention statistics of a layer's tokens, for scorers and layer budgets."""
 
 from __future__ import annotations
 
@@ -6,62 +6,63 @@ import torch
 from torch import Tensor
 
 from kvkeep.kernels.dispatch import column_mass
-from kvkeep.kernels.torch.reference import probabilities, total
-from kvkeep.types import NOWHERE, Observation
+from kvkeep.kernels.torch.reference import probabilities, sum_over_queries
+from kvkeep.types import PAD_POSITION, Observation
 
 
 def attention(seen: Observation, last: int) -> Tensor:
-    """Attention of the last queries over all tokens, causal, exactly as the model computed it.
+    """Causal attention of the last queries over all tokens, exactly as the model computes it.
 
     -> [kv_heads, group, min(last, queries), n] float32
     """
     queries = seen.queries[:, -last:]
     last = queries.shape[1]
-    blind = seen.cursor > min(seen.lengths)  # tokens are gone, perhaps all that an older query could see
-    return probabilities(queries, seen.keys, visible(seen, last), seen.scale, seen.softcap, seen.sinks, blind)
+    allowed, evicted = causal_mask(seen, last), seen.seq_len > min(seen.lengths)  # perhaps all an older query could see
+    return probabilities(queries, seen.keys, allowed, seen.scale, seen.softcap, seen.sink_logits, evicted)
 
 
-def received(seen: Observation, last: int) -> Tensor:
-    """What the last queries together give each token, averaged over the group. [kv_heads, n] float32"""
+def attention_received(seen: Observation, last: int) -> Tensor:
+    """Attention each token receives, summed over the last queries, averaged over the group. [kv_heads, n] float32"""
     queries = seen.queries[:, -last:]
-    if not column_mass.fast(queries, seen.keys):
-        return total(attention(seen, last))
-    return column_mass(queries, seen.keys, seen.positions, seen.cursor, seen.scale, seen.softcap, seen.sinks)
+    if not column_mass.uses_kernel(queries, seen.keys):
+        return sum_over_queries(attention(seen, last))
+    how = seen.scale, seen.softcap, seen.sink_logits
+    return column_mass(queries, seen.keys, seen.token_positions, seen.seq_len, *how)
 
 
-def visible(seen: Observation, last: int) -> Tensor:
-    """Which of the newest tokens each of the last queries may look at; older ones are seen by all of them.
+def causal_mask(seen: Observation, last: int) -> Tensor:
+    """Mask of the newest m tokens for each of the last queries; older tokens are visible to all of them.
 
-    With equal heads only the last `last` tokens can be too new for one of these queries. [kv_heads, last, m] bool
+    With equal heads, only the last `last` tokens can be masked. [kv_heads, last, m] bool
     """
-    newest = seen.positions if len(set(seen.lengths)) > 1 else seen.positions[:, -last:]
-    queries = torch.arange(seen.cursor - last, seen.cursor, device=newest.device)
+    newest = seen.token_positions if len(set(seen.lengths)) > 1 else seen.token_positions[:, -last:]
+    queries = torch.arange(seen.seq_len - last, seen.seq_len, device=newest.device)
     return newest[:, None, :] <= queries[:, None]
 
 
-def value_sizes(seen: Observation) -> Tensor:
-    """Squared length of each token's value. [kv_heads, n] float32"""
+def squared_value_norms(seen: Observation) -> Tensor:
+    """Squared norm of each token's value. [kv_heads, n] float32"""
     kind = torch.promote_types(seen.values.dtype, torch.float32)
     return torch.linalg.vector_norm(seen.values, dim=-1, dtype=kind).square().float()
 
 
-def real(seen: Observation) -> Tensor:
-    """Which entries are tokens and not padding. [kv_heads, n] bool"""
-    return seen.positions != NOWHERE
+def token_mask(seen: Observation) -> Tensor:
+    """True for tokens, False for padding. [kv_heads, n]"""
+    return seen.token_positions != PAD_POSITION
 
 
-def from_end(seen: Observation) -> Tensor:
-    """Each token's distance to the end of its head's tokens: 0 for the newest, negative for padding. [kv_heads, n]"""
-    index = torch.arange(seen.tokens, device=seen.positions.device)
+def distance_from_end(seen: Observation) -> Tensor:
+    """0 for the newest token of a head, 1 for the one before, …; negative for padding. [kv_heads, n]"""
+    index = torch.arange(seen.tokens, device=seen.token_positions.device)
     if len(set(seen.lengths)) == 1:
         return (seen.lengths[0] - 1 - index).expand(seen.kv_heads, -1)
     return torch.tensor(seen.lengths, device=index.device)[:, None] - 1 - index
 
 
 def mean_and_variance(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Over the rows of [.., w, n]: [.., n] twice; the sample variance, nought for a single row.
+    """Mean and sample variance (0 for a single row) over the rows of [.., w, n]: [.., n] twice.
 
-    Sums are products with a row of ones: much faster on a processor than reducing a middle axis.
+    Sums are products with a row of ones: much faster on a CPU than reducing a middle axis.
     """
     w = rows.shape[-2]
     mean = rows.new_full((1, w), 1 / w) @ rows

@@ -1,4 +1,4 @@
-"""A method is a value: one choice per axis."""
+"""A compression method as a value: one choice per axis."""
 
 from __future__ import annotations
 
@@ -11,97 +11,97 @@ from typing import Any
 from kvkeep.compress.budget.heads import EqualHeads
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.guard import Guard
-from kvkeep.compress.retrieval.config import Recall
+from kvkeep.compress.retrieval.config import RetrievalConfig
 from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.torch.quantization import GROUP
+from kvkeep.kernels.torch.quantization import GROUP_SIZE
 
-STORAGE = {None: None, "int8": 8, "int4": 4}  # bits a number takes
+STORAGE = {None: None, "int8": 8, "int4": 4}  # bits per number
 
 
 @dataclass(frozen=True)
 class Method:
-    """A recipe for what to keep: scorer × guard × unit × allocators × memory × placement × schedule."""
+    """A recipe: scorer × guard × grouping × head and layer budgets × memory × placement × schedule, or retrieval."""
 
     name: str
-    scorer: Callable | None  # None: nothing is ever dropped
+    scorer: Callable | None  # None: nothing is evicted
     guard: Guard = Guard()
-    group: Callable | None = None  # None: every token is its own unit
+    group: Callable | None = None  # None: tokens are selected one by one
     heads: Callable = EqualHeads()
     layers: Callable = EqualLayers()
-    memory: Callable | None = None  # notes kept beside each token and brought up to date by every query
-    place: Callable | None = None  # None: keys stay where they stood
-    voters: int = 0  # how many of the newest queries are looked at; a method with memory sees them all
-    schedule: Schedule = Schedule()  # when tokens compete while decoding
-    reuse: int = 1  # this many neighbouring layers share the first one's choice
-    recall: Recall | None = None  # None: what is dropped is gone; else it is put away, and fetched when asked for
+    memory: Callable | None = None  # updates the token_state stored with each token, given new queries
+    placement: Callable | None = None  # RoPE positions of kept keys; None: their own
+    observation_window: int = 0  # number of newest queries the scorer sees; a memory with sees_all sees every query
+    schedule: Schedule = Schedule()  # when to evict while decoding
+    reuse: int = 1  # this many consecutive layers share the selection of the first
+    retrieval: RetrievalConfig | None = None  # offload all tokens and retrieve some per query, instead of evicting
     paper: str = ""
     keeps: str = ""
-    deviates: str = ""  # where this is not what the paper says
+    deviates: str = ""  # where this differs from the paper
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def tokens(self, budget: int | float, seen: int) -> int:
-        """The budget in tokens per key head once `seen` tokens are known."""
+        """The budget in tokens per key head for a text of `seen` tokens."""
         return budget if isinstance(budget, int) else max(1, int(budget * seen + 1e-9))
 
     @property
-    def endless(self) -> bool:
-        """It never lets a query see further than a window the model was trained on."""
-        return self.recall.moves if self.recall else self.place is not None
+    def extends_context(self) -> bool:
+        """Queries never attend farther than the trained context, so texts may be longer than it."""
+        return self.retrieval.moves_keys if self.retrieval else self.placement is not None
 
     @property
     def query_aware(self) -> bool:
-        """What is dropped depends on the newest queries, so on a question at the end: the next one may want the rest.
+        """What is evicted depends on the newest queries, so on a question at the end: the next may need the rest.
 
-        False where every query counts alike (h2o) or none does, and where nothing is dropped (full, retrieval).
+        False where all queries count alike (h2o) or none does, and where nothing is evicted (full, retrieval).
         """
-        return self.recall is None and self.scorer is not None and self.voters > 0
+        return self.retrieval is None and self.scorer is not None and self.observation_window > 0
 
     def __post_init__(self) -> None:
         if self.reuse < 1:
-            raise BadParameter(f"reuse={self.reuse} must be 1 (every layer chooses) or more.")
+            raise BadParameter(f"reuse={self.reuse} must be 1 (every layer selects) or more.")
         if getattr(self.heads, "needs_scores", False) and getattr(self.scorer, "signed", False):
             raise BadParameter(
                 f"'{self.name}' cannot work: raw logits of different heads are not on one scale; use votes=softmax."
             )
 
     def check(self, budget: int | float | None) -> int | float:
-        """Refuse a budget that can never hold what this method always keeps; what keeps everything needs none."""
-        if budget is None and (self.scorer or self.recall):
+        """Refuse a budget too small for what this method always keeps; methods that keep everything need none."""
+        if budget is None and (self.scorer or self.retrieval):
             raise BadParameter(f"'{self.name}' needs a budget: tokens per key head (512) or a fraction (0.1).")
         budget = 1.0 if budget is None else budget
         budget = check_budget(budget)
         if isinstance(budget, int):
-            (self.recall or self.guard).check(budget, self.name)
-        elif self.recall and self.recall.needs == "surprise":
+            (self.retrieval or self.guard).check(budget, self.name)
+        elif self.retrieval and self.retrieval.needs == "surprise":
             raise BadParameter(
-                f"'{self.name}' reads as much at a time as stays near, so it needs a budget in tokens, not {budget}."
+                f"'{self.name}' prefills in chunks of the near window, so it needs a budget in tokens, not {budget}."
             )
         return budget
 
     def bits(self, storage: str | None) -> int | None:
-        """Bits a number takes in a storage, None: as many as in the model; refused where it cannot work."""
+        """Bits per number of a storage, None: the model's dtype; raises where the method cannot use it."""
         if storage not in STORAGE:
             raise BadParameter(f"storage={storage!r} is not known; use 'int8', 'int4', or None: as the model computes.")
         if storage is None:
             return None
-        if self.recall is not None:
+        if self.retrieval is not None:
             raise BadParameter(
-                f"storage='{storage}' cannot work with '{self.name}', which puts tokens away and fetches them: "
-                "use storage=None, or a method that drops, such as 'kvkeep' or 'snapkv'."
+                f"storage='{storage}' cannot work with '{self.name}', which offloads tokens and retrieves them: "
+                "use storage=None, or an eviction method such as 'kvkeep' or 'snapkv'."
             )
-        if self.schedule.every is not None and self.schedule.every < GROUP:
+        if self.schedule.every is not None and self.schedule.every < GROUP_SIZE:
             often = "at every step" if self.schedule.every == 1 else f"every {self.schedule.every} steps"
             raise BadParameter(
-                f"storage='{storage}' packs {GROUP} tokens together, but '{self.name}' drops tokens {often}; "
-                f"use schedule='prompt', or a buffer of {GROUP} or more."
+                f"storage='{storage}' quantizes {GROUP_SIZE} tokens together, but '{self.name}' evicts tokens {often}; "
+                f"use schedule='prompt', or a buffer of {GROUP_SIZE} or more."
             )
         return STORAGE[storage]
 
 
 @dataclass(frozen=True)
-class Named:
-    """A function from parameters to a Method (or, for a crossing, to the change it makes to one)."""
+class Preset:
+    """A function from parameters to a Method or, for a modifier, to the fields it changes."""
 
     build: Callable[..., Any]
     paper: str
@@ -114,7 +114,7 @@ class Named:
 
 
 def check_budget(budget: int | float) -> int | float:
-    """A positive number of tokens, or a fraction of them."""
+    """Check a positive number of tokens, or a fraction of the text."""
     if isinstance(budget, Integral) and not isinstance(budget, bool):
         budget = int(budget)
     if isinstance(budget, bool) or not isinstance(budget, int | float):

@@ -1,4 +1,4 @@
-"""Names and parameters, "snapkv:window=32+adakv", turned into a Method."""
+"""Parse a method's name, parameters and modifiers, "snapkv:window=32+adakv", into a Method."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from kvkeep.compress.budget.layers import EqualLayers
-from kvkeep.compress.method import Method, Named
-from kvkeep.compress.presets import CROSSINGS, METHODS
+from kvkeep.compress.method import Method, Preset
+from kvkeep.compress.presets import METHODS, MODIFIERS
 from kvkeep.errors import BadParameter
 from kvkeep.registry import Registry, did_you_mean
 
 
 def parse(spec: str | Method, /, **parameters: Any) -> Method:
-    """The method called "snapkv", or a crossing such as "snapkv:window=32+adakv", with these parameters."""
+    """The method "snapkv", or one with modifiers such as "snapkv:window=32+adakv", with these parameters."""
     if "compression_ratio" in parameters:
         raise BadParameter(_ratio(parameters["compression_ratio"]))
     if isinstance(spec, Method):
@@ -26,15 +26,15 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
     if not isinstance(spec, str):
         raise BadParameter(f"method={spec!r} is neither a name such as 'snapkv+adakv' nor a Method.")
     (base, written), *more = (_settings(part) for part in spec.split("+"))
-    crossings = [name for name, _ in more]
-    parts = [METHODS[base], *(CROSSINGS[name] for name in crossings)]
+    modifiers = [name for name, _ in more]
+    parts = [METHODS[base], *(MODIFIERS[name] for name in modifiers)]
     for part, settings in zip(parts, [written, *(settings for _, settings in more)], strict=True):
-        _share_out([part], settings, spec)
+        _assign_parameters([part], settings, spec)
         parameters = {**settings, **parameters}
-    given = _share_out(parts, parameters, spec)
+    given = _assign_parameters(parts, parameters, spec)
     method = replace(parts[0].build(**given[0]), name=spec)
-    for name, part, values in zip(crossings, parts[1:], given[1:], strict=True):
-        method = _cross(method, name, part.build(**values), base)
+    for name, part, values in zip(modifiers, parts[1:], given[1:], strict=True):
+        method = _apply_modifier(method, name, part.build(**values), base)
     used = {k: v for part, values in zip(parts, given, strict=True) for k, v in {**part.defaults, **values}.items()}
     keeps, deviates = (
         "; ".join(filter(None, text)) for text in zip(*((p.keeps, p.deviates) for p in parts), strict=True)
@@ -43,11 +43,11 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
 
 
 def _ratio(value: Any) -> str:
-    """kvpress says how much is dropped, kvkeep how much is kept."""
-    dropped = value if isinstance(value, float) and 0 < value < 1 else 0.75
+    """kvpress gives the fraction evicted, kvkeep the fraction kept."""
+    evicted = value if isinstance(value, float) and 0 < value < 1 else 0.75
     return (
         f"compression_ratio={value!r}: kvkeep takes budget=: tokens per key head, or a fraction kept; "
-        f"compression_ratio={dropped:g} in kvpress is budget={1 - dropped:g}."
+        f"compression_ratio={evicted:g} in kvpress is budget={1 - evicted:g}."
     )
 
 
@@ -72,8 +72,8 @@ def setting(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def _share_out(parts: list[Named], parameters: Mapping[str, Any], spec: str) -> list[dict[str, Any]]:
-    """Give each part the parameters it knows; refuse those none of them does."""
+def _assign_parameters(parts: list[Preset], parameters: Mapping[str, Any], spec: str) -> list[dict[str, Any]]:
+    """The parameters of each part; raises for a parameter that no part has."""
     known = [name for part in parts for name in part.defaults]
     for name in parameters:
         if name == "compression_ratio" and name not in known:
@@ -85,7 +85,7 @@ def _share_out(parts: list[Named], parameters: Mapping[str, Any], spec: str) -> 
 
 
 def _like(name: str, value: Any, default: Any) -> Any:
-    """A parameter of the default's kind; whole floats pass as integers, integers as floats."""
+    """The value in the default's type; integers pass as floats."""
     if default is None or isinstance(value, type(default)) and isinstance(value, bool) == isinstance(default, bool):
         return value
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
@@ -93,36 +93,36 @@ def _like(name: str, value: Any, default: Any) -> Any:
     raise BadParameter(f"{name}={value!r} should be {type(default).__name__}, like its default {default!r}.")
 
 
-def _cross(method: Method, crossing: str, change: Any, base: str) -> Method:
-    """Make one change, or one that depends on what there is, unless it makes no sense."""
-    spec = f"'{base}+{crossing}' cannot work"
-    if method.recall is not None:
-        raise BadParameter(f"{spec}: '{base}' drops nothing, so there is no budget to share.")
+def _apply_modifier(method: Method, modifier: str, change: Any, base: str) -> Method:
+    """Change the method's fields, or raise where the combination makes no sense."""
+    spec = f"'{base}+{modifier}' cannot work"
+    if method.retrieval is not None:
+        raise BadParameter(f"{spec}: '{base}' evicts nothing, so there is no budget to allocate.")
     if callable(change):
         if method.scorer is None:
-            raise BadParameter(f"{spec}: '{base}' keeps everything, so there is nothing to choose.")
-        if not getattr(method.scorer, "scores", True):
-            raise BadParameter(f"{spec}: '{base}' orders tokens by age; there are no votes to change.")
+            raise BadParameter(f"{spec}: '{base}' keeps everything, so there is nothing to select.")
+        if not getattr(method.scorer, "has_scores", True):
+            raise BadParameter(f"{spec}: '{base}' orders tokens by age; there are no scores to change.")
         change = change(method)
-    if "recall" in change:
+    if "retrieval" in change:
         if not hasattr(method.group, "members"):
-            raise BadParameter(f"{spec}: '{base}' has no clusters to put away; 'protokv+recall' does.")
-        return replace(method, scorer=None, group=None, voters=0, recall=change["recall"](method))
+            raise BadParameter(f"{spec}: '{base}' has no clusters to offload; 'protokv+recall' does.")
+        return replace(method, scorer=None, group=None, observation_window=0, retrieval=change["retrieval"](method))
     if method.scorer is None:
-        raise BadParameter(f"{spec}: '{base}' keeps everything, so there is no budget to share.")
-    if not getattr(method.scorer, "scores", True) and getattr(change.get("heads"), "needs_scores", False):
+        raise BadParameter(f"{spec}: '{base}' keeps everything, so there is no budget to allocate.")
+    if not getattr(method.scorer, "has_scores", True) and getattr(change.get("heads"), "needs_scores", False):
         raise BadParameter(f"{spec}: '{base}' orders tokens by age and has no scores to compare heads by.")
     if "layers" in change and not isinstance(method.layers, EqualLayers):
-        raise BadParameter(f"{spec}: the budget is shared among layers already.")
+        raise BadParameter(f"{spec}: the budget is allocated among layers already.")
     if "layers" in change and method.reuse > 1:
         raise BadParameter(
-            f"{spec}: reuse={method.reuse} lets layers share one choice, '{crossing}' gives them different budgets; "
+            f"{spec}: reuse={method.reuse} lets layers share one selection, '{modifier}' gives them different budgets; "
             "set reuse=1."
         )
-    voters = max(method.voters, getattr(change.get("layers"), "window", 0))
-    return replace(method, voters=voters, **change)
+    window = max(method.observation_window, getattr(change.get("layers"), "window", 0))
+    return replace(method, observation_window=window, **change)
 
 
 def catalogue() -> Registry:
-    """Every named method with its default parameters."""
+    """Every registered method with its default parameters."""
     return Registry("method", {name: parse(name) for name in METHODS})

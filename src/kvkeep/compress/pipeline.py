@@ -1,44 +1,44 @@
-"""The one flow: remember, score, guard, group, allocate, select."""
+"""The pipeline: update token state, score, guard, group, allocate, select."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvkeep.compress.attention import real
+from kvkeep.compress.attention import token_mask
 from kvkeep.compress.method import Method
 from kvkeep.compress.select import select
 from kvkeep.types import Observation, Selection
 
 
-def remember(seen: Observation, method: Method, budget: int) -> Observation:
-    """The same observation, with what the method notes of each token brought up to date."""
-    return replace(seen, notes=method.memory(seen, budget)) if method.memory else seen
+def update_token_state(seen: Observation, method: Method, budget: int) -> Observation:
+    """The observation with the token state that the method's memory computes from it."""
+    return replace(seen, token_state=method.memory(seen, budget)) if method.memory else seen
 
 
-def compress(seen: Observation, method: Method, budget: int, share: int | None = None) -> Selection | None:
-    """What this layer keeps of a mean budget per key head; None where all of it fits.
+def compress(seen: Observation, method: Method, budget: int, layer_budget: int | None = None) -> Selection | None:
+    """The tokens this layer keeps, given a mean budget per key head; None where all of them fit.
 
-    share: the layer's own budget, where all layers had to be seen to know it
+    layer_budget: the layer's own, where it depends on all layers
     """
     if method.scorer is None:
         return None
-    if seen.cursor <= budget:
+    if seen.seq_len <= budget:
         return None
-    if share is None:
-        share = shares(method, budget, seen.cursor, [1.0] * seen.layers)[seen.layer]
-    if all(n <= share for n in seen.lengths):
+    if layer_budget is None:
+        layer_budget = layer_budgets(method, budget, seen.seq_len, [1.0] * seen.layers)[seen.layer]
+    if all(n <= layer_budget for n in seen.lengths):
         return None
-    matters = getattr(method.scorer, "matters", lambda budget: None)(budget)
-    scores = seen.once(matters and (method.scorer, matters), lambda: method.scorer(seen, budget))
-    forced, tokens = method.guard.within(budget)(seen, budget), real(seen)
+    cache_key = getattr(method.scorer, "cache_key", lambda budget: None)(budget)
+    scores = seen.memoize(cache_key and (method.scorer, cache_key), lambda: method.scorer(seen, budget))
+    forced, tokens = method.guard.fit_to(budget)(seen, budget), token_mask(seen)
     units = method.group(seen, scores, tokens & ~forced) if method.group else None
     scores = scores.masked_fill(~tokens, float("-inf"))
-    quota = method.heads(scores, forced, seen.lengths, share, units)
+    quota = method.heads(scores, forced, seen.lengths, layer_budget, units)
     return select(scores, forced, tokens, units, quota)
 
 
-def shares(method: Method, budget: int, tokens: int, weights: Sequence[float]) -> list[int]:
-    """Every layer's budget, given the layers' weights where the method compares them."""
-    floor = max(1, method.guard.within(budget).size(budget))
-    return method.layers(budget, floor, tokens, list(weights) if method.layers.weigh else len(weights))
+def layer_budgets(method: Method, budget: int, tokens: int, weights: Sequence[float]) -> list[int]:
+    """The budget of every layer, given their weights where the method compares layers."""
+    floor = max(1, method.guard.fit_to(budget).size(budget))
+    return method.layers(budget, floor, tokens, list(weights) if method.layers.layer_weight else len(weights))

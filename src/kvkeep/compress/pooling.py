@@ -11,11 +11,11 @@ from kvkeep.errors import BadParameter
 
 def check_pool(name: str, width: int) -> None:
     if width < 1 or width % 2 == 0:
-        raise BadParameter(f"{name}={width} must be odd and positive, so that it has a middle; use 1 for none.")
+        raise BadParameter(f"{name}={width} must be odd and positive, so that it is centred; use 1 for none.")
 
 
 def pool(scores: Tensor, among: Tensor, width: int, kind: str = "avg") -> Tensor:
-    """Smooth the scores `among` these tokens, counting only them; others stay. scores, among [kv_heads, n]"""
+    """Smooth the scores of the tokens `among`, with each other only. scores, among [kv_heads, n]"""
     if width == 1:
         return scores
     if kind == "max":

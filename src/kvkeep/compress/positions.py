@@ -1,5 +1,5 @@
-"""Where kept keys are made to stand. Only distances to the next query matter, and the next query always stands at the
-true end of the text; so a placement moves keys, never queries.
+"""RoPE positions of kept keys. Only distances to the next query matter, and the next query is always at the true end of
+the text; so a placement moves keys, never queries.
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from kvkeep.errors import BadParameter
 
 
 @dataclass(frozen=True)
-class Where:
-    """What a placement may look at, for one key head of m kept tokens."""
+class PlacementInput:
+    """Input of a placement, for one key head of m kept tokens."""
 
-    positions: Tensor  # [m] where the tokens stood in the text
-    cursor: int  # tokens of text so far: the next query's place
+    token_positions: Tensor  # [m] indices of the tokens in the text
+    seq_len: int  # tokens of text so far: position of the next query
     budget: int
-    window: int  # the model's trained window
+    window: int  # the model's trained context length
 
 
 @dataclass(frozen=True)
 class Contiguous:
-    """Side by side, ending just before the next query: StreamingLLM's positions inside the cache."""
+    """Consecutive positions that end just before the next query: StreamingLLM's positions inside the cache."""
 
-    def __call__(self, where: Where) -> Tensor:
-        m = len(where.positions)
-        return torch.arange(where.cursor - m, where.cursor, device=where.positions.device)
+    def __call__(self, where: PlacementInput) -> Tensor:
+        m = len(where.token_positions)
+        return torch.arange(where.seq_len - m, where.seq_len, device=where.token_positions.device)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """The near window as it was; the far past side by side, its newest `gap` behind the current token (IntelLLM)."""
+    """Near tokens keep their positions; far ones are consecutive, the newest `gap` before the next query (IntelLLM)."""
 
     near: int | None = None
     gap: int | None = None
 
     def __post_init__(self) -> None:
         if self.gap is not None and self.gap < 1:
-            raise BadParameter(f"gap={self.gap} must be 1 or more; None chooses it from the model's window.")
+            raise BadParameter(f"gap={self.gap} must be 1 or more; None derives it from the model's context length.")
 
-    def __call__(self, where: Where) -> Tensor:
-        m = len(where.positions)
+    def __call__(self, where: PlacementInput) -> Tensor:
+        m = len(where.token_positions)
         near = min(where.budget // 2 if self.near is None else self.near, m)
         far = m - near
         gap = self._gap(where, far, near)
-        index = torch.arange(m, device=where.positions.device)
-        return torch.where(index < far, where.cursor - gap - far + index, where.cursor - m + index)
+        index = torch.arange(m, device=where.token_positions.device)
+        return torch.where(index < far, where.seq_len - gap - far + index, where.seq_len - m + index)
 
-    def _gap(self, where: Where, far: int, near: int) -> int:
-        """None: three near windows, but no farther than any key of this text has been, nor than the model knows."""
+    def _gap(self, where: PlacementInput, far: int, near: int) -> int:
+        """None: three near windows, but no farther than any key of this text has been, nor than the trained context."""
         window = where.window
         if self.gap is None:
-            return max(near, min(window - far, 3 * near, where.cursor - far))
+            return max(near, min(window - far, 3 * near, where.seq_len - far))
         if self.gap + far > window:
             raise BadParameter(
                 f"gap={self.gap} puts {far} far tokens up to {self.gap + far} away, beyond the window of {window}; "
@@ -65,7 +65,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Capped:
-    """No key farther than the trained window: LM-Infinite's distance limit."""
+    """No key farther than the trained context length: LM-Infinite's distance limit."""
 
-    def __call__(self, where: Where) -> Tensor:
-        return where.positions.clamp_min(where.cursor - where.window)
+    def __call__(self, where: PlacementInput) -> Tensor:
+        return where.token_positions.clamp_min(where.seq_len - where.window)

@@ -1,4 +1,4 @@
-"""When tokens compete: after every prompt and, if asked, while the answer is written."""
+"""When tokens are evicted: after every prefill and, optionally, while decoding."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvkeep.errors import BadParameter
 
 @dataclass(frozen=True)
 class Schedule:
-    """While decoding, tokens compete as soon as `every` of them came on top of the budget; None: they never do.
+    """While decoding, evict as soon as a head holds budget + every tokens; None: never.
 
     1 keeps the cache at its budget at every step. A larger number is a buffer (ProtoKV, appendix O): the cache grows
-    to budget + every - 1, and the newest queries decide with what they really asked.
+    to budget + every - 1, and then the queries decoded meanwhile decide.
     """
 
     every: int | None = None
@@ -21,7 +21,7 @@ class Schedule:
         if self.every is not None and (isinstance(self.every, bool) or self.every < 1):
             raise BadParameter(f"schedule={self.every!r} must be 1 token or more.")
 
-    def due(self, held: int, budget: int) -> bool:
+    def evict_now(self, held: int, budget: int) -> bool:
         return self.every is not None and held >= budget + self.every
 
 

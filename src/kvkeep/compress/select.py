@@ -1,7 +1,7 @@
-"""The last decision: which tokens each key head keeps. One rule for tokens and for units of any shape.
+"""Top-k selection of tokens or of units of any shape, per key head.
 
-Tokens that must stay come first; then whole units, best first; the unit that no longer fits is cut to its best
-tokens. Ties go to the later unit and the later token. Sorting tokens by (unit, own score) does exactly that.
+Forced tokens come first; then whole units, best first; the unit that no longer fits is cut to its best tokens. Ties go
+to the later unit and the later token. Sorting tokens by (unit, own score) does exactly that.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvkeep.types import Selection
 
 @dataclass(frozen=True)
 class Units:
-    """Which unit each token belongs to, and what each unit is worth. Members may be scattered, sizes may differ."""
+    """The unit of each token, and the units' scores. Members may be scattered, sizes may differ."""
 
     member: Tensor  # [kv_heads, n] unit of each token
-    worth: Tensor  # [kv_heads, units]
+    scores: Tensor  # [kv_heads, units]
 
     @classmethod
     def summed(cls, member: Tensor, scores: Tensor, units: int) -> Units:
-        """Units worth the sum of their tokens' scores."""
+        """Units scored by the sum of their tokens' scores."""
         return cls(member, scores.new_zeros(scores.shape[0], units).scatter_add(1, member, scores))
 
 
@@ -34,21 +34,21 @@ def best_first(scores: Tensor) -> Tensor:
     return n - 1 - scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
 
 
-def select(scores: Tensor, forced: Tensor, real: Tensor, units: Units | None, quota: Sequence[int]) -> Selection:
-    """Keep `quota` tokens of each key head. scores, forced, real [kv_heads, n]"""
-    return first(ranked(scores, forced, real, units), quota)
+def select(scores: Tensor, forced: Tensor, token_mask: Tensor, units: Units | None, quota: Sequence[int]) -> Selection:
+    """Keep `quota` tokens of each key head. scores, forced, token_mask [kv_heads, n]"""
+    return first(ranked(scores, forced, token_mask, units), quota)
 
 
-def ranked(scores: Tensor, forced: Tensor, real: Tensor, units: Units | None) -> Tensor:
-    """Each head's tokens in the order in which they are kept, padding last. [kv_heads, n]"""
+def ranked(scores: Tensor, forced: Tensor, token_mask: Tensor, units: Units | None) -> Tensor:
+    """Each head's tokens by priority, padding last. [kv_heads, n]"""
     order = best_first(scores)
-    tier = torch.zeros_like(order) if units is None else _rank(units.worth).gather(1, units.member) + 1
-    tier = tier.masked_fill(forced, -1).masked_fill(~real, torch.iinfo(order.dtype).max)
+    tier = torch.zeros_like(order) if units is None else _rank(units.scores).gather(1, units.member) + 1
+    tier = tier.masked_fill(forced, -1).masked_fill(~token_mask, torch.iinfo(order.dtype).max)
     return order.gather(1, tier.gather(1, order).sort(dim=1, stable=True).indices)
 
 
 def first(order: Tensor, quota: Sequence[int]) -> Selection:
-    """The first `quota` of each head's order, put back in ascending order."""
+    """The first `quota` of each head's order, in ascending order of index."""
     longest = max(quota)
     index = order[:, :longest]
     if min(quota) != longest:
@@ -57,6 +57,6 @@ def first(order: Tensor, quota: Sequence[int]) -> Selection:
     return Selection(index.sort(dim=1).values, tuple(quota))
 
 
-def _rank(worth: Tensor) -> Tensor:
-    """Place of each unit: 0 for the best. [kv_heads, units]"""
-    return best_first(worth).argsort(dim=1)
+def _rank(scores: Tensor) -> Tensor:
+    """Rank of each unit: 0 for the best. [kv_heads, units]"""
+    return best_first(scores).argsort(dim=1)

@@ -1,4 +1,4 @@
-"""Several prompts for one engine, written together: from one pool where the method allows it, else side by side."""
+"""Several prompts as one batch: over a `RowPool` where the method allows it, else over caches of their own."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cache.report import human
+from kvkeep.cache.report import format_bytes
 from kvkeep.compress.budget.heads import EqualHeads
 from kvkeep.compress.budget.layers import EqualLayers
-from kvkeep.engine.detokenizer import Unfolding
-from kvkeep.engine.independent_batch import SideBySide
-from kvkeep.engine.row_pool import SHARE, Pool, free_bytes, row_bytes
+from kvkeep.engine.detokenizer import IncrementalDetokenizer
+from kvkeep.engine.independent_batch import IndependentScheduler
+from kvkeep.engine.row_pool import MEMORY_FRACTION, RowPool, free_device_bytes, row_bytes
 from kvkeep.engine.sampling import Generation, check_count
-from kvkeep.engine.scheduler import Batch, Request
+from kvkeep.engine.scheduler import Request, Scheduler
 from kvkeep.errors import BadInput, BadParameter
-from kvkeep.kernels.torch.quantization import GROUP
-from kvkeep.model.chat import ends
-from kvkeep.model.hf_cache import key_shape, runs_on
+from kvkeep.kernels.torch.quantization import GROUP_SIZE
+from kvkeep.model.chat import eos_token_ids
+from kvkeep.model.hf_cache import execution_device, key_shape
 
 if TYPE_CHECKING:
     from kvkeep.engine.engine import Engine
 
 
-def together(
+def generate_batch(
     engine: Engine,
     prompts: Sequence[str],
     *,
@@ -32,27 +32,28 @@ def together(
     rows: int = 16,
     **options: Any,
 ) -> list[str]:
-    """Answers to all prompts, `rows` of them decoded at a time; options as in `Engine.stream`, but for progress.
+    """Answers to all prompts, `rows` of them decoded at a time; options as in `Engine.stream`, except progress.
 
-    question: asked about every one of them, as in `Engine.stream`
+    question: asked about every prompt, as in `Engine.stream`
     """
     check_count("rows", rows, 1, "at least one prompt is answered at a time; give a whole number")
     how = Generation.of(options)
     sampling = how.max_new_tokens, how.temperature, how.top_p, how.top_k
     requests = [
-        Request(engine.encode(each, question), Unfolding(engine.tokenizer), *sampling) for each in texts(prompts)
+        Request(engine.encode(prompt, question), IncrementalDetokenizer(engine.tokenizer), *sampling)
+        for prompt in check_prompts(prompts)
     ]
     _raise(_too_long(engine, request) for request in requests)
-    if requests and can_batch(engine):
-        _pooled(engine, requests, min(rows, len(requests)), how.seed)
+    if requests and can_pool(engine):
+        _generate_pooled(engine, requests, min(rows, len(requests)), how.seed)
     elif requests:
-        SideBySide(engine, question, min(rows, len(requests)), how.seed).write(requests)
-    _raise(request.refused for request in requests)
+        IndependentScheduler(engine, question, min(rows, len(requests)), how.seed).run(requests)
+    _raise(request.error for request in requests)
     return [request.text for request in requests]
 
 
-def texts(prompts: Any) -> list[str]:
-    """Several prompts, or a refusal of what is none."""
+def check_prompts(prompts: Any) -> list[str]:
+    """Refuse what is not a list of texts."""
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         kind = type(prompts).__name__
         raise BadParameter(f"prompt={reprlib.repr(prompts)} is a {kind}; give a text, or a list of texts.")
@@ -63,9 +64,9 @@ def texts(prompts: Any) -> list[str]:
     return found
 
 
-def _raise(wrongs: Iterable[str]) -> None:
-    if named := [f"prompt {number}: {wrong}" for number, wrong in enumerate(wrongs) if wrong]:
-        raise BadInput("; ".join(named))
+def _raise(errors: Iterable[str]) -> None:
+    if numbered := [f"prompt {number}: {error}" for number, error in enumerate(errors) if error]:
+        raise BadInput("; ".join(numbered))
 
 
 def _too_long(engine: Engine, request: Request) -> str:
@@ -76,55 +77,58 @@ def _too_long(engine: Engine, request: Request) -> str:
     return ""
 
 
-def _pooled(engine: Engine, requests: Sequence[Request], rows: int, seed: int) -> None:
-    batch = batch_for(engine, requests, rows, seed)
+def _generate_pooled(engine: Engine, requests: Sequence[Request], rows: int, seed: int) -> None:
+    scheduler = make_scheduler(engine, requests, rows, seed)
     for request in requests:
-        batch.submit(request)
-    for _ in batch.run():
+        scheduler.submit(request)
+    for _ in scheduler.run():
         pass
 
 
-def can_batch(engine: Engine) -> bool:
-    """Nothing is fetched, and nothing competes while answers are written."""
+def can_pool(engine: Engine) -> bool:
+    """Nothing is retrieved or evicted while answers are decoded, and every layer is compressed."""
     cache = engine.cache
-    plain = cache.method.recall is None and cache.method.schedule.every is None
-    return plain and len(cache.owned) == len(cache.layers)
+    appends_only = cache.method.retrieval is None and cache.method.schedule.every is None
+    return appends_only and len(cache.compressed_layers) == len(cache.layers)
 
 
-def batch_for(engine: Engine, requests: Sequence[Request], rows: int, seed: int = 0) -> Batch:
-    """Room for so many sequences at a time, or for as many as fit, each as large as the largest of these."""
+def make_scheduler(engine: Engine, requests: Sequence[Request], rows: int, seed: int = 0) -> Scheduler:
+    """A pool for `rows` sequences, or as many as fit, each as large as the largest of these requests."""
     method, (kv_heads, _) = engine.method, key_shape(engine.model)
     lengths = [len(request.ids) for request in requests]
-    most = max(min(n, _times(engine) * _kept(engine, n)) for n in lengths)  # a layer may get more than its share
-    longest = most if isinstance(method.heads, EqualHeads) else min(max(lengths), most * kv_heads)  # so may a head
-    usual = min(most, 2 * max(_kept(engine, n) for n in lengths))
+    max_kept = max(min(n, _max_layer_factor(engine) * _kept(engine, n)) for n in lengths)  # layer budgets may differ
+    longest = max_kept if isinstance(method.heads, EqualHeads) else min(max(lengths), max_kept * kv_heads)  # heads too
+    usual = min(max_kept, 2 * max(_kept(engine, n) for n in lengths))
     room, storage = max(request.max_new_tokens for request in requests), engine.cache.storage
-    new = max(room, GROUP) if storage else room  # whatever is stored in groups takes one at least
-    fit = _that_fit(engine, usual + new)
+    new = max(room, GROUP_SIZE) if storage else room  # quantized storage takes one group at least
+    fit = _rows_that_fit(engine, usual + new)
     rows = min(rows, fit)
-    slots = max(rows * (usual + new), min(most + new, fit * (usual + new)))  # who takes far more may wait for others
-    pool = Pool(engine.model, rows, kv_heads * slots, longest + room, storage)
-    return Batch(engine.model, engine.prefill_sequence, ends(engine.model, engine.tokenizer), pool, seed)
+    slots = max(rows * (usual + new), min(max_kept + new, fit * (usual + new)))  # a larger request waits for others
+    pool = RowPool(engine.model, rows, kv_heads * slots, longest + room, storage)
+    eos = eos_token_ids(engine.model, engine.tokenizer)
+    return Scheduler(engine.model, engine.prefill_sequence, eos, pool, seed)
 
 
-def _that_fit(engine: Engine, tokens: int) -> int:
-    """Sequences of so many tokens per key head that the device has room for, with some left to work in."""
-    free = free_bytes(runs_on(engine.model))
+def _rows_that_fit(engine: Engine, tokens: int) -> int:
+    """How many sequences of so many tokens per key head fit into the device's free memory."""
+    free = free_device_bytes(execution_device(engine.model))
     if free is None:
         return sys.maxsize
-    each = row_bytes(engine.model, tokens, engine.cache.storage)
-    if each > SHARE * free:
+    usable, each = MEMORY_FRACTION * free, row_bytes(engine.model, tokens, engine.cache.storage)
+    if each > usable:
         raise BadInput(
-            f"keys and values of one sequence take {human(each)}, and {human(int(SHARE * free))} of the device's "
-            "memory can be used for them; use a smaller budget, fewer new tokens, or storage='int8'."
+            f"keys and values of one sequence take {format_bytes(each)}, and {format_bytes(int(usable))} of the "
+            "device's memory can be used for them; use a smaller budget, fewer new tokens, or storage='int8'."
         )
-    return int(SHARE * free // each)
+    return int(usable // each)
 
 
-def _times(engine: Engine) -> int:
-    """How often a layer may get its share: a pyramid's first at most twice, one that is weighed what all have."""
+def _max_layer_factor(engine: Engine) -> int:
+    """The most a layer may get of the mean budget: a pyramid's first twice, a weighted one all layers' budgets."""
     layers = engine.method.layers
-    return 1 if isinstance(layers, EqualLayers) else len(engine.cache.owned) if layers.weigh else 2
+    if isinstance(layers, EqualLayers):
+        return 1
+    return len(engine.cache.compressed_layers) if layers.layer_weight else 2
 
 
 def _kept(engine: Engine, tokens: int) -> int:

@@ -1,7 +1,7 @@
-"""A text read once, and any number of questions about it: `Engine.read`.
+"""A text prefilled once, and any number of questions about it: `Engine.read`.
 
-Every question is asked on a fork of what was kept of the text, so none disturbs another. Nothing of a question or an
-answer is dropped, whatever the method: only the text is compressed, as in the query-agnostic protocol of `kvkeep eval`.
+Every question is asked on a fork of the text's cache, so none changes it. Nothing of a question or answer is evicted,
+whatever the method: only the text is compressed, as in the query-agnostic protocol of `kvkeep eval`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from kvkeep.cache import serialize
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import Report
-from kvkeep.cache.rewind import check_can_unread, unread
+from kvkeep.cache.rewind import check_can_rewind, rewind
 from kvkeep.engine.progress import Progress
 from kvkeep.engine.sampling import Generation
 from kvkeep.errors import BadCacheFile, QueryAwareWarning
@@ -27,97 +27,97 @@ from kvkeep.model.chat import check_text, context_ids, question_ids
 if TYPE_CHECKING:
     from kvkeep.engine.engine import Engine
 
-Watching = Callable[[Progress], None] | None
+ProgressCallback = Callable[[Progress], None] | None
 
 
 class Context:
-    """What an engine kept of a text. Made by `Engine.read` and `Engine.load_context`."""
+    """The compressed cache of a text. Made by `Engine.read` and `Engine.load_context`."""
 
-    def __init__(self, engine: Engine, text: str, known: frozenset[str] = frozenset()):
-        """engine: one of its own, that has read the text; known: questions that decided what was kept"""
-        engine.cache.arrivals.mark_context()
-        self._engine, self.text, self.known, self._warned = engine, text, known, False
-        self.answer, self._report = engine.answer, engine.cache.report()  # of the last question, once there is one
+    def __init__(self, engine: Engine, text: str, known_questions: frozenset[str] = frozenset()):
+        """engine: one of its own, with the text prefilled; known_questions: those that took part in the selection"""
+        engine.cache.tracker.mark_context()
+        self._engine, self.text, self.known_questions, self._warned = engine, text, known_questions, False
+        self.answer, self._report = engine.answer, engine.cache.report()  # of the last question
 
     @classmethod
-    def read(cls, engine: Engine, text: str, question: str | None, progress: Watching) -> Context:
-        """engine: one that has read nothing; a question takes part in the choice, and is taken back"""
+    def read(cls, engine: Engine, text: str, question: str | None, progress: ProgressCallback) -> Context:
+        """engine: one with an empty cache; a question takes part in the selection, and is removed again"""
         check_text("text", text)
         ids, rest = context_ids(engine.tokenizer, text), []
         engine.check_length(len(ids), 1)
         if question is not None:
             check_text("question", question)
-            engine.read_for(question, len(ids))
+            engine.set_question(question, len(ids))
             if engine.method.query_aware:
-                check_can_unread(engine.cache)
+                check_can_rewind(engine.cache)
                 rest = question_ids(engine.tokenizer, text, question, ids)
         engine.prefill(torch.tensor(ids + rest), progress)
         if rest:
-            unread(engine.cache, len(ids))
-        engine.fed = ids
+            rewind(engine.cache, len(ids))
+        engine.token_ids = ids
         return cls(engine, text, frozenset({question.strip()} if question else ()))
 
     def ask(self, question: str, **options: Any) -> str:
         """The answer to a question about the text; options as in `Engine.stream`."""
         return "".join(self.stream(question, **options))
 
-    def stream(self, question: str, *, progress: Watching = None, **options: Any) -> Iterator[str]:
-        """The same, piece by piece."""
+    def stream(self, question: str, *, progress: ProgressCallback = None, **options: Any) -> Iterator[str]:
+        """The same, detokenized incrementally."""
         how = Generation.of(options)
         check_text("question", question)
-        ids = self._engine.fed + question_ids(self._engine.tokenizer, self.text, question, self._engine.fed)
+        ids = self._engine.token_ids + question_ids(self._engine.tokenizer, self.text, question, self._engine.token_ids)
         self._engine.check_length(len(ids), how.max_new_tokens)
         self._warn(question)
         return self._stream(question, torch.tensor(ids), how, progress)
 
-    def _stream(self, question: str, ids: Tensor, how: Generation, progress: Watching) -> Iterator[str]:
+    def _stream(self, question: str, ids: Tensor, how: Generation, progress: ProgressCallback) -> Iterator[str]:
         engine = self._engine._fork()
         try:
-            engine.read_for(question, self.tokens)
-            yield from engine.answer_to(ids, how, progress)
+            engine.set_question(question, self.tokens)
+            yield from engine.stream_ids(ids, how, progress)
         finally:
             self.answer, self._report = engine.answer, engine.cache.report()
 
     def _warn(self, question: str) -> None:
-        """Once, where what was dropped was chosen without this question."""
+        """Once, where tokens were evicted without knowing this question."""
         method, kept = self._engine.method, self._report.kept["context"]
-        if self._warned or not method.query_aware or kept >= self.tokens or question.strip() in self.known:
+        if self._warned or not method.query_aware or kept >= self.tokens or question.strip() in self.known_questions:
             return
         self._warned = True
         warnings.warn(
             f"'{method.name}' kept {kept:,.0f} of {self.tokens:,} tokens before it knew this question, by the last "
-            "queries of what it read; what is asked for may be gone. Give a question that is known to "
-            "engine.read(text, question=…), or use a method that drops nothing, such as 'tokenselect' or 'sentencekv'.",
+            "queries of the text; what is asked for may be evicted. Give a question that is known to engine.read(text, "
+            "question=…), or use a method that evicts nothing, such as 'tokenselect' or 'sentencekv'.",
             QueryAwareWarning, stacklevel=4,
         )  # fmt: skip
 
     def fork(self) -> Context:
         """An independent copy."""
-        twin = copy.copy(self)
-        twin._engine = self._engine._fork()
-        return twin
+        fork = copy.copy(self)
+        fork._engine = self._engine._fork()
+        return fork
 
     def save(self, path: str | Path) -> None:
-        """Write it to a folder; model and tokenizer are not part of it."""
-        facts = {"text": self.text, "ids": self._engine.fed, "known": sorted(self.known)}
+        """Save it to a folder; model and tokenizer are not part of it."""
+        facts = {"text": self.text, "ids": self._engine.token_ids, "questions": sorted(self.known_questions)}
         serialize.save(self._engine.cache, path, context=facts)
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path) -> Context:
         engine.cache, found = serialize.load_context(Cache, path, engine.model)
-        engine.method, engine.budget, engine.fed = engine.cache.method, engine.cache.budget, found["ids"]
-        if context_ids(engine.tokenizer, found["text"]) != engine.fed:
+        engine.method, engine.budget, engine.token_ids = engine.cache.method, engine.cache.budget, found["ids"]
+        if context_ids(engine.tokenizer, found["text"]) != engine.token_ids:
             raise BadCacheFile(f"{path} was saved with another tokenizer or chat template; load it with that one.")
-        return cls(engine, found["text"], frozenset(found["known"]))
+        return cls(engine, found["text"], frozenset(found["questions"]))
 
     def __len__(self) -> int:
-        """Tokens of the text, with what the chat template puts before it."""
-        return len(self._engine.fed)
+        """Tokens of the text, with the chat template's beginning."""
+        return len(self._engine.token_ids)
 
     tokens = property(__len__)
 
     def report(self) -> Report:
-        """What is held of the text; after a question, what was held of text, question and answer at the end of it."""
+        """What the cache holds of the text; after a question, what its fork held of text, question and answer."""
         return self._report
 
     def __repr__(self) -> str:

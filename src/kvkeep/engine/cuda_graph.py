@@ -1,6 +1,6 @@
-"""A forward pass captured once and replayed: launching a model's kernels one by one costs a GPU more than running them.
+"""A forward pass captured in a CUDA graph and replayed: launching kernels one by one takes longer than running them.
 
-Where there is no GPU the pass is simply run.
+Without a GPU, the forward pass is simply run.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.dispatch import where
-from kvkeep.model.compile import fused
+from kvkeep.kernels.dispatch import on_device
+from kvkeep.model.compile import compiled_ops
 
-REHEARSALS = 2  # passes before one is captured, so that everything that is made once is made
-LONGEST = 2 * REHEARSALS  # passes of a capture that fails at first
+WARMUP_PASSES = 2  # before the capture: for one-time compilation and allocation
+MAX_WARMUP_PASSES = 2 * WARMUP_PASSES  # of a capture that fails and is tried again
 
 
-class Replay:
-    """A function of tensors that never move, whose result lies where it lay the first time."""
+class CudaGraphRunner:
+    """Runs a function of preallocated tensors; its result always lies in the same memory."""
 
     def __init__(self, run: Callable[[], Tensor], model: Any) -> None:
         self.run, self.device = run, model.device
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Tensor | None = None
-        if model.device.type == "cuda" and not self._try(fused(model), "with its small operations compiled"):
+        if model.device.type == "cuda" and not self._try(compiled_ops(model), "with its small operations compiled"):
             self._try(nullcontext(), "in a CUDA graph")
 
     def __call__(self) -> Tensor:
@@ -47,19 +47,19 @@ class Replay:
         return self.graph is not None
 
     def _capture(self) -> None:
-        with where(self.device):
-            self.graph, self.result = captured(self.run)
+        with on_device(self.device):
+            self.graph, self.result = capture_graph(self.run)
 
 
-def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of what a function does on the current device, and where its result will lie."""
+def capture_graph(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of a function on the current device, and the tensor of its result."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(REHEARSALS):
+        for _ in range(WARMUP_PASSES):
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):  # torch's own is on the device that captured first
+    with torch.cuda.graph(graph, stream=side):  # torch's default stream is on the device of the first capture
         result = run()
     return graph, result

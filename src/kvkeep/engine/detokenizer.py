@@ -1,4 +1,4 @@
-"""Between tokens and text: pieces as they come, and where sentences end."""
+"""Detokenizing an answer token by token, and which tokens end a sentence."""
 
 from __future__ import annotations
 
@@ -12,70 +12,70 @@ ENDS = (".", "!", "?", "…", "。", "！", "？")
 CLOSING = " \t\r\n\"'”’)]}»」』*_`"
 
 
-class Unfolding:
-    """The text of tokens one by one. Half a character waits for the rest.
+class IncrementalDetokenizer:
+    """The text of tokens one by one. An incomplete character is held back until it is complete.
 
-    Only the newest tokens are decoded, behind those that showed last: what begins a text may lose its leading blank.
+    Only the newest tokens are decoded, after the last returned ones: a text's first token may lose its leading blank.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
         self.text = ""
-        self.first = self.shown = 0  # ids[:shown] are told
-        self.known = ""  # the text of ids[first:shown], by themselves
+        self.first = self.returned = 0  # the text of ids[:returned] was returned
+        self.prefix = ""  # the text of ids[first:returned], decoded alone
 
     def add(self, token: int) -> str:
-        """-> what this token adds"""
+        """-> the text this token adds"""
         self.ids.append(token)
-        text = self._decoded(self.first)
+        text = self._decode(self.first)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        if new := text[len(self.known) :]:
-            self.first, self.shown = self.shown, len(self.ids)
-            self.known = self._decoded(self.first)
+        if new := text[len(self.prefix) :]:
+            self.first, self.returned = self.returned, len(self.ids)
+            self.prefix = self._decode(self.first)
             self.text += new
         return new
 
-    def end(self) -> str:
-        """-> what was still waiting"""
-        text = self._decoded(0)
+    def finish(self) -> str:
+        """-> the text held back so far"""
+        text = self._decode(0)
         new, self.text = text[len(self.text) :], text
         return new
 
-    def _decoded(self, first: int) -> str:
+    def _decode(self, first: int) -> str:
         return self.tokenizer.decode(self.ids[first:], skip_special_tokens=True)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was written last."""
+    """The tokens generated last, and their text."""
 
-    words: Unfolding
+    detokenizer: IncrementalDetokenizer
     prompt_tokens: int
 
     @property
     def text(self) -> str:
-        return self.words.text
+        return self.detokenizer.text
 
     @property
     def ids(self) -> list[int]:
-        return self.words.ids
+        return self.detokenizer.ids
 
 
-class Sentences:
-    """Which tokens end a sentence, told by their own text."""
+class SentenceBoundaries:
+    """Which tokens end a sentence, by their own text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.known: dict[int, bool] = {}
+        self.ends: dict[int, bool] = {}
 
-    def ends(self, ids: Tensor) -> Tensor:
-        """ids [n] -> [n] float, 1 for an end"""
-        return torch.tensor([float(self._ends(token)) for token in ids.tolist()])
+    def mark_ends(self, ids: Tensor) -> Tensor:
+        """ids [n] -> [n] float, 1 for the end of a sentence"""
+        return torch.tensor([float(self._is_end(token)) for token in ids.tolist()])
 
-    def _ends(self, token: int) -> bool:
-        if token not in self.known:
+    def _is_end(self, token: int) -> bool:
+        if token not in self.ends:
             text = self.tokenizer.decode([token])
-            self.known[token] = "\n\n" in text or text.rstrip(CLOSING).endswith(ENDS)
-        return self.known[token]
+            self.ends[token] = "\n\n" in text or text.rstrip(CLOSING).endswith(ENDS)
+        return self.ends[token]

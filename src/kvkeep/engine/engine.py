@@ -1,4 +1,4 @@
-"""Prompts of any length, read piece by piece; answers, written token by token: `kvkeep.Engine`."""
+"""`kvkeep.Engine`: prompts prefilled in chunks, answers decoded token by token."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from torch import Tensor
 from kvkeep.cache.cache import Cache
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
-from kvkeep.engine.batch_generate import together
+from kvkeep.engine.batch_generate import generate_batch
 from kvkeep.engine.context import Context
-from kvkeep.engine.detokenizer import Answer, Sentences, Unfolding
+from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer, SentenceBoundaries
 from kvkeep.engine.progress import Progress
-from kvkeep.engine.question_queries import listen
+from kvkeep.engine.question_queries import capture_question_queries
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.errors import BadInput, CacheMisuse
-from kvkeep.model.chat import as_asked, check_messages, encode, ends
-from kvkeep.model.chunked_mlp import TOKENS, sliced
-from kvkeep.model.hf_cache import runs_on, trained_window
+from kvkeep.model.chat import check_messages, encode, eos_token_ids, with_question
+from kvkeep.model.chunked_mlp import CHUNK_TOKENS, chunked_mlp
+from kvkeep.model.hf_cache import context_length, execution_device
 from kvkeep.storage.offload.malloc_trim import trim
 
-PIECE = 1024  # tokens read at a time: what a forward pass of a long prompt costs in memory
-GPU_PIECE = 4096  # where windows fetch: a GPU is done with less before it is told what comes next
+PREFILL_CHUNK_SIZE = 1024  # tokens of a forward pass of a long prompt: what it costs in memory
+GPU_PREFILL_CHUNK_SIZE = 4096  # of retrieval methods: with fewer, a GPU waits for kernel launches
 
 
-def check_length(method: Method, window: int, prompt: int, max_new_tokens: int) -> None:
-    """Refuse a prompt of so many tokens that goes beyond a model's window, unless the method reads on."""
-    over = prompt + max_new_tokens - window
-    if over > 0 and not method.endless:
+def check_length(method: Method, context_length: int, prompt: int, max_new_tokens: int) -> None:
+    """Refuse a prompt of so many tokens that exceeds the model's context length, unless the method extends it."""
+    over = prompt + max_new_tokens - context_length
+    if over > 0 and not method.extends_context:
         raise BadInput(
-            f"the prompt has {prompt} tokens and the answer may take {max_new_tokens}, but the model's window is "
-            f"{window} and '{method.name}' leaves keys where they stood: shorten the prompt by {over} tokens, "
-            f"or use a method that reads any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
+            f"the prompt has {prompt} tokens and the answer may take {max_new_tokens}, but the model's context "
+            f"length is {context_length} and '{method.name}' keeps token positions: shorten the prompt by {over} "
+            f"tokens, or use a method for any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
         )
 
 
 class Engine:
-    """Answers from compressed caches.
+    """Generates from compressed caches.
 
-    `generate` and `stream` for a prompt, `read` for a text with many questions, `chat` for a conversation.
+    `generate` and `stream` for a prompt, `read` for a context with many questions, `chat` for a conversation.
     """
 
     def __init__(
@@ -55,30 +55,30 @@ class Engine:
         method: str | Method = "kvkeep",
         budget: int | float | None = 2048,
         *,
-        piece: int | None = None,
+        prefill_chunk_size: int | None = None,
         schedule: str | int | None = None,
         host_limit: int | None = None,
         disk: str | Path | None = None,
         storage: str | None = None,
         **parameters: Any,
     ):
-        """piece: tokens of a prompt read at a time; None: all at once where the window and the method allow it.
+        """prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
 
         The rest as in `kvkeep.Cache`.
         """
-        if piece is not None:
-            check_count("piece", piece, 1, "a prompt is read at least one token at a time; give a whole number")
-        self.model, self.tokenizer, self.piece = model, tokenizer, piece
+        if prefill_chunk_size is not None:
+            check_count("prefill_chunk_size", prefill_chunk_size, 1, "use a whole number of tokens, at least one")
+        self.model, self.tokenizer, self.prefill_chunk_size = model, tokenizer, prefill_chunk_size
         self.options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         self.method, self.budget = parse(method, **parameters), budget
-        self.cache = self._fresh()  # of the answer that `stream` or `chat` wrote last
-        self.fed: list[int] = []  # what it has read
-        self.answer = Answer(Unfolding(tokenizer), 0)
-        self.sentences = Sentences(tokenizer)
-        self.waiting = False  # tokens were prefilled that nobody has asked about yet
-        self.expected: Tensor | None = None  # logits after the token read last, where surprise is asked for
+        self.cache = self._new_cache()  # of the last answer of `stream` or `chat`
+        self.token_ids: list[int] = []  # the tokens it has seen
+        self.answer = Answer(IncrementalDetokenizer(tokenizer), 0)
+        self.sentences = SentenceBoundaries(tokenizer)
+        self.has_prefill = False  # `prefill` or `extend` were called, and no answer was generated since
+        self.last_logits: Tensor | None = None  # after the last token, where the method needs surprise
 
-    def _fresh(self) -> Cache:
+    def _new_cache(self) -> Cache:
         return Cache(self.model, self.method, self.budget, **self.options)
 
     @overload
@@ -92,38 +92,38 @@ class Engine:
         """
         if isinstance(prompt, str):
             return "".join(self.stream(prompt, **options))
-        return together(self, prompt, **options)
+        return generate_batch(self, prompt, **options)
 
     def read(
         self, text: str, *, question: str | None = None, progress: Callable[[Progress], None] | None = None
     ) -> Context:
-        """Read a text once, to ask any number of questions about it.
+        """Prefill a text once, to ask any number of questions about it.
 
-        question: one that is known before: query-aware methods keep what it needs, and others may be asked, too
+        question: one that is known before: query-aware methods keep what it needs; others may be asked, too
         """
-        return Context.read(self.apart(), text, question, progress)
+        return Context.read(self.new_sequence(), text, question, progress)
 
     def load_context(self, path: str | Path) -> Context:
-        """A `Context` that was saved, with the method and budget it was read with."""
-        return Context.load(self.apart(), path)
+        """A saved `Context`, with its own method and budget."""
+        return Context.load(self.new_sequence(), path)
 
     def prefill_sequence(self, ids: Tensor) -> tuple[Cache, Tensor]:
-        """A cache of its own that has read a prompt, and the logits after it."""
-        twin = self.apart()
-        twin.check_length(len(ids), 1)
-        return twin.cache, twin.prefill(ids)
+        """A new cache with a prompt prefilled, and the logits after it."""
+        sequence = self.new_sequence()
+        sequence.check_length(len(ids), 1)
+        return sequence.cache, sequence.prefill(ids)
 
-    def apart(self) -> Engine:
-        """Another engine that has read nothing yet."""
-        twin = copy.copy(self)
-        twin.cache, twin.fed, twin.waiting = self._fresh(), [], False
-        return twin
+    def new_sequence(self) -> Engine:
+        """An engine of the same configuration with an empty cache."""
+        sequence = copy.copy(self)
+        sequence.cache, sequence.token_ids, sequence.has_prefill = self._new_cache(), [], False
+        return sequence
 
     def _fork(self) -> Engine:
-        """Another engine that has read the same, and goes on by itself."""
-        twin = copy.copy(self)
-        twin.cache, twin.fed = self.cache.fork(), list(self.fed)
-        return twin
+        """An engine of the same configuration with a copy of the cache."""
+        sequence = copy.copy(self)
+        sequence.cache, sequence.token_ids = self.cache.fork(), list(self.token_ids)
+        return sequence
 
     def stream(
         self,
@@ -133,44 +133,44 @@ class Engine:
         progress: Callable[[Progress], None] | None = None,
         **options: Any,
     ) -> Iterator[str]:
-        """The answer piece by piece.
+        """The answer, detokenized incrementally.
 
-        question: what the prompt is read for; it is asked after the prompt, and query-aware methods know it before.
+        question: asked after the prompt; methods that can use it before the prompt do.
         options: max_new_tokens=256, temperature=0.0 (the likeliest token), top_p=1.0, top_k=0 (all tokens), seed=0
         """
-        self._check_unread()
+        self._check_no_prefill()
         return self._stream(self.encode(prompt, question), question, Generation.of(options), progress)
 
     def _stream(
         self, ids: Tensor, question: str | None, how: Generation, progress: Callable[[Progress], None] | None
     ) -> Iterator[str]:
-        self.cache, self.fed = self._fresh(), []  # nobody goes on with it before it is done
-        own = copy.copy(self)  # the engine may be used for something else between two pieces
-        own.fed = []
+        self.cache, self.token_ids = self._new_cache(), []  # `chat` must not continue it before it is complete
+        own = copy.copy(self)  # the engine may be used for something else between two yields
+        own.token_ids = []
         try:
             if question is not None:
-                own.read_for(question, len(ids))
-            for piece in own.answer_to(ids, how, progress):
+                own.set_question(question, len(ids))
+            for text in own.stream_ids(ids, how, progress):
                 self.answer = own.answer
-                yield piece
+                yield text
         finally:
             if self.cache is own.cache:
-                self.fed, self.answer, self.expected = own.fed, own.answer, own.expected
+                self.token_ids, self.answer, self.last_logits = own.token_ids, own.answer, own.last_logits
 
-    def _check_unread(self) -> None:
-        """Refuse to begin again where that would drop what was prefilled by hand."""
-        if self.waiting:
+    def _check_no_prefill(self) -> None:
+        """Refuse a new prompt where that would drop tokens prefilled by `prefill` or `extend`."""
+        if self.has_prefill:
             raise CacheMisuse(
-                f"this engine has prefilled {len(self.fed)} tokens, and a new prompt would drop them; "
+                f"this engine has prefilled {len(self.token_ids)} tokens, and a new prompt would drop them; "
                 "use engine.read(text).ask(question), or another engine."
             )
 
     def encode(self, prompt: str, question: str | None = None) -> Tensor:
-        """A prompt as the model reads it. -> [n]"""
-        return encode(self.tokenizer, as_asked(prompt, question))[0]
+        """Input ids of a prompt, through the chat template. -> [n]"""
+        return encode(self.tokenizer, with_question(prompt, question))[0]
 
     def length(self, prompt: str, question: str | None = None) -> int:
-        """Tokens of a prompt as the model reads it."""
+        """Tokens of a prompt, through the chat template."""
         return len(self.encode(prompt, question))
 
     def chat(
@@ -180,117 +180,119 @@ class Engine:
         progress: Callable[[Progress], None] | None = None,
         **options: Any,
     ) -> str:
-        """The answer to a conversation, options as in `stream`. What continues the last one goes on with its cache."""
+        """The answer to a conversation, options as in `stream`. One that continues the last reuses its cache."""
         how = Generation.of(options)
         check_messages(messages)
         ids = encode(self.tokenizer, messages)[0]
         if not self._continues(ids):
-            self._check_unread()
-            self.cache, self.fed = self._fresh(), []
-        return "".join(self.answer_to(ids, how, progress)).strip()
+            self._check_no_prefill()
+            self.cache, self.token_ids = self._new_cache(), []
+        return "".join(self.stream_ids(ids, how, progress)).strip()
 
     def _continues(self, ids: Tensor) -> bool:
-        """Whether these begin with what the cache has read, no pass of which was cut short."""
-        whole = self.cache.underway is None and self.cache.seen == len(self.fed)
-        return whole and 0 < len(self.fed) < len(ids) and ids[: len(self.fed)].tolist() == self.fed
+        """Whether these ids begin with those of the cache, no forward pass of which was cut short."""
+        complete = self.cache.layer_snapshots is None and self.cache.seen == len(self.token_ids)
+        return complete and 0 < len(self.token_ids) < len(ids) and ids[: len(self.token_ids)].tolist() == self.token_ids
 
-    def read_for(self, question: str, tokens: int) -> None:
-        """Let a method that can use it know the question before it reads a text of so many tokens."""
-        recaller = self.cache.recaller
-        if question.strip() and recaller and getattr(self.method.recall.index, "asks", False):
+    def set_question(self, question: str, tokens: int) -> None:
+        """Capture the question's queries, for a method that retrieves with them, before a prefill of so many tokens."""
+        retrieval = self.cache.retrieval
+        if question.strip() and retrieval and getattr(self.method.retrieval.index, "uses_question", False):
             ids = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
-            edge = self.method.recall.sizes(self.cache.method.tokens(self.cache.budget, tokens)).near
-            recaller.question = listen(self.model, ids.to(runs_on(self.model)), self.cache.rotations, edge)
+            ids = ids.to(execution_device(self.model))
+            edge = self.method.retrieval.sizes(self.cache.method.tokens(self.cache.budget, tokens)).near
+            retrieval.question = capture_question_queries(self.model, ids, self.cache.rotations, edge)
 
-    def answer_to(
+    def stream_ids(
         self, ids: Tensor, how: Generation, progress: Callable[[Progress], None] | None = None
     ) -> Iterator[str]:
-        """Read what is not read yet of a prompt, and write what follows. ids [n]"""
+        """Prefill the ids the cache has not seen, and decode an answer. ids [n]"""
         self.check_length(len(ids), how.max_new_tokens)
         sampler = how.sampler
         logits = self.prefill(ids, progress)
-        self.waiting = False
-        text, last = Unfolding(self.tokenizer), ends(self.model, self.tokenizer)
-        self.answer = Answer(text, len(ids))
+        self.has_prefill = False
+        detokenizer, eos = IncrementalDetokenizer(self.tokenizer), eos_token_ids(self.model, self.tokenizer)
+        self.answer = Answer(detokenizer, len(ids))
         for number in range(how.max_new_tokens):
             token = sampler(logits)
-            if token in last:
+            if token in eos:
                 break
-            if piece := text.add(token):
-                yield piece
+            if text := detokenizer.add(token):
+                yield text
             if number + 1 < how.max_new_tokens:
-                logits = self._pass(torch.tensor([token]))[-1]
-        if rest := text.end():
+                logits = self.forward(torch.tensor([token]))[-1]
+        if rest := detokenizer.finish():
             yield rest
 
     def check_length(self, prompt: int, max_new_tokens: int) -> None:
-        """Refuse what goes beyond the model's window, unless the method reads on in constant memory."""
-        check_length(self.method, trained_window(self.model), prompt, max_new_tokens)
+        """Refuse what exceeds the model's context length, unless the method extends it."""
+        check_length(self.method, context_length(self.model), prompt, max_new_tokens)
 
     def prefill(self, ids: Tensor, progress: Callable[[Progress], None] | None = None) -> Tensor:
-        """Feed what is not fed yet, piece by piece. ids [n] -> logits after the last token [vocabulary]"""
-        began, start = time.perf_counter(), len(self.fed)
-        size = self._piece(len(ids))
+        """Prefill the ids the cache has not seen, in chunks. ids [n] -> logits after the last token [vocabulary]"""
+        began, start = time.perf_counter(), len(self.token_ids)
+        size = self._chunk_size(len(ids))
         logits = None
         for first in range(start, len(ids), size):
-            logits = self._pass(ids[first : first + size])[-1].clone()
-            if self.method.recall:
+            logits = self.forward(ids[first : first + size])[-1].clone()
+            if self.method.retrieval:
                 trim()
             if progress:
                 progress(Progress(min(first + size, len(ids)) - start, len(ids) - start, time.perf_counter() - began))
         assert logits is not None
-        self.cache.arrivals.mark_prompt()
-        self.waiting = True
+        self.cache.tracker.mark_prompt()
+        self.has_prefill = True
         return logits
 
-    def _piece(self, tokens: int) -> int:
-        recall = self.method.recall
-        if recall and recall.needs == "surprise":  # known only after a pass, needed before the near window is left
-            return min(self.piece or PIECE, recall.sizes(self.method.tokens(self.cache.budget, tokens)).near)
-        if self.piece:
-            return self.piece
-        if recall and recall.window:
-            piece = GPU_PIECE if self.model.device.type == "cuda" else PIECE
-            return max(1, piece // recall.window) * recall.window
-        return tokens if tokens <= trained_window(self.model) else PIECE
+    def _chunk_size(self, tokens: int) -> int:
+        retrieval = self.method.retrieval
+        if retrieval and retrieval.needs == "surprise":  # known only after a pass, needed before tokens are offloaded
+            near = retrieval.sizes(self.method.tokens(self.cache.budget, tokens)).near
+            return min(self.prefill_chunk_size or PREFILL_CHUNK_SIZE, near)
+        if self.prefill_chunk_size:
+            return self.prefill_chunk_size
+        if retrieval and retrieval.window:
+            size = GPU_PREFILL_CHUNK_SIZE if self.model.device.type == "cuda" else PREFILL_CHUNK_SIZE
+            return max(1, size // retrieval.window) * retrieval.window
+        return tokens if tokens <= context_length(self.model) else PREFILL_CHUNK_SIZE
 
-    def feed(self, ids: Tensor, keep: int = 1) -> Tensor:
-        """Read on. ids [q] -> logits of the last `keep` tokens, 0: of all [keep, vocabulary]"""
-        self.waiting = True
-        size = self._piece(len(ids))
-        return torch.cat([self._pass(ids[first : first + size], keep) for first in range(0, len(ids), size)])[-keep:]
+    def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
+        """Append tokens. ids [q] -> logits of the last `keep` of them, 0: of all [keep, vocabulary]"""
+        self.has_prefill = True
+        size = self._chunk_size(len(ids))
+        return torch.cat([self.forward(ids[first : first + size], keep) for first in range(0, len(ids), size)])[-keep:]
 
-    def _pass(self, ids: Tensor, keep: int = 1) -> Tensor:
+    def forward(self, ids: Tensor, keep: int = 1) -> Tensor:
         """One forward pass."""
-        self.announce(ids)
-        with torch.inference_mode(), sliced(self.model) if len(ids) > TOKENS else nullcontext():
-            batch = ids[None].to(runs_on(self.model))
+        self.before_forward(ids)
+        with torch.inference_mode(), chunked_mlp(self.model) if len(ids) > CHUNK_TOKENS else nullcontext():
+            batch = ids[None].to(execution_device(self.model))
             shown = 0 if self._needs == "surprise" else keep
             logits = self.model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]
-        self.took(ids, logits)
+        self.after_forward(ids, logits)
         return logits[-keep:]
 
     @property
     def _needs(self) -> str:
-        return self.method.recall.needs if self.method.recall else ""
+        return self.method.retrieval.needs if self.method.retrieval else ""
 
-    def announce(self, ids: Tensor) -> None:
-        """Tell the cache what it cannot see of tokens that come. ids [q]"""
+    def before_forward(self, ids: Tensor) -> None:
+        """Give the cache the text's marks of the next tokens. ids [q]"""
         if self._needs == "sentences":
-            self.cache.recaller.tell(0, self.sentences.ends(ids), self.cache.seen)
+            self.cache.retrieval.set_token_marks(0, self.sentences.mark_ends(ids), self.cache.seen)
 
-    def took(self, ids: Tensor, logits: Tensor) -> None:
-        """Tokens went through the model: note what comes of them. ids [q], logits after each, or after the last"""
+    def after_forward(self, ids: Tensor, logits: Tensor) -> None:
+        """Record tokens that the model has processed. ids [q], logits after each, or after the last"""
         if self._needs == "surprise":
-            self.cache.recaller.tell(0, self._surprise(logits, ids))
-        self.fed += ids.tolist()
+            self.cache.retrieval.set_token_marks(0, self._surprise(logits, ids))
+        self.token_ids += ids.tolist()
 
     def _surprise(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """-ln of what each token was expected with; the first of all counts as no surprise. [n]"""
-        before = self.expected if self.fed else None
-        self.expected = logits[-1:].float()
+        """-ln of each token's probability; the very first token counts as no surprise. [n]"""
+        before = self.last_logits if self.token_ids else None
+        self.last_logits = logits[-1:].float()
         rows = logits[:-1].float() if before is None else torch.cat([before, logits[:-1].float()])
-        told = (
-            -rows.log_softmax(-1).gather(1, ids[-len(rows) :, None].to(rows.device))[:, 0] if len(rows) else rows[:, 0]
-        )
-        return torch.cat([told.new_zeros(len(ids) - len(told)), told]).cpu()
+        surprise = rows[:, 0]
+        if len(rows):
+            surprise = -rows.log_softmax(-1).gather(1, ids[-len(rows) :, None].to(rows.device))[:, 0]
+        return torch.cat([surprise.new_zeros(len(ids) - len(surprise)), surprise]).cpu()

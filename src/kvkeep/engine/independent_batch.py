@@ -1,4 +1,4 @@
-"""Engines side by side: a token for each of them in one forward pass, whatever their methods and budgets."""
+"""Batches of sequences with caches of their own: one token each per forward pass, whatever the methods and budgets."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvkeep.engine.row_pool import SHARE, host_bytes, row_bytes
+from kvkeep.engine.row_pool import MEMORY_FRACTION, free_host_bytes, row_bytes
 from kvkeep.engine.sampling import Sampler
 from kvkeep.engine.scheduler import Request
 from kvkeep.errors import StoreFull
-from kvkeep.model.chat import ends
-from kvkeep.model.hf_attention import Handover
-from kvkeep.model.hf_cache import AdaptedCache, runs_on
+from kvkeep.model.chat import eos_token_ids
+from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.model.hf_cache import HFCacheAdapter, execution_device
 
 if TYPE_CHECKING:
     from kvkeep.engine.engine import Engine
 
-FULL = torch.OutOfMemoryError, StoreFull
+OUT_OF_MEMORY = torch.OutOfMemoryError, StoreFull
 
 
-class Abreast(AdaptedCache):
-    """A row for every engine; each attends through its own cache. Longer texts are read one engine after the other."""
+class IndependentBatch(HFCacheAdapter):
+    """A row for every engine; each attends through its own cache. Several tokens are prefilled engine by engine."""
 
     def __init__(self, model: Any, engines: Sequence[Engine]) -> None:
         super().__init__(model)
@@ -33,114 +33,112 @@ class Abreast(AdaptedCache):
 
     @property
     def seen(self) -> int:
-        """Of whoever has read most: where a row goes on, it is told."""
+        """Of the longest row; every row has position ids of its own."""
         return max(engine.cache.seen for engine in self.engines)
 
-    def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
-        rows = (replace(new, query=q, key=k, value=v, plain=False) for q, k, v in _rows(new))
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        qkv = zip(*(t.split(1) for t in (call.query, call.key, call.value)), strict=True)
+        rows = (replace(call, query=q, key=k, value=v, is_sdpa=False) for q, k, v in qkv)
         outputs = [engine.cache.attend(index, row)[0] for engine, row in zip(self.engines, rows, strict=True)]
         return torch.cat(outputs), None
 
-    def feed(self, ids: Tensor, keep: int = 1) -> Tensor:
+    def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
         """ids [rows, q] -> logits of the last `keep` tokens, 0: of all [rows, keep, vocabulary]"""
-        if ids.shape[1] > 1 or not self.shares:
-            return torch.stack([engine.feed(row, keep) for engine, row in zip(self.engines, ids, strict=True)])
+        if ids.shape[1] > 1 or not self.shares_forward:
+            return torch.stack([engine.extend(row, keep) for engine, row in zip(self.engines, ids, strict=True)])
         for engine, row in zip(self.engines, ids, strict=True):
-            engine.announce(row)
-        places, device = torch.tensor([[engine.cache.seen] for engine in self.engines]), runs_on(self.model)
+            engine.before_forward(row)
+        positions, device = torch.tensor([[engine.cache.seen] for engine in self.engines]), execution_device(self.model)
         with torch.inference_mode():
-            logits = self.model(ids.to(device), position_ids=places.to(device), past_key_values=self).logits
+            logits = self.model(ids.to(device), position_ids=positions.to(device), past_key_values=self).logits
         for engine, row, after in zip(self.engines, ids, logits, strict=True):
-            engine.took(row, after)
+            engine.after_forward(row, after)
         return logits
 
     @property
-    def shares(self) -> bool:
-        """No layer is left to transformers, which would keep its own rows."""
-        return len(self.owned) == len(self.layers)
+    def shares_forward(self) -> bool:
+        """Every layer is compressed: one left to transformers would keep rows of its own."""
+        return len(self.compressed_layers) == len(self.layers)
 
-    def take(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only."""
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows only."""
         self.engines = [self.engines[row] for row in rows]
 
 
-def _rows(new: Handover) -> zip:
-    return zip(*(t.split(1) for t in (new.query, new.key, new.value)), strict=True)
-
-
 @dataclass
-class Writer:
-    """One prompt, read by an engine of its own."""
+class RunningRequest:
+    """A request, prefilled by an engine of its own."""
 
     request: Request
     engine: Engine
-    logits: Tensor  # after what was read and written so far [vocabulary]
+    logits: Tensor  # after its last token [vocabulary]
     sampler: Sampler
 
-    def draw(self, last: set[int]) -> bool:
-        """Add the next token. -> whether that was the last"""
-        self.request.add(self.sampler(self.logits), last)
+    def sample(self, eos_token_ids: set[int]) -> bool:
+        """Sample the next token. -> whether the answer is complete"""
+        self.request.add(self.sampler(self.logits), eos_token_ids)
         return self.request.done
 
 
-class SideBySide:
-    """Prompts, each written as it would be alone up to rounding. Who does not fit waits until others are done."""
+class IndependentScheduler:
+    """Decodes each request as it would be alone up to rounding. Requests that do not fit wait until others finish."""
 
     def __init__(self, engine: Engine, question: str | None, rows: int, seed: int) -> None:
         self.engine, self.question, self.rows, self.seed = engine, question, rows, seed
-        self.purse = engine.apart().cache.purse  # what all of them may put away
-        self.last = ends(engine.model, engine.tokenizer)
-        self.at_work: list[Writer] = []
+        self.host_budget = engine.new_sequence().cache.host_budget  # shared by all of them
+        self.eos_token_ids = eos_token_ids(engine.model, engine.tokenizer)
+        self.running: list[RunningRequest] = []
 
-    def write(self, requests: Sequence[Request]) -> None:
+    def run(self, requests: Sequence[Request]) -> None:
         waiting = deque(requests)
-        while waiting or self.at_work:
-            while waiting and len(self.at_work) < self.rows and self._lets_in(waiting[0]):
+        while waiting or self.running:
+            while waiting and len(self.running) < self.rows and self._admit(waiting[0]):
                 waiting.popleft()
-            self.at_work = [writer for writer in self.at_work if not writer.draw(self.last)]
+            self.running = [each for each in self.running if not each.sample(self.eos_token_ids)]
             waiting.extendleft(reversed(self._step()))
 
-    def _lets_in(self, request: Request) -> bool:
-        """Read a prompt, if there is room beside those at work. -> False: it has to wait"""
-        if self.at_work and not self._fits(request):
+    def _admit(self, request: Request) -> bool:
+        """Prefill a request, if there is room beside the running ones. -> False: it has to wait"""
+        if self.running and not self._fits(request):
             return False
-        twin = self.engine.apart()
-        twin.cache.pay_from(self.purse)
+        sequence = self.engine.new_sequence()
+        sequence.cache.share_host_budget(self.host_budget)
         try:
             if self.question is not None:
-                twin.read_for(self.question, len(request.ids))
-            logits = twin.prefill(request.ids)
-        except FULL as error:
-            if self.at_work:
-                self.rows = len(self.at_work)
+                sequence.set_question(self.question, len(request.ids))
+            logits = sequence.prefill(request.ids)
+        except OUT_OF_MEMORY as error:
+            if self.running:
+                self.rows = len(self.running)
                 return False
-            request.refuse(error)
+            request.fail(error)
         else:
             sampler = Sampler(request.temperature, request.top_p, self.seed, request.top_k)
-            self.at_work.append(Writer(request, twin, logits, sampler))
+            self.running.append(RunningRequest(request, sequence, logits, sampler))
         return True
 
     def _fits(self, request: Request) -> bool:
-        """Where nothing is dropped, the host has to hold it, unless somebody said how much it may."""
-        free = host_bytes() if self.engine.method.recall and self.engine.options["host_limit"] is None else None
+        """Whether a retrieval method's tokens fit into host memory; where host_limit is set, that is the limit."""
+        unlimited = self.engine.method.retrieval and self.engine.options["host_limit"] is None
+        free = free_host_bytes() if unlimited else None
         size = row_bytes(self.engine.model, len(request.ids) + request.max_new_tokens)
-        return free is None or size <= SHARE * free
+        return free is None or size <= MEMORY_FRACTION * free
 
     def _step(self) -> list[Request]:
-        """Everybody's next pass. -> who has to begin again, fewer at a time, since there was no room for all"""
-        if not self.at_work:
+        """Decode one token for every running request. -> on OOM, the requests to restart in a batch of half the size"""
+        if not self.running:
             return []
-        requests = [writer.request for writer in self.at_work]
-        abreast = Abreast(self.engine.model, [writer.engine for writer in self.at_work])
+        requests = [each.request for each in self.running]
+        batch = IndependentBatch(self.engine.model, [each.engine for each in self.running])
         try:
-            logits = abreast.feed(torch.tensor([request.words.ids[-1:] for request in requests]))
-        except FULL as error:
-            self.at_work, self.rows = [], max(1, len(requests) // 2)
+            logits = batch.extend(torch.tensor([request.detokenizer.ids[-1:] for request in requests]))
+        except OUT_OF_MEMORY as error:
+            self.running, self.rows = [], max(1, len(requests) // 2)
             if len(requests) == 1:
-                requests.pop().refuse(error)
+                requests.pop().fail(error)
             for request in requests:
-                request.begin_again()
+                request.restart()
             return requests
-        for writer, after in zip(self.at_work, logits, strict=True):
-            writer.logits = after[-1]
+        for each, after in zip(self.running, logits, strict=True):
+            each.logits = after[-1]
         return []

@@ -1,7 +1,7 @@
-"""Many rows decoded together: what caches keep of one text, side by side.
+"""Several compressed caches of one text, decoded as one batch.
 
-Nothing competes here: a question and its answer are added to copies of what was kept, and the caches stay as they are,
-so one compressed text serves many questions. A processor wants rows of equal size, a GPU has kernels for ragged ones.
+Nothing is evicted here: a question and its answer are appended to copies of the caches, which stay as they are, so one
+compressed text serves many questions. Rows are padded on CPU; a GPU has kernels for ragged ones.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
-from kvkeep.engine.cuda_graph import LONGEST, Replay
+from kvkeep.engine.cuda_graph import MAX_WARMUP_PASSES, CudaGraphRunner
 from kvkeep.errors import CacheMisuse
-from kvkeep.kernels.dispatch import append_ragged, attend_ragged, attend_slots
-from kvkeep.model.hf_attention import Handover
-from kvkeep.model.hf_cache import AdaptedCache, OwnedLayer, runs_on
+from kvkeep.kernels.dispatch import append_ragged, padded_attention, ragged_attention
+from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.model.hf_cache import CompressedLayer, HFCacheAdapter, execution_device
 from kvkeep.types import Tokens
 
-WARM = 8  # single tokens added before a pass is captured: a short answer is over sooner than that pays
+CAPTURE_AFTER = 8  # decode steps before one is captured: a capture costs more than a short answer
 
 
 @dataclass
-class Slots:
+class PaddedRows:
     """One layer's rows. keys and values [rows, kv_heads, size, dim], of which each head's first `lengths` are used"""
 
     keys: Tensor
@@ -35,8 +35,8 @@ class Slots:
     lengths: Tensor  # [rows, kv_heads]
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[Tokens]], room: int) -> Slots:
-        """What every row's key heads hold, copied to the beginning of slots with room at the end."""
+    def of(cls, rows: Sequence[Sequence[Tokens]], room: int) -> PaddedRows:
+        """Copies of every row's key heads, padded to the longest and `room` more tokens."""
         lengths, like = _lengths(rows), rows[0][0]
         shape = *lengths.shape, int(lengths.max()) + room
         keys, values = (like.keys.new_zeros(*shape, t.shape[-1]) for t in (like.keys, like.values))
@@ -46,52 +46,53 @@ class Slots:
                 keys[mine], values[mine] = head.keys, head.values
         return cls(keys, values, lengths.to(keys.device))
 
-    def add(self, keys: Tensor, values: Tensor) -> None:
-        """Put q new tokens behind every head's own. keys, values [rows, kv_heads, q, dim]"""
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Append q tokens to every head. keys, values [rows, kv_heads, q, dim]"""
         where = (self.lengths[..., None] + torch.arange(keys.shape[2], device=keys.device))[..., None]
         for buffer, new in ((self.keys, keys), (self.values, values)):
             buffer.scatter_(2, where.expand(-1, -1, -1, buffer.shape[-1]), new.to(buffer.dtype))
         self.lengths += keys.shape[2]
 
-    def attend(self, new: Handover) -> Tensor:
-        return attend_slots(new.query, self.keys, self.values, self.lengths, new.scale, new.softcap, new.sinks)
+    def attend(self, call: AttentionCall) -> Tensor:
+        how = call.scale, call.softcap, call.sink_logits
+        return padded_attention(call.query, self.keys, self.values, self.lengths, *how)
 
-    def take(self, rows: Tensor) -> Slots:
-        return Slots(self.keys[rows], self.values[rows], self.lengths[rows])
+    def select_rows(self, rows: Tensor) -> PaddedRows:
+        return PaddedRows(self.keys[rows], self.values[rows], self.lengths[rows])
 
 
 @dataclass
-class Ragged:
-    """The same without empty slots: every head has a stretch of a flat buffer. keys and values [slots, dim]"""
+class RaggedRows:
+    """The same without padding: every head has a span of a flat buffer. keys and values [slots, dim]"""
 
     keys: Tensor
     values: Tensor
     starts: Tensor  # [rows, kv_heads]
     lengths: Tensor  # [rows, kv_heads]
-    longest: int  # that a head can become
+    longest: int  # tokens a head may have
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[Tokens]], room: int) -> Ragged:
+    def of(cls, rows: Sequence[Sequence[Tokens]], room: int) -> RaggedRows:
         lengths, like = _lengths(rows), rows[0][0]
         *starts, total = accumulate((lengths + room).flatten().tolist(), initial=0)
         keys, values = (like.keys.new_zeros(total, t.shape[-1]) for t in (like.keys, like.values))
         for start, head in zip(starts, (head for heads in rows for head in heads), strict=True):
             mine = slice(start, start + len(head.keys))
             keys[mine], values[mine] = head.keys, head.values
-        places = (torch.tensor(starts).view_as(lengths), lengths)
-        return cls(keys, values, *(t.to(keys.device) for t in places), int(lengths.max()) + room)
+        spans = (torch.tensor(starts).view_as(lengths), lengths)
+        return cls(keys, values, *(t.to(keys.device) for t in spans), int(lengths.max()) + room)
 
-    def add(self, keys: Tensor, values: Tensor) -> None:
-        everybody = torch.ones_like(self.lengths[:, :1])
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        active = torch.ones_like(self.lengths[:, :1])
         for token in range(keys.shape[2]):
             new = (t[:, :, token : token + 1] for t in (keys, values))
-            append_ragged(self.keys, self.values, *new, self.starts, self.lengths, everybody)
+            append_ragged(self.keys, self.values, *new, self.starts, self.lengths, active)
 
-    def attend(self, new: Handover) -> Tensor:
-        how = self.longest, new.scale, new.softcap, new.sinks
-        return attend_ragged(new.query, self.keys, self.values, self.starts, self.lengths, *how)
+    def attend(self, call: AttentionCall) -> Tensor:
+        how = self.longest, call.scale, call.softcap, call.sink_logits
+        return ragged_attention(call.query, self.keys, self.values, self.starts, self.lengths, *how)
 
-    def take(self, rows: Tensor) -> Ragged:
+    def select_rows(self, rows: Tensor) -> RaggedRows:
         return replace(self, starts=self.starts[rows], lengths=self.lengths[rows])
 
 
@@ -99,94 +100,96 @@ def _lengths(rows: Sequence[Sequence[Tokens]]) -> Tensor:
     return torch.tensor([[len(head.keys) for head in heads] for heads in rows])
 
 
-class Together(AdaptedCache):
-    """A cache of many rows, each with what another cache kept of the same text."""
+class PooledBatch(HFCacheAdapter):
+    """A cache of many rows, each a copy of another cache of the same text."""
 
     def __init__(self, model: Any, caches: Sequence[Cache], room: int):
-        """room: tokens that may be added to each row."""
+        """room: tokens that may be appended to each row"""
         super().__init__(model)
-        if len({cache.seen for cache in caches}) != 1 or any(len(cache.arrivals.seen) != 1 for cache in caches):
-            raise CacheMisuse("only caches of one row that read the same text can be decoded together.")
-        self.now = caches[0].seen
-        self.end = self.now + room
-        room += LONGEST
-        kind = Ragged if is_ragged(model) else Slots
-        self.slots = {index: kind.of([cache.store[index].row(0) for cache in caches], room) for index in self.owned}
-        self.copy_stock(caches[0])
+        if len({cache.seen for cache in caches}) != 1 or any(len(cache.tracker.seen) != 1 for cache in caches):
+            raise CacheMisuse("only caches of one row and the same number of tokens can be decoded together.")
+        self.length = caches[0].seen
+        self.max_length = self.length + room
+        room += MAX_WARMUP_PASSES
+        kind = RaggedRows if is_ragged(model) else PaddedRows
+        self.rows = {i: kind.of([cache.store[i].row(0) for cache in caches], room) for i in self.compressed_layers}
+        self.copy_hf_layers(caches[0])
         for layer in self.layers:
-            if not isinstance(layer, OwnedLayer):
+            if not isinstance(layer, CompressedLayer):
                 layer.batch_repeat_interleave(len(caches))
-        self._prepare(len(caches))
+        self._init_step(len(caches))
 
-    def _prepare(self, rows: int) -> None:
-        """What a pass of one token for each row reads, where it can be captured."""
-        self.tokens, self.places = torch.zeros(2, rows, 1, dtype=torch.int64, device=runs_on(self.model))
-        self.steps, self.step = 0, None
+    def _init_step(self, rows: int) -> None:
+        """Allocate the inputs of a decode step, where a CUDA graph reads them."""
+        self.tokens, self.position_ids = torch.zeros(2, rows, 1, dtype=torch.int64, device=execution_device(self.model))
+        self.steps, self.runner = 0, None
 
     @property
     def seen(self) -> int:
-        return self.now
+        return self.length
 
-    def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
-        slots = self.slots[index]
-        slots.add(new.key.detach(), new.value.detach())
-        return new.outcome(slots.attend(new))
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        rows = self.rows[index]
+        rows.append(call.key.detach(), call.value.detach())
+        return call.to_hf_output(rows.attend(call))
 
-    def feed(self, ids: Tensor, keep: int = 1) -> Tensor:
+    def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
         """One forward pass. ids [rows, q] -> logits of the last `keep` tokens, 0: of all [rows, keep, vocabulary]"""
-        if self.now + ids.shape[1] > self.end:
-            raise CacheMisuse(f"{ids.shape[1]} tokens were to be added where {self.end - self.now} have room.")
+        if self.length + ids.shape[1] > self.max_length:
+            room = self.max_length - self.length
+            raise CacheMisuse(f"{ids.shape[1]} tokens were to be appended, but there is room for {room}.")
         with torch.inference_mode():
-            if ids.shape[1] == 1 and len(self.owned) == len(self.layers):
-                logits = self._single(ids)
+            if ids.shape[1] == 1 and len(self.compressed_layers) == len(self.layers):
+                logits = self._decode(ids)
             else:
-                logits = self.model(ids.to(runs_on(self.model)), past_key_values=self, logits_to_keep=keep).logits
-        self.now += ids.shape[1]
+                ids = ids.to(execution_device(self.model))
+                logits = self.model(ids, past_key_values=self, logits_to_keep=keep).logits
+        self.length += ids.shape[1]
         return logits
 
-    def _single(self, ids: Tensor) -> Tensor:
-        """The same for one token each, captured when there were enough of them. -> valid until the next pass"""
+    def _decode(self, ids: Tensor) -> Tensor:
+        """The same for one token each, captured after `CAPTURE_AFTER` steps. -> valid until the next forward pass"""
         self.tokens.copy_(ids)
-        self.places.fill_(self.now)
+        self.position_ids.fill_(self.length)
         self.steps += 1
-        if self.steps == WARM:
-            lengths = {index: slots.lengths.clone() for index, slots in self.slots.items()}
-            again = WeakMethod(self._step)  # weak: slots nobody holds are freed at once
-            self.step = Replay(lambda: again()(), self.model)
+        if self.steps == CAPTURE_AFTER:
+            lengths = {index: rows.lengths.clone() for index, rows in self.rows.items()}
+            step = WeakMethod(self._step)  # weak: an unreferenced batch is freed at once
+            self.runner = CudaGraphRunner(lambda: step()(), self.model)
             for index, before in lengths.items():
-                self.slots[index].lengths.copy_(before)
-        return self.step() if self.step else self._step()
+                self.rows[index].lengths.copy_(before)
+        return self.runner() if self.runner else self._step()
 
     def _step(self) -> Tensor:
-        return self.model(self.tokens, position_ids=self.places, past_key_values=self).logits
+        return self.model(self.tokens, position_ids=self.position_ids, past_key_values=self).logits
 
-    def take(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only."""
-        which = torch.tensor(rows)
-        self.slots = {index: slots.take(which.to(slots.keys.device)) for index, slots in self.slots.items()}
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows only."""
+        index = torch.tensor(rows)
+        self.rows = {i: layer.select_rows(index.to(layer.keys.device)) for i, layer in self.rows.items()}
         for layer in self.layers:
-            if not isinstance(layer, OwnedLayer):
-                layer.batch_select_indices(which)
-        self._prepare(len(rows))
+            if not isinstance(layer, CompressedLayer):
+                layer.batch_select_indices(index)
+        self._init_step(len(rows))
 
 
 def is_ragged(model: Any) -> bool:
-    """Whether rows may be of any size at no cost."""
+    """Whether rows of different lengths cost no padding."""
     return model.device.type == "cuda"
 
 
-def packs(sizes: Sequence[int], most: int, ragged: bool) -> list[list[int]]:
-    """Rows to be decoded together, of no more than `most` slots; if not ragged, at most half of these lie empty.
+def bin_pack(sizes: Sequence[int], max_slots: int, ragged: bool) -> list[list[int]]:
+    """Rows to be decoded as one batch of at most `max_slots`; if not ragged, at most half of these are padding.
 
-    -> their numbers, largest first
+    -> their indices, largest first
     """
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
-        last = found[-1] if found else []
-        held = sum(sizes[other] for other in [*last, row])
-        slots = held if ragged or not last else (len(last) + 1) * sizes[last[0]]
-        if last and slots <= min(2 * held, most):
+        last = batches[-1] if batches else []
+        used = sum(sizes[other] for other in [*last, row])
+        slots = used if ragged or not last else (len(last) + 1) * sizes[last[0]]
+        if last and slots <= min(2 * used, max_slots):
             last.append(row)
         else:
-            found.append([row])
-    return found
+            batches.append([row])
+    return batches

@@ -1,4 +1,4 @@
-"""How far a prompt is read, for whoever waits."""
+"""Progress of a prefill, and a clock that waits for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a prompt is read."""
+    """How far a prompt is prefilled, in tokens."""
 
     done: int
     total: int
@@ -23,7 +23,7 @@ class Progress:
 
     @property
     def left(self) -> float:
-        """Seconds, if it goes on like this."""
+        """Seconds left at this rate."""
         return (self.total - self.done) / self.rate if self.rate else 0.0
 
 

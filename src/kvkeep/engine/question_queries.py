@@ -1,4 +1,4 @@
-"""Reading a question alone, to know what a text is read for."""
+"""The queries of a question, captured in a forward pass of its own, for retrieval while a text is prefilled."""
 
 from __future__ import annotations
 
@@ -7,36 +7,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.compress.retrieval.query import joined
-from kvkeep.model.hf_attention import Handover
-from kvkeep.model.hf_cache import AdaptedCache
+from kvkeep.compress.retrieval.query import concat_heads
+from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.model.hf_cache import HFCacheAdapter
 from kvkeep.model.rope import Rotation
 
 
-class Listener(AdaptedCache):
-    """Keeps every layer's queries, and nothing else."""
+class QueryCapture(HFCacheAdapter):
+    """Records every layer's attention call, and caches nothing."""
 
     seen = 0
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.heard: dict[int, Handover] = {}
+        self.calls: dict[int, AttentionCall] = {}
 
-    def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
-        self.heard[index] = new
-        return new.stock()
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        self.calls[index] = call
+        return call.hf_attention()
 
 
-def listen(model: Any, ids: Tensor, rotations: dict[int, Rotation | None], edge: int) -> dict[int, Tensor]:
-    """The question's queries as they meet keys put away. ids [1, x] -> layer: [x, kv_heads * dim]"""
-    listener = Listener(model)
+def capture_question_queries(
+    model: Any, ids: Tensor, rotations: dict[int, Rotation | None], edge: int
+) -> dict[int, Tensor]:
+    """The question's queries as they meet offloaded keys. ids [1, x] -> layer: [x, kv_heads * dim]"""
+    capture = QueryCapture(model)
     with torch.inference_mode():
-        model(ids, past_key_values=listener, logits_to_keep=1)
+        model(ids, past_key_values=capture, logits_to_keep=1)
     found = {}
-    for index, new in listener.heard.items():
-        query, turn = new.query[0], rotations.get(index)
-        if turn is not None:
+    for index, call in capture.calls.items():
+        query, rotation = call.query[0], rotations.get(index)
+        if rotation is not None:
             positions = torch.arange(query.shape[1], device=query.device)
-            query = turn.turn(query, edge - positions)
-        found[index] = joined(query, new.key.shape[1])
+            query = rotation.rotate(query, edge - positions)
+        found[index] = concat_heads(query, call.key.shape[1])
     return found

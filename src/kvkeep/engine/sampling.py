@@ -1,4 +1,4 @@
-"""How an answer is written: the options of `Engine.generate`, and the next token."""
+"""The options of `Engine.generate`, and sampling the next token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvkeep.errors import BadParameter
 from kvkeep.registry import did_you_mean
 
-ELSEWHERE = {  # what other libraries call it
+OTHER_NAMES = {  # names other libraries use
     "do_sample": " Leave it out: an answer is sampled where temperature is above 0.",
     "max_length": " max_new_tokens= counts the answer alone.",
     "max_tokens": " It is called max_new_tokens= here.",
@@ -34,7 +34,7 @@ def check_sampling(temperature: float, top_p: float, top_k: int = 0) -> None:
         if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
             raise BadParameter(f"{name}={value!r} is not a finite number.")
     if not (temperature >= 0 and 0 < top_p <= 1):
-        raise BadParameter(f"temperature={temperature}, top_p={top_p}: use 0 or more, and a share in (0, 1].")
+        raise BadParameter(f"temperature={temperature}, top_p={top_p}: use 0 or more, and a number in (0, 1].")
     check_count("top_k", top_k, 0, "use a whole number of tokens to sample from, or 0 for all of them")
 
 
@@ -50,7 +50,7 @@ def check_new_tokens(max_new_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Generation:
-    """The options of one answer, checked."""
+    """The checked options of one answer."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -65,11 +65,11 @@ class Generation:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Generation:
-        """From keyword arguments, of which unknown ones are refused by name."""
+        """From keyword arguments; unknown ones are refused by name."""
         known = [each.name for each in fields(cls)]
         for name in options:
             if name not in known:
-                hint = ELSEWHERE.get(name) or did_you_mean(name, known)
+                hint = OTHER_NAMES.get(name) or did_you_mean(name, known)
                 raise BadParameter(f"'{name}' is not an option of an answer; these are: {', '.join(known)}.{hint}")
         return cls(**options)
 
@@ -80,25 +80,46 @@ class Generation:
 
 @dataclass
 class Sampler:
-    """The likeliest token, or one drawn at a temperature from the top_k likeliest, of these from those that make up
-    top_p; as in transformers and vLLM, shares are of what top_k leaves."""
+    """Samples one sequence on the host: the likeliest token, or one of the top_k likeliest that make up top_p.
+
+    As in transformers and vLLM, top_p is of the probability that top_k leaves.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     top_k: int = 0  # 0: all
-    source: torch.Generator = field(init=False)
+    generator: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         check_sampling(self.temperature, self.top_p, self.top_k)
         check_seed(self.seed)
-        self.source = torch.Generator().manual_seed(self.seed)
+        self.generator = torch.Generator().manual_seed(self.seed)
 
     def __call__(self, logits: Tensor) -> int:
         """logits [vocabulary]"""
         if not self.temperature:
             return int(logits.argmax())
         logits, tokens = (logits.float().cpu() / self.temperature).sort(descending=True, stable=True)
-        chances = logits[: self.top_k or None].softmax(-1)
-        chances[chances.cumsum(0) - chances >= self.top_p] = 0.0
-        return int(tokens[torch.multinomial(chances, 1, generator=self.source)])
+        probs = logits[: self.top_k or None].softmax(-1)
+        probs[probs.cumsum(0) - probs >= self.top_p] = 0.0
+        return int(tokens[torch.multinomial(probs, 1, generator=self.generator)])
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, generator: torch.Generator, top_k: Tensor | None = None
+) -> Tensor:
+    """Samples every row on its device: the likeliest token where temperature is 0; else one of top_k, 0: of all.
+
+    logits [rows, vocabulary], temperature, top_p and top_k [rows] -> [rows]
+    """
+    scaled = logits.float() / temperature.clamp_min(1e-5)[:, None]
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        beyond = torch.arange(logits.shape[1], device=logits.device) >= top_k[:, None]
+        ordered = ordered.masked_fill(beyond & (top_k > 0)[:, None], float("-inf"))
+    probs = ordered.softmax(-1)
+    probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p[:, None], 0.0)
+    noise = torch.empty_like(probs).exponential_(generator=generator)
+    sampled = order.gather(1, (probs / noise).argmax(-1, keepdim=True))[:, 0]
+    return torch.where(temperature > 0, sampled, logits.argmax(-1))

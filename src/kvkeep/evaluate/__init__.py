@@ -1,1 +1,1 @@
-"""ANSWERS -> NUMBERS: tasks, how they are scored, and what a run cost."""
+"""QUALITY: tasks, metrics, and the grid of methods and budgets they are scored with."""

@@ -1,4 +1,4 @@
-"""Tasks from the Hugging Face hub, written once as the files that are read ever after: offline works from then on."""
+"""Datasets of the Hugging Face hub, downloaded once into JSON lines; evaluation works offline from then on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvkeep.registry import did_you_mean
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset of the hub: one split of it, or one file in it as it is, out of an archive if a member is named."""
+    """A dataset of the hub: one split, or one file as it is (`member`: out of an archive)."""
 
     repo: str
     config: str | None = None
@@ -31,13 +31,13 @@ class Source:
 
 
 # LongBench is a script, which `datasets` no longer runs, beside an archive; the columns of InfiniteBench's tasks
-# differ too much for one table. The files of both are as our readers want them.
+# differ too much for one table. The files of both are in the format of tasks/.
 LONGBENCH = [*longbench.TEMPLATES, *(f"{task}_e" for task in longbench.LONGBENCH_E)]
 INFINITE = "xinrongzhang2022/InfiniteBench"
 SOURCES = {
     **{f"longbench/{t}": Source("zai-org/LongBench", file="data.zip", member=f"data/{t}.jsonl") for t in LONGBENCH},
     **{f"infinitebench/{t}": Source(INFINITE, file=f"{t}.jsonl") for t in infinitebench.TEMPLATES},
-    "short/arc_easy": Source("allenai/ai2_arc", "ARC-Easy", "test"),  # the splits lm-eval asks
+    "short/arc_easy": Source("allenai/ai2_arc", "ARC-Easy", "test"),  # the splits lm-eval uses
     "short/openbookqa": Source("allenai/openbookqa", "main", "test"),
     "short/wic": Source("aps/super_glue", "wic", "validation"),
     "short/winogrande": Source("allenai/winogrande", "winogrande_xl", "validation"),
@@ -48,12 +48,12 @@ SOURCES = {
 
 
 def data_folder() -> Path:
-    """Where fetched data is kept: beside the models."""
+    """Of downloaded data: beside the models."""
     return default_folder().parents[1] / "data"
 
 
-def lacks(name: str) -> str:
-    """Why a task cannot be fetched, where a package is missing for it; "" otherwise."""
+def missing_package(name: str) -> str:
+    """Why a task cannot be downloaded, where that needs a package that is not installed; "" otherwise."""
     place = name if name in SOURCES else f"short/{name}"
     source = SOURCES.get(place)
     if source is None or source.file or (data_folder() / f"{place}.jsonl").is_file() or find_spec("datasets"):
@@ -62,7 +62,7 @@ def lacks(name: str) -> str:
 
 
 def fetch(name: str, folder: Path | None = None, say: Callable[[str], None] | None = None) -> Path:
-    """A task's file ("longbench/qasper", "wic"), fetched if this is the first time. It appears whole or not at all."""
+    """A task's file ("longbench/qasper", "wic"), downloaded on first use. It appears whole or not at all."""
     place = name if name in SOURCES else f"short/{name}"
     if place not in SOURCES:
         raise UnknownName(f"no task '{name}' is on the hub.{did_you_mean(name, SOURCES)} Known: {', '.join(SOURCES)}.")

@@ -1,7 +1,7 @@
-"""Task × method × budget × protocol -> rows. One reading of a text serves every method, budget and question it can.
+"""Task × method × budget × protocol -> result rows. One prefill serves every method, budget and question it can.
 
-rows.jsonl holds what is the same whenever it is measured, so a run that was killed and continued ends with the same
-file; times.jsonl holds what was timed.
+rows.jsonl holds what is deterministic, so a run that was killed and continued ends with the same file; times.jsonl
+holds timings.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from kvkeep.compress.method import check_budget
 from kvkeep.compress.parse import parse
 from kvkeep.errors import BadInput, BadParameter
-from kvkeep.evaluate.prefill import Cell
+from kvkeep.evaluate.prefill import Config
 from kvkeep.evaluate.prompt import PROTOCOLS
-from kvkeep.evaluate.results import Rows, alone
+from kvkeep.evaluate.results import Results, exclusive_lock
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.worker import Answered, Answerer, Item, versions
+from kvkeep.evaluate.worker import Item, TimedRow, Worker, versions
 
-Answers = Callable[[Sequence[Item]], Iterable[Iterable[Answered]]]  # in order, for rows that always are
+MapItems = Callable[[Sequence[Item]], Iterable[Iterable[TimedRow]]]  # in order, so that rows.jsonl is too
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What every sample is answered with."""
+    """Every method with every budget, under every protocol."""
 
     methods: tuple[str, ...]
     budgets: tuple[int | float, ...]
@@ -37,92 +37,92 @@ class Grid:
         for name in self.protocols:
             if name not in PROTOCOLS:
                 raise BadParameter(f"protocol '{name}' is not known; use {' or '.join(PROTOCOLS)}.")
-        for method, budget in self.cells:
+        for method, budget in self.configs:
             if budget is not None:
                 parse(method).check(check_budget(budget))
 
     @property
-    def cells(self) -> list[Cell]:
-        """Methods with each budget; what keeps everything has none."""
-        cells: list[Cell] = []
+    def configs(self) -> list[Config]:
+        """Methods with each budget; "full" has none."""
+        configs: list[Config] = []
         for method in self.methods:
             known = parse(method)
-            cells += product([method], self.budgets if known.scorer or known.recall else [None])
-        return list(dict.fromkeys(cells))
+            configs += product([method], self.budgets if known.scorer or known.retrieval else [None])
+        return list(dict.fromkeys(configs))
 
 
 def run(
-    answer: Answerer | Answers,
+    answer: Worker | MapItems,
     samples: Sequence[Sample],
     grid: Grid,
     out: str | Path,
     progress: Callable[[int, int], None] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Answer what is not answered yet. about: what else decides a row, the model say. -> all rows"""
+    """Answer the samples that have no row yet. about: what else decides a row, e.g. the model. -> all rows"""
     check_ids(samples)
-    with alone(out):
+    with exclusive_lock(out):
         return _run(answer, samples, grid, out, progress, about)
 
 
 def _run(
-    answer: Answerer | Answers,
+    answer: Worker | MapItems,
     samples: Sequence[Sample],
     grid: Grid,
     out: str | Path,
     progress: Callable[[int, int], None] | None,
     about: Mapping[str, Any] | None,
 ) -> list[dict[str, Any]]:
-    rows, times = Rows(Path(out) / "rows.jsonl"), Rows(Path(out) / "times.jsonl", timed=True)
+    rows, times = Results(Path(out) / "rows.jsonl"), Results(Path(out) / "times.jsonl", timed=True)
     stamps = {(sample.task, sample.id): {**(about or {}), "sample": digest(sample)} for sample in samples}
     check_stamps(rows, stamps, out)
     every = items(samples, grid.protocols)
-    wanted = {key for item in every for key in keys(item, grid)}
-    if strange := len(rows.done - wanted):
-        raise BadInput(f"{str(out)!r} holds {strange} rows that are not of this run; use a folder of its own.")
+    expected = {key for item in every for key in keys(item, grid)}
+    if foreign := len(rows.done - expected):
+        raise BadInput(f"{str(out)!r} holds {foreign} rows that are not of this run; use a folder of its own.")
     todo = [item for item in every if not keys(item, grid) <= rows.done]
-    for found in (answer(item) for item in todo) if isinstance(answer, Answerer) else answer(todo):
+    for found in (answer(item) for item in todo) if isinstance(answer, Worker) else answer(todo):
         for row, timed in found:
             times.add(timed)
             rows.add(row | stamps[row["task"], row["id"]])
         if progress:
-            progress(len(rows.rows), len(wanted))
-    if rows.done != wanted:
-        raise BadInput(f"{str(out)!r} holds {len(rows.done)} rows, this run has {len(wanted)}.")
+            progress(len(rows.rows), len(expected))
+    if rows.done != expected:
+        raise BadInput(f"{str(out)!r} holds {len(rows.done)} rows, this run has {len(expected)}.")
     return rows.rows
 
 
 def items(samples: Sequence[Sample], protocols: Sequence[str]) -> list[Item]:
-    """In the order of the samples; those that ask about the same text before they are known come together.
+    """In the order of the samples; query-agnostic ones about the same context come together.
 
-    Where a question is all there is, it is known: such samples have one protocol.
+    A sample without a context has one protocol, aware.
     """
     found: dict[tuple, list[Sample]] = {}
     for sample, protocol in product(samples, protocols):
         if not sample.context and protocol != protocols[-1]:
             continue
-        known = "aware" if not sample.context else protocol
-        text = (sample.id,) if known == "aware" or sample.choices else (sample.context, sample.chat)
-        found.setdefault((known, sample.task, *text), []).append(sample)
-    return [Item(place[0], tuple(mine)) for place, mine in found.items()]
+        protocol = protocol if sample.context else "aware"
+        text = (sample.id,) if protocol == "aware" or sample.choices else (sample.context, sample.chat)
+        found.setdefault((protocol, sample.task, *text), []).append(sample)
+    return [Item(key[0], tuple(mine)) for key, mine in found.items()]
 
 
 def keys(item: Item, grid: Grid) -> set[tuple]:
-    """Of the rows an item gives."""
+    """Of the rows an item yields."""
     places = ((sample.task, sample.id, item.protocol) for sample in item.samples)
-    return {(*place, *cell) for place, cell in product(places, grid.cells)}
+    return {(*place, *config) for place, config in product(places, grid.configs)}
 
 
 def digest(sample: Sample) -> str:
-    """Of all that is asked: two samples of one id may come from other data, or another seed."""
+    """Of the whole sample: two samples of one id may come from other data, or another seed."""
     return hashlib.sha256(repr(sample).encode()).hexdigest()[:16]
 
 
-def check_stamps(rows: Rows, stamps: Mapping[tuple[str, str], Mapping[str, Any]], out: str | Path) -> None:
-    """What is there already must be what this run would write."""
+def check_stamps(rows: Results, stamps: Mapping[tuple[str, str], Mapping[str, Any]], out: str | Path) -> None:
+    """Rows that are there already must be those this run would write."""
     for row in rows.rows:
-        wanted = {"packages": versions(), **stamps.get((row["task"], row["id"]), {})}
-        for name, value in wanted.items():
+        expected = {"packages": versions(), **stamps.get((row["task"], row["id"]), {})}
+        for name, value in expected.items():
             if row.get(name) != value:
                 raise BadInput(
                     f"{str(out)!r} holds {row['task']} '{row['id']}' of another run ({name} {row.get(name)!r}, here "

@@ -1,4 +1,4 @@
-"""Multiple choice from a compressed cache: what is read is compressed, then each choice is weighed against it."""
+"""Multiple choice from a compressed cache: the prompt is prefilled and compressed, then each choice is scored."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.engine.independent_batch import Abreast
+from kvkeep.engine.independent_batch import IndependentBatch
 from kvkeep.errors import BadInput
-from kvkeep.evaluate.prefill import Row
+from kvkeep.evaluate.prefill import AnswerBatch
 from kvkeep.evaluate.prompt import Prompt
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.choice import pairs
 
 
-def prompts(tokenizer: Any, sample: Sample, protocol: str, window: int) -> list[tuple[Prompt, Tensor]]:
-    """For every choice, what is read and the ids that are scored: those a tokenizer makes of both together, less its
-    own of the first. What is too long loses its beginning; the last token is scored and not read (lm-eval)."""
+def choice_prompts(tokenizer: Any, sample: Sample, protocol: str, context_length: int) -> list[tuple[Prompt, Tensor]]:
+    """For every choice, the prompt and the ids to score: those of prompt and choice tokenized together, less the
+    prompt's. What is too long loses its beginning; the last token is scored but never an input (as in lm-eval)."""
     found = []
-    for read, scored in pairs(sample):
-        context, whole = (torch.tensor(tokenizer(text).input_ids) for text in (read, read + scored))
-        ids, cut = whole[len(context) :], max(0, len(whole) - window - 1)
+    for prompt, choice in pairs(sample):
+        context, whole = (torch.tensor(tokenizer(text).input_ids) for text in (prompt, prompt + choice))
+        ids, cut = whole[len(context) :], max(0, len(whole) - context_length - 1)
         if cut and cut >= len(context):
-            raise BadInput(f"{sample.task} '{sample.id}': a choice has {len(ids)} tokens, the model's window {window}.")
+            raise BadInput(
+                f"{sample.task} '{sample.id}': a choice has {len(ids)} tokens, the model's context length is "
+                f"{context_length}."
+            )
         bos = int(bool(len(context)) and int(context[0]) == tokenizer.bos_token_id)
         first = len(tokenizer(sample.context.rstrip()).input_ids) if sample.context else bos
         split = first if protocol == "agnostic" and first > max(bos, cut) else len(context)
@@ -33,18 +36,19 @@ def prompts(tokenizer: Any, sample: Sample, protocol: str, window: int) -> list[
     return found
 
 
-def loglikelihoods(row: Row, after: Tensor, question: Tensor, ids: Tensor) -> list[float]:
-    """Of these tokens behind a question, for every row; after: logits behind what was read [rows, vocabulary]
+def loglikelihoods(batch: AnswerBatch, after: Tensor, question: Tensor, ids: Tensor) -> list[float]:
+    """Of these tokens after the question, for every row; after: logits after the context [rows, vocabulary]
 
-    Rows that fetch are given them one by one, as they would write them: what they read at once they may see whole.
+    Retrieval methods get the tokens one by one, as in decode: of a chunk they may attend to every token.
     """
-    follow = (question, *ids[:-1].split(1)) if isinstance(row, Abreast) else (torch.cat([question, ids[:-1]]),)
+    one_by_one = isinstance(batch, IndependentBatch)
+    follow = (question, *ids[:-1].split(1)) if one_by_one else (torch.cat([question, ids[:-1]]),)
     logits = [after[:, None].float()]
-    logits += [row.feed(some.expand(len(after), -1), keep=0).float() for some in follow if len(some)]
-    chances = torch.cat(logits, 1)[:, -len(ids) :].log_softmax(-1)
-    return chances.gather(2, ids.to(chances.device).expand(len(after), -1)[..., None]).sum((1, 2)).tolist()
+    logits += [batch.extend(some.expand(len(after), -1), keep=0).float() for some in follow if len(some)]
+    scores = torch.cat(logits, 1)[:, -len(ids) :].log_softmax(-1)
+    return scores.gather(2, ids.to(scores.device).expand(len(after), -1)[..., None]).sum((1, 2)).tolist()
 
 
-def preferred(sample: Sample, likelihoods: Sequence[float]) -> str:
+def most_likely_choice(sample: Sample, likelihoods: Sequence[float]) -> str:
     """The likeliest choice, the first of equals."""
     return sample.choices[likelihoods.index(max(likelihoods))]

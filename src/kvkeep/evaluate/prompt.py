@@ -1,10 +1,10 @@
-"""From a sample to the ids a model reads: what may be compressed, and what comes after.
+"""From a sample to input ids: those that are prefilled and compressed, and those that follow.
 
-Query-agnostic: the context is read and compressed before anybody knows the question; question, end of turn, header and
-the answer's beginning follow. Query-aware: the whole prompt is read at once.
+Query-agnostic: the context is prefilled and compressed before the question is known; question, end of turn, header and
+the answer's prefix follow. Query-aware: the whole prompt is prefilled at once.
 
-Ids are made of the two apart. White space between them goes to the question: tokenizers join it to the word that
-follows, and a question that begins otherwise than in the whole prompt is one the model answers worse.
+The two are tokenized separately. White space between them goes to the question: tokenizers join it to the word that
+follows, and models answer worse if the question's first token differs from that in the whole prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvkeep.errors import BadInput, NoData
 from kvkeep.evaluate.sample import Sample
-from kvkeep.model.chat import around, beginning, ids_of, shared
+from kvkeep.model.chat import bos_text, common_prefix_length, ids_of, split_template
 
 PROTOCOLS = ("agnostic", "aware")
 HALVES, AGAIN = "middle of the prompt, halves decoded", "; then middle of the ids, to fit the window"
@@ -26,34 +26,38 @@ HALVES, AGAIN = "middle of the prompt, halves decoded", "; then middle of the id
 
 @dataclass(frozen=True)
 class Prompt:
-    context: Tensor  # [n] ids that are compressed when they are read
-    question: Tensor  # [m] ids that follow
+    context: Tensor  # [n] ids that are prefilled and compressed
+    question: Tensor  # [m] ids that follow, never evicted
     template: str  # "chat" or "plain"
-    bos: int  # how many there are at the beginning
-    cut: int  # tokens taken out to fit the window
-    rule: str = "middle of the context"  # how
+    bos: int  # BOS tokens at the beginning
+    cut: int  # tokens truncated to fit the context length
+    rule: str = "middle of the context"  # how they were chosen
 
     @property
     def tokens(self) -> int:
         return len(self.context) + len(self.question)
 
 
-def render(tokenizer: Any, sample: Sample, protocol: str, window: int, max_length: int | None = None) -> Prompt:
-    """What is too long loses its middle, and the row says how much.
+def build_prompt(
+    tokenizer: Any, sample: Sample, protocol: str, context_length: int, max_length: int | None = None
+) -> Prompt:
+    """A prompt that is too long loses its middle; Prompt.cut says how much.
 
-    window: tokens the model can see, answer included. max_length: tokens of a prompt, if they are to be fewer; a sample
-    that is cut as LongBench does is so once, before the template, and again only if the window has no room for it.
+    context_length: the model's, answer included. max_length: tokens of a prompt, if fewer; LongBench's rule
+    truncates once, before the template, and again only where that still exceeds the context length.
     """
-    sample, halved = _halves(tokenizer, sample, window, max_length) if sample.margin is not None else (sample, 0)
+    halved = 0
+    if sample.margin is not None:
+        sample, halved = _halves(tokenizer, sample, context_length, max_length)
     template = "chat" if sample.chat and tokenizer.chat_template else "plain"
-    before, after = beginning(tokenizer), ""
-    if template == "chat":  # models that can think aloud do not
-        before, after = around(tokenizer, enable_thinking=False)
+    before, after = bos_text(tokenizer), ""
+    if template == "chat":  # thinking is off
+        before, after = split_template(tokenizer, enable_thinking=False)
     context, question = before + sample.context, sample.question + after + sample.prefix
     bare = context.rstrip() if protocol == "agnostic" and question else context + question
     first, second = (ids_of(tokenizer, text) for text in (bare, (context + question).removeprefix(bare)))
     ids, seam = first + second, len(first)
-    limit = window - sample.max_new_tokens
+    limit = context_length - sample.max_new_tokens
     if sample.margin is None:
         limit = min(limit, max_length or limit)
     room = limit - (len(ids) - seam)
@@ -69,12 +73,13 @@ def render(tokenizer: Any, sample: Sample, protocol: str, window: int, max_lengt
     return Prompt(torch.tensor(read).long(), torch.tensor(ids[seam:]).long(), template, bos, cut + halved, rule)
 
 
-def answerable(samples: Sequence[Sample], window: int) -> tuple[list[Sample], dict[str, str]]:
-    """Samples whose answers leave room for a prompt, and the tasks that have others, with the reason."""
+def answerable(samples: Sequence[Sample], context_length: int) -> tuple[list[Sample], dict[str, str]]:
+    """Samples whose answers leave room for a prompt, and the tasks left out, with the reason."""
+    limit = f"the model's context length is {context_length:,}"
     why = {
-        sample.task: f"may take {sample.max_new_tokens:,} tokens to answer, and the model's window has {window:,}"
+        sample.task: f"may take {sample.max_new_tokens:,} tokens to answer, and {limit}"
         for sample in samples
-        if sample.max_new_tokens + 2 > window
+        if sample.max_new_tokens + 2 > context_length
     }
     found = [sample for sample in samples if sample.task not in why]
     if not found:
@@ -84,40 +89,40 @@ def answerable(samples: Sequence[Sample], window: int) -> tuple[list[Sample], di
     return found, why
 
 
-def _halves(tokenizer: Any, sample: Sample, window: int, max_length: int | None) -> tuple[Sample, int]:
-    """LongBench's rule: the first and the last tokens of the whole prompt, decoded apart. -> what is left, tokens lost
+def _halves(tokenizer: Any, sample: Sample, context_length: int, max_length: int | None) -> tuple[Sample, int]:
+    """LongBench's rule: the first and the last tokens of the whole prompt, decoded separately. -> sample, tokens lost
 
-    Context, question and prefix part where their ids do, so each is as the tokenizer writes it, or what is left of it.
+    Context, question and prefix are split where their ids are, so each is as the tokenizer decodes it.
     """
-    limit = _limit(sample, window, max_length)
+    limit = _limit(sample, context_length, max_length)
     parts = sample.context, sample.question, sample.prefix
     ids = tokenizer("".join(parts)).input_ids
     if len(ids) <= limit:
         return sample, 0
     half = limit // 2
-    seams = [shared(ids, tokenizer("".join(parts[:n])).input_ids) for n in (1, 2)]
+    seams = [common_prefix_length(ids, tokenizer("".join(parts[:n])).input_ids) for n in (1, 2)]
     kept = [_parted(tokenizer, ids, seams, *ends) for ends in ((0, half), (len(ids) - half, len(ids)))]
     context, question, prefix = map("".join, zip(*kept, strict=True))
     return replace(sample, context=context, question=question, prefix=prefix), len(ids) - 2 * half
 
 
-def _limit(sample: Sample, window: int, max_length: int | None) -> int:
-    """Tokens of a prompt, template apart."""
-    free = sample.limits.get(window, window - sample.margin)
-    limit = min(max_length, window - sample.max_new_tokens) if max_length else free
+def _limit(sample: Sample, context_length: int, max_length: int | None) -> int:
+    """Tokens of a prompt without its template."""
+    free = sample.limits.get(context_length, context_length - sample.margin)
+    limit = min(max_length, context_length - sample.max_new_tokens) if max_length else free
     if limit < 2:
         raise BadInput(
-            f"{sample.task} '{sample.id}': a window of {window} tokens leaves none for a prompt: "
+            f"{sample.task} '{sample.id}': a context length of {context_length} tokens leaves none for a prompt: "
             f"{sample.margin} of it stay free, and the answer may have {sample.max_new_tokens}."
         )
     return limit
 
 
 def _parted(tokenizer: Any, ids: list[int], seams: list[int], start: int, end: int) -> list[str]:
-    """The text of some of the ids, cut at the seams that are in it; no letter is lost or cut in two."""
+    """The text of ids[start:end], split at the seams inside it; no character is lost or cut in two."""
     text = tokenizer.decode(ids[start:end], skip_special_tokens=True)
     befores = [tokenizer.decode(ids[start : max(start, min(seam, end))], skip_special_tokens=True) for seam in seams]
-    first, second = sorted(shared(text, before) for before in befores)
+    first, second = sorted(common_prefix_length(text, before) for before in befores)
     return [text[:first], text[first:second], text[second:]]
 
 

@@ -1,4 +1,4 @@
-"""A file of rows that survives being killed: one JSON line each, on disk before the next is begun."""
+"""A file of result rows that survives a kill: one JSON line each, on disk before the next is computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.errors import BadInput
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where nobody watches
+except ImportError:  # not on Windows, where there is no lock
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
@@ -22,8 +22,8 @@ KEY = ("task", "id", "protocol", "method", "budget")
 
 
 @contextmanager
-def alone(folder: str | Path) -> Iterator[None]:
-    """Within, no other process writes to the folder; one that does is named. The system frees what the dead held."""
+def exclusive_lock(folder: str | Path) -> Iterator[None]:
+    """While held, no other process may write to the folder. The system releases the lock of a process that died."""
     if fcntl is None:
         yield
         return
@@ -33,9 +33,9 @@ def alone(folder: str | Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            who = file.read().strip() or "just begun"
+            holder = file.read().strip() or "just begun"
             raise BadInput(
-                f"{str(folder)!r} is being written by another run ({who}); wait for it, or use another folder."
+                f"{str(folder)!r} is being written by another run ({holder}); wait for it, or use another folder."
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -47,26 +47,26 @@ def _opened(path: Path) -> Any:
     try:
         return path.open("a+")
     except OSError as error:
-        raise no_room(path, error, "rows that are there") from error
+        raise write_error(path, error, "rows that are there") from error
 
 
-class Rows:
-    """Append-only. A line that was cut off by a crash is taken away when the file is opened again.
+class Results:
+    """Append-only. Opening it removes a last line that a crash cut short, and duplicate rows of two runs at once.
 
-    So is one that is there twice, as two runs at once leave it. timed: of such lines any will do
+    timed: duplicates may differ, the first one stays
     """
 
     def __init__(self, path: str | Path, timed: bool = False) -> None:
         self.path = Path(path)
         make_folder(self.path.parent)
-        found = self._whole()
-        self.rows = self._merged(found, timed)
+        found = self._read()
+        self.rows = self._deduplicated(found, timed)
         self.done = {key(row) for row in self.rows}
         if len(found) > len(self.rows):
             self._rewrite()
 
-    def _merged(self, found: list[dict[str, Any]], timed: bool) -> list[dict[str, Any]]:
-        """The first of each key; others must say the same."""
+    def _deduplicated(self, found: list[dict[str, Any]], timed: bool) -> list[dict[str, Any]]:
+        """The first row of each key; duplicates must be equal."""
         first: dict[tuple, tuple[int, dict[str, Any]]] = {}
         for line, row in enumerate(found, 1):
             kept = first.setdefault(key(row), (line, row))
@@ -87,9 +87,9 @@ class Rows:
                 os.fsync(file.fileno())
             os.replace(draft, self.path)
         except OSError as error:
-            raise no_room(self.path, error, f"its {len(self.rows)} rows") from error
+            raise write_error(self.path, error, f"its {len(self.rows)} rows") from error
 
-    def _whole(self) -> list[dict[str, Any]]:
+    def _read(self) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
         content = self.path.read_bytes()
@@ -102,7 +102,7 @@ class Rows:
             raise BadInput(f"{str(self.path)!r} is damaged ({error}); move it away to begin anew.") from None
 
     def add(self, row: dict[str, Any]) -> None:
-        """Written and on disk when this returns; one that is there already stays as it is."""
+        """On disk when this returns; a row whose key is there already is ignored."""
         if key(row) in self.done:
             return
         try:
@@ -111,7 +111,7 @@ class Rows:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise no_room(self.path, error, f"its {len(self.rows)} rows") from error
+            raise write_error(self.path, error, f"its {len(self.rows)} rows") from error
         self.rows.append(row)
         self.done.add(key(row))
 
@@ -120,15 +120,15 @@ def _line(row: dict[str, Any]) -> bytes:
     return (json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n").encode()
 
 
-def no_room(path: str | Path, error: OSError, safe: str) -> BadInput:
-    """What to say of a file that cannot be written; safe: what is lost in no case."""
+def write_error(path: str | Path, error: OSError, safe: str) -> BadInput:
+    """Of a file that cannot be written; safe: what is on disk already"""
     return BadInput(
         f"{str(path)!r} cannot be written ({error.strerror}); {safe} are safe: make room, and start again to go on."
     )
 
 
 def make_folder(path: str | Path) -> Path:
-    """There when this returns, or named in an error."""
+    """Unless it exists."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:

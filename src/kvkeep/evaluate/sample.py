@@ -18,12 +18,12 @@ class Sample:
     metric: str  # a name in METRICS
     context: str = ""  # what the question is about; may be compressed before the question is known
     prefix: str = ""  # how the answer begins; after the assistant's header where there is one
-    choices: tuple[str, ...] = ()  # answers to rank by log-likelihood; empty: the answer is written
+    choices: tuple[str, ...] = ()  # answers to rank by log-likelihood; empty: the answer is generated
     max_new_tokens: int = 128
     chat: bool = True  # through the model's chat template, where it has one
-    long: bool = False  # the answer is long enough to have to stay within the budget itself
+    long: bool = False  # the answer, too, has to stay within the budget
     stops: tuple[str, ...] = ()  # texts that end an answer, beside the model's own end
-    speaks: bool = False  # an answer does not begin with an end or a stop
-    margin: int | None = None  # cut as LongBench does: the prompt, template apart, leaves so much of the window free
-    limits: Mapping[int, int] = field(default_factory=dict)  # or, in windows of these sizes, has so many tokens
+    non_empty: bool = False  # an end token or a stop cannot be the first token of the answer
+    margin: int | None = None  # truncated as LongBench does: the prompt, template apart, leaves so many tokens free
+    limits: Mapping[int, int] = field(default_factory=dict)  # or, at these context lengths, has so many tokens
     extra: Mapping[str, Any] = field(default_factory=dict)  # for the metric: classes, length

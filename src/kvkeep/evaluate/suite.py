@@ -1,4 +1,4 @@
-"""Tasks by name, from files or made on the spot; what cannot be had is named with the reason."""
+"""Tasks by name, from files or generated; tasks that are unavailable are listed with the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvkeep.errors import KvkeepError, NoData, UnknownName
 from kvkeep.evaluate import datasets
 from kvkeep.evaluate.datasets import SOURCES, fetch
 from kvkeep.evaluate.metrics.longbench import CHINESE
-from kvkeep.evaluate.reasoning import ASK
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
 from kvkeep.evaluate.tasks.needle import DEPTHS, needle
@@ -28,8 +27,8 @@ READ = {
 }
 PROBLEMS = [name for name in READ if name not in SHORT]
 NEEDLES = {"needle": "sandwich", "needle_number": "number"}
-MADE = (*NEEDLES, *infinitebench.MADE)  # passkey is made, infinitebench/passkey read from a file
-RULER_SAMPLES = 100  # of each task and length, where none are asked for; officially 500
+MADE = (*NEEDLES, *infinitebench.MADE)  # passkey is generated, infinitebench/passkey comes from a file
+RULER_SAMPLES = 100  # of each task and length without --limit; officially 500
 FOLDERS = {"longbench": longbench.longbench, "infinitebench": infinitebench.infinitebench}
 
 
@@ -41,72 +40,72 @@ class Sources:
     haystack: Path | None = None
     squad: Path | None = None
     hotpotqa: Path | None = None
-    lengths: tuple[int, ...] = (4096,)  # of tasks that are made
-    limit: int | None = None  # samples of each task, and of each length of one that is made
+    lengths: tuple[int, ...] = (4096,)  # of generated tasks
+    limit: int | None = None  # samples of each task, and of each length of a generated one
     seed: int = 42
 
 
 def names() -> list[str]:
-    """What can be asked for by name; longbench/… and infinitebench/… take the name of a file."""
+    """Tasks and groups; longbench/… and infinitebench/… take the name of a file."""
     return ["ruler", "niah", *RULER, *MADE, "short", *READ, *FOLDERS]
 
 
 def load(
-    wanted: Iterable[str], tokenizer: Any, sources: Sources, say: Callable[[str], None] | None = None
+    tasks: Iterable[str], tokenizer: Any, sources: Sources, say: Callable[[str], None] | None = None
 ) -> tuple[list[Sample], dict[str, str]]:
-    """Samples of these tasks, and which could not be had, and why; NoData where that is all of them.
+    """Samples of these tasks, and the unavailable ones with the reason; NoData if all are.
 
-    A file that is there but damaged is an error.
+    A file that exists but is damaged is an error.
     """
     samples: list[Sample] = []
     skipped: dict[str, str] = {}
-    for name in _every(wanted, sources):
+    for name in _expanded(tasks, sources):
         try:
-            path = _located(name, sources, say)
+            path = _path(name, sources, say)
         except Unavailable as reason:
             skipped[name] = str(reason)
         else:
             samples += _task(name, path, tokenizer, sources)
     if not samples:
-        raise _nothing(skipped)
+        raise _no_data(skipped)
     return samples, skipped
 
 
-def check(wanted: Iterable[str], sources: Sources) -> None:
-    """Refuse names nobody knows, and tasks of which none can be had, before anything is loaded or fetched."""
-    why = {name: lacks(name, sources) for name in _every(wanted, sources)}
+def check(tasks: Iterable[str], sources: Sources) -> None:
+    """Refuse unknown names, and tasks that are all unavailable, before anything is loaded or downloaded."""
+    why = {name: why_unavailable(name, sources) for name in _expanded(tasks, sources)}
     if all(why.values()):
-        raise _nothing(why)
+        raise _no_data(why)
 
 
-def lacks(name: str, sources: Sources) -> str:
-    """Why a task cannot be had, as far as files and packages tell; "" where nothing speaks against it."""
+def why_unavailable(name: str, sources: Sources) -> str:
+    """By the files and packages that are there; "" if the task is available."""
     if name in RULER or name in MADE:
         return available(sources.haystack, sources.squad, sources.hotpotqa)[1].get(name, "")
     _reader(name)
     if name.startswith("longbench/") and _stem(name) in CHINESE and find_spec("jieba") is None:
         return "is scored with jieba, which is missing (pip install 'kvkeep[eval]')"
     if sources.data is None:
-        return datasets.lacks(name)
-    there = _file(name, sources.data)
-    return "" if there else f"has no file {_stem(name)}.jsonl in {str(sources.data)!r} or its folders"
+        return datasets.missing_package(name)
+    path = _file(name, sources.data)
+    return "" if path else f"has no file {_stem(name)}.jsonl in {str(sources.data)!r} or its folders"
 
 
-def _every(wanted: Iterable[str], sources: Sources) -> list[str]:
-    return list(dict.fromkeys(part for each in wanted for part in _parts(each, sources)))
+def _expanded(tasks: Iterable[str], sources: Sources) -> list[str]:
+    return list(dict.fromkeys(task for name in tasks for task in _tasks_of(name, sources)))
 
 
-def _nothing(skipped: dict[str, str]) -> NoData:
+def _no_data(skipped: dict[str, str]) -> NoData:
     return NoData(f"none of these tasks can be had: {'; '.join(f'{name} {why}' for name, why in skipped.items())}.")
 
 
 class Unavailable(Exception):
-    """Why a task cannot be had."""
+    """Of a task; the text says why."""
 
 
-def _located(name: str, sources: Sources, say: Callable[[str], None] | None) -> Path | None:
-    """The file a task is read from, None for one that is made."""
-    if why := lacks(name, sources):
+def _path(name: str, sources: Sources, say: Callable[[str], None] | None) -> Path | None:
+    """A task's file, None for a generated one."""
+    if why := why_unavailable(name, sources):
         raise Unavailable(why)
     if name in RULER or name in MADE:
         return None
@@ -118,8 +117,8 @@ def _located(name: str, sources: Sources, say: Callable[[str], None] | None) -> 
         raise Unavailable(f"is not here: {error}") from error
 
 
-def _parts(name: str, sources: Sources) -> list[str]:
-    """A group's tasks."""
+def _tasks_of(name: str, sources: Sources) -> list[str]:
+    """A group's tasks, or the task itself."""
     groups: dict[str, Callable[[], list[str]]] = {
         "ruler": lambda: list(RULER),
         "niah": lambda: [task for task in RULER if task.startswith("niah")],
@@ -145,18 +144,18 @@ def _task(name: str, path: Path | None, tokenizer: Any, sources: Sources) -> lis
         depths = _spread(DEPTHS, sources.limit)
         return needle(tokenizer, sources.lengths, depths, sources.haystack, NEEDLES[name], seed=sources.seed)
     read = _reader(name)(path)[: sources.limit]
-    return [_worked(sample) for sample in read] if name in PROBLEMS else read
+    return [_with_reasoning(sample) for sample in read] if name in PROBLEMS else read
 
 
 def _spread(values: Sequence[int], count: int | None) -> list[int]:
-    """So many of them, each from the middle of an equal part."""
+    """`count` of the values, each from the middle of an equal part."""
     count = min(count or len(values), len(values))
     return [values[(2 * number + 1) * len(values) // (2 * count)] for number in range(count)]
 
 
-def _worked(sample: Sample) -> Sample:
-    """A problem asks for its working and a boxed answer, with room for both."""
-    return replace(sample, question=ASK.format(question=sample.question), max_new_tokens=2048, long=True)
+def _with_reasoning(sample: Sample) -> Sample:
+    """Asks for the reasoning and a boxed answer, with tokens for both."""
+    return replace(sample, question=math.PROMPT.format(question=sample.question), max_new_tokens=2048, long=True)
 
 
 def _reader(name: str) -> Callable:
@@ -181,7 +180,7 @@ def _sized(name: str, length: int, tokenizer: Any, sources: Sources) -> list[Sam
 
 
 def _template(tokenizer: Any) -> int:
-    """Tokens the chat template puts around a message."""
+    """Tokens the chat template adds to a message."""
     if not tokenizer.chat_template:
         return 0
     chat = [{"role": "user", "content": ""}]

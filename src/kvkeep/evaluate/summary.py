@@ -1,4 +1,4 @@
-"""Rows summed up: means with their number and a 95 % interval, in percent of the best a metric gives."""
+"""Result rows summarized: means with n and a 95 % interval, in percent of the metric's highest score."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.evaluate.metrics.longbench import RANGES, averages, length_range
-from kvkeep.evaluate.results import no_room
+from kvkeep.evaluate.results import write_error
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
 
-WIDE = 1.96  # standard errors of a 95 % interval
-BEST = {"ruler_string_match_all": 100, "ruler_string_match_part": 100, "niah_kvcachefactory_rouge1": 10}  # others: 1
+Z_95 = 1.96  # standard errors of a 95 % interval
+HIGHEST = {"ruler_string_match_all": 100, "ruler_string_match_part": 100, "niah_kvcachefactory_rouge1": 10}  # others: 1
 
 
 @dataclass(frozen=True)
 class Cell:
-    """All samples of one task, in LongBench-E of one range of its lengths, under one protocol, method and budget."""
+    """All samples of one task (in LongBench-E: of one range of lengths) under one protocol, method and budget."""
 
     task: str
     protocol: str
@@ -33,11 +33,11 @@ class Cell:
     bytes: float
     full_bytes: float
     truncated: int  # samples that lost their middle
-    score_per_character: float | None = None  # percent; of choices, judged by length (lm-eval's acc_norm)
+    score_per_character: float | None = None  # percent; multiple choice, normalized by length (lm-eval's acc_norm)
 
 
-def cells(rows: Iterable[dict[str, Any]]) -> list[Cell]:
-    """In the order they first come; ranges of lengths from short to long."""
+def summarize(rows: Iterable[dict[str, Any]]) -> list[Cell]:
+    """In the order of their first rows; ranges of lengths from short to long."""
     groups: dict[tuple, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         place = row["task"], row["protocol"], row["method"], row["budget"]
@@ -57,7 +57,7 @@ def _range(row: Mapping[str, Any]) -> str:
 
 
 def _cell(place: tuple[str, str, str, int | float | None], group: Sequence[dict[str, Any]]) -> Cell:
-    scores = [share(row) for row in group]
+    scores = [normalized_score(row) for row in group]
     low, high = interval(scores)
     by_character = [row["score_per_character"] for row in group if "score_per_character" in row]
     return Cell(
@@ -74,21 +74,21 @@ def _cell(place: tuple[str, str, str, int | float | None], group: Sequence[dict[
     )
 
 
-def share(row: Mapping[str, Any]) -> float:
-    """Of the best its metric gives."""
-    return float(row["score"]) / BEST.get(row["metric"], 1)
+def normalized_score(row: Mapping[str, Any]) -> float:
+    """0 to 1: the score divided by the metric's highest."""
+    return float(row["score"]) / HIGHEST.get(row["metric"], 1)
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Of the mean of scores from 0 to 1: Wilson's, as if each were 0 or 1, and so too wide where they lie between."""
+    """Wilson's, of the mean of scores from 0 to 1, as if each were 0 or 1; so too wide where they lie between."""
     n, mean = len(scores), min(1.0, max(0.0, _mean(scores)))
-    middle = (mean + WIDE**2 / (2 * n)) / (1 + WIDE**2 / n)
-    half = WIDE * sqrt(mean * (1 - mean) / n + WIDE**2 / (4 * n**2)) / (1 + WIDE**2 / n)
+    middle = (mean + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
+    half = Z_95 * sqrt(mean * (1 - mean) / n + Z_95**2 / (4 * n**2)) / (1 + Z_95**2 / n)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def means(scores: Mapping[str, float]) -> dict[str, float]:
-    """Averages of LongBench, and of RULER at each length, under names that say of how many tasks; of one task, none."""
+    """Averages of LongBench, and of RULER at each length, under names with the number of tasks; none of one task."""
     lengths: dict[str, list[float]] = {}
     for name, score in scores.items():
         task, _, length = name.rpartition("_")
@@ -100,18 +100,18 @@ def means(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 def write_csv(rows: Iterable[dict[str, Any]], path: str | Path) -> None:
-    write_lines(Cell, cells(rows), path)
+    write_lines(Cell, summarize(rows), path)
 
 
 def write_lines(kind: type, lines: Iterable[Any], path: str | Path) -> None:
-    """A CSV of dataclasses of one kind, made from rows that are on disk."""
+    """A CSV of dataclasses of one kind."""
     try:
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(field.name for field in fields(kind))
             writer.writerows(vars(line).values() for line in lines)
     except OSError as error:
-        raise no_room(path, error, "the rows it sums up") from error
+        raise write_error(path, error, "the rows it summarizes") from error
 
 
 def _mean(numbers: Sequence[float]) -> float:

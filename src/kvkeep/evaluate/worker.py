@@ -1,4 +1,4 @@
-"""Questions about one text -> rows: what every method answers at every budget, and what a score cannot go without."""
+"""Samples about one text -> result rows: every config's answer, its score, and what that score depends on."""
 
 from __future__ import annotations
 
@@ -16,143 +16,147 @@ from kvkeep.compress.parse import parse
 from kvkeep.engine.progress import now
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.answer import extract_answer
-from kvkeep.evaluate.multiple_choice import loglikelihoods, preferred, prompts
-from kvkeep.evaluate.prefill import Cell, Held, Row, hold, reporting, rows
-from kvkeep.evaluate.prompt import Prompt, render
+from kvkeep.evaluate.multiple_choice import choice_prompts, loglikelihoods, most_likely_choice
+from kvkeep.evaluate.prefill import AnswerBatch, Config, PrefilledContext, answer_batches, prefill, report_after
+from kvkeep.evaluate.prompt import Prompt, build_prompt
 from kvkeep.evaluate.sample import Sample
-from kvkeep.model.chat import ends
-from kvkeep.model.hf_cache import ENDLESS, trained_window
+from kvkeep.model.chat import eos_token_ids
+from kvkeep.model.hf_cache import UNLIMITED, context_length
 
-Answered = tuple[dict[str, Any], dict[str, Any]]  # a row, and what was timed
-ONE_ANSWER = ("math", "aime")  # metrics of problems with one right answer, written behind the reasoning
-MADE = ("version", "seed", "length", "depth", "words", "splitter", "asked", "capped")  # what a sample says of itself
-PACKAGES = ("kvkeep", "torch", "transformers", "jieba")  # that a row may depend on
-BACK_ENDS = {"code_sim": "difflib"}  # of metrics that elsewhere have others
+TimedRow = tuple[dict[str, Any], dict[str, Any]]  # a row of rows.jsonl, and one of times.jsonl
+ONE_ANSWER = ("math", "aime")  # metrics of problems with one right answer, which follows the reasoning
+MADE = ("version", "seed", "length", "depth", "words", "splitter", "asked", "capped")  # how a sample was generated
+PACKAGES = ("kvkeep", "torch", "transformers", "jieba")  # a row may depend on their versions
+BACK_ENDS = {"code_sim": "difflib"}  # of metrics that have another back end elsewhere
 
 
 @dataclass(frozen=True)
 class Item:
-    """Samples about one text, under one protocol: what one reading can serve."""
+    """Samples about one text, under one protocol: one prefill serves them all."""
 
     protocol: str
     samples: tuple[Sample, ...]
 
 
 @dataclass(frozen=True)
-class Answerer:
-    """Answers items, each the same whoever answers it, and whenever."""
+class Worker:
+    """Answers items; an answer does not depend on the worker, nor on the order of items."""
 
     model: Any
     tokenizer: Any
-    cells: Sequence[Cell]
-    share: bool = True  # one reading for all cells, one batch for their answers
-    max_length: int | None = None  # tokens of a prompt; None: what the window has room for
-    beyond_window: bool = False  # methods that can read longer prompts than the window has room for do
+    configs: Sequence[Config]
+    share: bool = True  # one prefill for all configs, one batch for their answers
+    max_length: int | None = None  # tokens of a prompt; None: the model's context length
+    beyond_window: bool = False  # methods that extend the context length get the whole prompt
 
-    def __call__(self, item: Item) -> Iterator[Answered]:
-        """Sample by sample."""
-        by = self._chosen if item.samples[0].choices else self._written
-        return by(item)
-
-    @property
-    def window(self) -> int:
-        return min(trained_window(self.model), self.max_length or ENDLESS)
+    def __call__(self, item: Item) -> Iterator[TimedRow]:
+        """Rows sample by sample."""
+        answer = self._rank_choices if item.samples[0].choices else self._generate
+        return answer(item)
 
     @property
-    def reaches(self) -> dict[int, list[Cell]]:
-        """How many tokens cells can read, answer included."""
-        found: dict[int, list[Cell]] = {}
-        for cell in self.cells:
-            beyond = self.beyond_window and parse(cell[0]).endless
-            found.setdefault(ENDLESS if beyond else trained_window(self.model), []).append(cell)
+    def context_length(self) -> int:
+        return min(context_length(self.model), self.max_length or UNLIMITED)
+
+    @property
+    def configs_by_limit(self) -> dict[int, list[Config]]:
+        """By the most tokens of prompt and answer they can attend to."""
+        found: dict[int, list[Config]] = {}
+        for config in self.configs:
+            beyond = self.beyond_window and parse(config[0]).extends_context
+            found.setdefault(UNLIMITED if beyond else context_length(self.model), []).append(config)
         return found
 
-    def _hold(self, prompt: Prompt, sample: Sample, cells: Sequence[Cell]) -> list[Held]:
-        """Methods that can use a question know it while they read, if it is in what they read."""
+    def _prefill(self, prompt: Prompt, sample: Sample, configs: Sequence[Config]) -> list[PrefilledContext]:
+        """Query-aware methods are given the question before prefill, where it is part of the prefilled ids."""
         known = "" if len(prompt.question) else _asked(sample)
-        return hold(self.model, self.tokenizer, prompt.context, cells, sample.long, self.share, known)
+        return prefill(self.model, self.tokenizer, prompt.context, configs, sample.long, self.share, known)
 
-    def _rows(self, held: Sequence[Held], sample: Sample, prompt: Prompt, new: int) -> Iterator[tuple[list[int], Row]]:
-        """Else before they are asked. new: tokens that follow the question"""
+    def _batches(
+        self, contexts: Sequence[PrefilledContext], sample: Sample, prompt: Prompt, new: int
+    ) -> Iterator[tuple[list[int], AnswerBatch]]:
+        """Elsewhere they are given it after prefill. new: tokens that follow the question"""
         unknown = _asked(sample) if len(prompt.question) else ""
-        return rows(self.model, held, len(prompt.question) + new, self.share, unknown)
+        return answer_batches(self.model, contexts, len(prompt.question) + new, self.share, unknown)
 
-    def _written(self, item: Item) -> Iterator[Answered]:
-        """Every sample's answers, from one reading wherever the text is the same to the last token."""
-        readings: dict[int, tuple[Tensor, list[Held]]] = {}
-        for sample, (reach, cells) in product(item.samples, self.reaches.items()):
-            prompt = render(self.tokenizer, sample, item.protocol, reach, self.max_length)
-            if reach not in readings or not readings[reach][0].equal(prompt.context):
-                readings[reach] = prompt.context, self._hold(prompt, sample, cells)
-            for held, ids, timed in self._write(readings[reach][1], prompt, sample):
-                said = _cut(self.tokenizer.decode(ids, skip_special_tokens=True), sample.stops)
-                score = METRICS[sample.metric](said, _references(sample), **sample.extra)
-                facts = {"score": score, "answer": said, "new_tokens": len(ids)}
-                facts |= {"cut": len(ids) == sample.max_new_tokens}  # it may have had more to say
+    def _generate(self, item: Item) -> Iterator[TimedRow]:
+        """Every sample's answers, from one prefill wherever the context is the same to the last token."""
+        prefilled: dict[int, tuple[Tensor, list[PrefilledContext]]] = {}
+        for sample, (limit, configs) in product(item.samples, self.configs_by_limit.items()):
+            prompt = build_prompt(self.tokenizer, sample, item.protocol, limit, self.max_length)
+            if limit not in prefilled or not prefilled[limit][0].equal(prompt.context):
+                prefilled[limit] = prompt.context, self._prefill(prompt, sample, configs)
+            for context, ids, timed in self._decode(prefilled[limit][1], prompt, sample):
+                answer = _until_stop(self.tokenizer.decode(ids, skip_special_tokens=True), sample.stops)
+                score = METRICS[sample.metric](answer, _references(sample), **sample.extra)
+                facts = {"score": score, "answer": answer, "new_tokens": len(ids)}
+                facts |= {"cut": len(ids) == sample.max_new_tokens}  # the answer may be unfinished
                 if sample.metric in ONE_ANSWER:
-                    facts |= {"answered": extract_answer(said) is not None}
-                yield self._row(item, sample, prompt, held, facts), {**_place(item, sample, held), **timed}
+                    facts |= {"answered": extract_answer(answer) is not None}
+                yield self._row(item, sample, prompt, context, facts), {**_row_key(item, sample, context), **timed}
 
-    def _write(
-        self, held: Sequence[Held], prompt: Prompt, sample: Sample
-    ) -> list[tuple[Held, list[int], dict[str, Any]]]:
-        """-> for each cell, in order: what it wrote, and how long that took"""
-        found: dict[int, tuple[Held, list[int], dict[str, Any]]] = {}
+    def _decode(
+        self, contexts: Sequence[PrefilledContext], prompt: Prompt, sample: Sample
+    ) -> list[tuple[PrefilledContext, list[int], dict[str, Any]]]:
+        """-> for each config, in order: its context, the ids it decoded, and timings"""
+        found: dict[int, tuple[PrefilledContext, list[int], dict[str, Any]]] = {}
         began = now(self.model.device)
-        for numbers, row in self._rows(held, sample, prompt, sample.max_new_tokens):
-            mine = [held[number] for number in numbers]
-            report = reporting(row, mine)
-            logits = torch.stack([one.logits for one in mine])
+        for numbers, batch in self._batches(contexts, sample, prompt, sample.max_new_tokens):
+            mine = [contexts[number] for number in numbers]
+            report = report_after(batch, mine)
+            logits = torch.stack([context.logits for context in mine])
             if len(prompt.question):
-                logits = row.feed(prompt.question.expand(len(numbers), -1))[:, -1]
+                logits = batch.extend(prompt.question.expand(len(numbers), -1))[:, -1]
             first = now(self.model.device) - began
-            writing = Writing(self.tokenizer, sample, ends(self.model, self.tokenizer))
-            written = writing.write(row, logits)
+            decoder = GreedyDecoder(self.tokenizer, sample, eos_token_ids(self.model, self.tokenizer))
+            decoded = decoder.decode(batch, logits)
             seconds = now(self.model.device) - began
-            for number, ids, one in zip(numbers, written, report(), strict=True):
-                found[number] = one, ids, {
-                    "reading_s": one.seconds,
-                    "readers": one.readers,
-                    "first_token_s": one.seconds + first,
+            for number, ids, context in zip(numbers, decoded, report(), strict=True):
+                found[number] = context, ids, {
+                    "prefill_s": context.prefill_s,
+                    "prefill_configs": context.prefill_configs,
+                    "first_token_s": context.prefill_s + first,
                     "answer_s": seconds,
-                    "writers": len(numbers),
-                    "tokens_per_s": writing.passes / (seconds - first) if writing.passes else None,  # of each together
+                    "decode_configs": len(numbers),
+                    "tokens_per_s": decoder.steps / (seconds - first) if decoder.steps else None,  # of each config
                 }  # fmt: skip
-            del row, report  # before the next batch is made
+            del batch, report  # freed before the next batch is made
             began = now(self.model.device)
-        return [found[number] for number in range(len(held))]
+        return [found[number] for number in range(len(contexts))]
 
-    def _chosen(self, item: Item) -> Iterator[Answered]:
-        """Every choice weighed from what is kept."""
+    def _rank_choices(self, item: Item) -> Iterator[TimedRow]:
+        """The log-likelihood of every choice, given the compressed cache."""
         for sample in item.samples:
             began = now(self.model.device)
-            readings: dict[tuple, list[Held]] = {}
-            weights: list[list[float]] = [[] for _ in self.cells]
-            for prompt, ids in prompts(self.tokenizer, sample, item.protocol, self.window):
+            prefilled: dict[tuple, list[PrefilledContext]] = {}
+            likelihoods: list[list[float]] = [[] for _ in self.configs]
+            for prompt, ids in choice_prompts(self.tokenizer, sample, item.protocol, self.context_length):
                 text = tuple(prompt.context.tolist())
-                if text not in readings:
-                    readings[text] = self._hold(prompt, sample, self.cells)
-                held = list(readings[text])
-                for numbers, row in self._rows(held, sample, prompt, len(ids)):
-                    report = reporting(row, [held[number] for number in numbers])
-                    after = torch.stack([held[number].logits for number in numbers])
-                    found = loglikelihoods(row, after, prompt.question, ids)
-                    for number, weight, one in zip(numbers, found, report(), strict=True):
-                        weights[number].append(weight)
-                        held[number] = one
+                if text not in prefilled:
+                    prefilled[text] = self._prefill(prompt, sample, self.configs)
+                contexts = list(prefilled[text])
+                for numbers, batch in self._batches(contexts, sample, prompt, len(ids)):
+                    report = report_after(batch, [contexts[number] for number in numbers])
+                    after = torch.stack([contexts[number].logits for number in numbers])
+                    found = loglikelihoods(batch, after, prompt.question, ids)
+                    for number, likelihood, context in zip(numbers, found, report(), strict=True):
+                        likelihoods[number].append(likelihood)
+                        contexts[number] = context
             seconds = now(self.model.device) - began
-            for one, mine in zip(held, weights, strict=True):
+            for context, mine in zip(contexts, likelihoods, strict=True):
                 score = METRICS[sample.metric](mine, **sample.extra)
-                facts = {"score": score, "answer": preferred(sample, mine), "loglikelihoods": mine}
+                facts = {"score": score, "answer": most_likely_choice(sample, mine), "loglikelihoods": mine}
                 facts |= {"score_per_character": METRICS["lm_eval_acc_norm"](mine, **sample.extra)}
-                timed = {"seconds": seconds, "readers": one.readers}
-                yield self._row(item, sample, prompt, one, facts), {**_place(item, sample, one), **timed}
+                timed = {"seconds": seconds, "prefill_configs": context.prefill_configs}
+                yield self._row(item, sample, prompt, context, facts), {**_row_key(item, sample, context), **timed}
 
-    def _row(self, item: Item, sample: Sample, prompt: Prompt, held: Held, facts: dict[str, Any]) -> dict[str, Any]:
-        """What a score cannot be compared without."""
-        method, report = held.cache.method, held.report
+    def _row(
+        self, item: Item, sample: Sample, prompt: Prompt, context: PrefilledContext, facts: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A score with all that decides it, so that rows can be compared."""
+        method, report = context.cache.method, context.report
         return {
-            **_place(item, sample, held),
+            **_row_key(item, sample, context),
             **facts,
             "metric": sample.metric,
             "kept_per_head": report.kept_per_head,
@@ -161,16 +165,16 @@ class Answerer:
             "full_bytes": report.full_bytes,
             "host_bytes": report.host_bytes,
             "index_bytes": report.index_bytes,
-            "compressed": _compressed(sample, prompt, held),
-            "budget_unit": _unit(held),
+            "compressed": _compressed(sample, prompt, context),
+            "budget_unit": _budget_unit(context),
             "prompt_tokens": prompt.tokens,
-            "positions": "moved" if method.place or (method.recall and method.recall.moves) else "kept",
+            "positions": "moved" if method.placement or (method.retrieval and method.retrieval.moves_keys) else "kept",
             "template": prompt.template,
             "bos": prompt.bos,
             "truncation": prompt.rule,
             "truncated": prompt.cut,
             "max_new_tokens": sample.max_new_tokens,
-            "stops": [*sorted(ends(self.model, self.tokenizer)), *sample.stops],
+            "stops": [*sorted(eos_token_ids(self.model, self.tokenizer)), *sample.stops],
             "decoding": "greedy",
             "schedule": method.schedule.every,
             "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -182,38 +186,38 @@ class Answerer:
 
 
 @dataclass
-class Writing:
-    """Greedy, until the model ends, a stop is written, or there is no room."""
+class GreedyDecoder:
+    """Greedy, until an end token, a stop text or max_new_tokens."""
 
     tokenizer: Any
     sample: Sample
-    last: set[int]
-    passes: int = 0  # that were made of the model
+    eos_ids: set[int]
+    steps: int = 0  # forward passes
 
-    def write(self, row: Row, logits: Tensor) -> list[list[int]]:
-        """Rows that are done leave when half of them are. logits [rows, vocabulary] -> ids of each"""
+    def decode(self, batch: AnswerBatch, logits: Tensor) -> list[list[int]]:
+        """Finished rows leave the batch when half of them are finished. logits [rows, vocabulary] -> ids of each row"""
         ids: list[list[int]] = [[] for _ in logits]
-        batch = open_ = list(range(len(ids)))
-        logits = self._opening(logits) if self.sample.speaks else logits
-        while open_:
-            tokens = dict(zip(batch, logits.argmax(-1).tolist(), strict=True))
-            open_ = [number for number in open_ if self._add(ids[number], tokens[number])]
-            if open_ and 2 * len(open_) <= len(batch):
-                row.take([batch.index(number) for number in open_])
-                batch = open_
-            if open_:
-                logits = row.feed(torch.tensor([[tokens[number]] for number in batch]))[:, -1]
-                self.passes += 1
+        rows = running = list(range(len(ids)))
+        logits = self._mask_ends(logits) if self.sample.non_empty else logits
+        while running:
+            tokens = dict(zip(rows, logits.argmax(-1).tolist(), strict=True))
+            running = [number for number in running if self._add(ids[number], tokens[number])]
+            if running and 2 * len(running) <= len(rows):
+                batch.select_rows([rows.index(number) for number in running])
+                rows = running
+            if running:
+                logits = batch.extend(torch.tensor([[tokens[number]] for number in rows]))[:, -1]
+                self.steps += 1
         return ids
 
-    def _opening(self, logits: Tensor) -> Tensor:
-        """Without what would end the answer before it begins."""
-        words = (self.tokenizer(stop, add_special_tokens=False).input_ids[-1] for stop in self.sample.stops)
-        return logits.index_fill(-1, torch.tensor([*self.last, *words], device=logits.device), float("-inf"))
+    def _mask_ends(self, logits: Tensor) -> Tensor:
+        """Without the tokens that would end the answer before it begins."""
+        stops = (self.tokenizer(stop, add_special_tokens=False).input_ids[-1] for stop in self.sample.stops)
+        return logits.index_fill(-1, torch.tensor([*self.eos_ids, *stops], device=logits.device), float("-inf"))
 
     def _add(self, ids: list[int], token: int) -> bool:
-        """-> whether there is more to say"""
-        if token in self.last:
+        """-> whether the answer goes on"""
+        if token in self.eos_ids:
             return False
         ids.append(token)
         stops = self.sample.stops
@@ -222,18 +226,18 @@ class Writing:
 
 
 def _asked(sample: Sample) -> str:
-    """What a text is read for; nothing where the question is all there is."""
+    """The question, for query-aware methods; "" where there is no context beside it."""
     return sample.question.strip() if sample.context else ""
 
 
-def _place(item: Item, sample: Sample, held: Held) -> dict[str, Any]:
-    method, budget = held.cell
+def _row_key(item: Item, sample: Sample, context: PrefilledContext) -> dict[str, Any]:
+    method, budget = context.config
     return {"task": sample.task, "id": sample.id, "protocol": item.protocol, "method": method, "budget": budget}
 
 
-def _compressed(sample: Sample, prompt: Prompt, held: Held) -> str:
-    method = held.cache.method
-    if not (method.scorer or method.recall):
+def _compressed(sample: Sample, prompt: Prompt, context: PrefilledContext) -> str:
+    method = context.cache.method
+    if not (method.scorer or method.retrieval):
         return "nothing"
     if sample.long:
         return "decoding"
@@ -245,27 +249,27 @@ def _references(sample: Sample) -> str | list[str]:
     return sample.references[0] if sample.metric in ONE_ANSWER else list(sample.references)
 
 
-def _unit(held: Held) -> str:
-    if held.cell[1] is None:
+def _budget_unit(context: PrefilledContext) -> str:
+    if context.config[1] is None:
         return "none"
-    unit = "fraction of the tokens read" if isinstance(held.cell[1], float) else "tokens"
+    unit = "fraction of the tokens read" if isinstance(context.config[1], float) else "tokens"
     return f"{unit} per key head, window included"
 
 
 @cache
 def versions() -> dict[str, str]:
-    """What rows depend on beside their model and sample."""
+    """Packages and back ends rows depend on, beside their model and sample."""
     found = dict(BACK_ENDS)
     for name in PACKAGES:
         try:
             found[name] = version(name).split("+")[0]
-        except PackageNotFoundError:  # it was not needed
+        except PackageNotFoundError:  # not installed, so not used
             continue
     return found
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
-    """Up to the first stop; one before anything is said does not count."""
+def _until_stop(text: str, stops: Sequence[str]) -> str:
+    """Up to the first stop; a stop before any other text does not count."""
     for stop in stops:
         text = text.lstrip().split(stop)[0] if stop in text.lstrip() else text
     return text

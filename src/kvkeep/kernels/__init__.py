@@ -1,1 +1,1 @@
-"""Attention over ragged caches: plain torch (the specification), Triton, and `dispatch`, which chooses."""
+"""Attention over ragged caches: torch references, Triton kernels, and `dispatch`, which chooses between them."""

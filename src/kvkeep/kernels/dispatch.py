@@ -1,6 +1,6 @@
-"""The functions with a fast implementation, each called by its one name: Triton's on a GPU, torch's elsewhere.
+"""The functions with a Triton kernel, each under one name: Triton's on a GPU, torch's elsewhere.
 
-A kernel that cannot be had, or fails, is reported once and then done without.
+A kernel that is missing or fails is reported once; torch's implementation takes over.
 """
 
 from __future__ import annotations
@@ -15,54 +15,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.torch import quantization, reference, rotation
-from kvkeep.kernels.torch.quantization import Packed
+from kvkeep.kernels.torch import quantization, rotation
+from kvkeep.kernels.torch import reference as torch_reference
+from kvkeep.kernels.torch.quantization import QuantizedKV
 
-HERE = nullcontext()
+NO_SWITCH = nullcontext()
 
 
-def where(device: torch.device) -> AbstractContextManager:
-    """Triton starts kernels on the current device, which need not be the one a layer of a spread model is on."""
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Triton launches kernels on the current device, which need not be the one a layer of a sharded model is on."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return HERE
+        return NO_SWITCH
     return torch.cuda.device(device)
 
 
 def kernel(module: str, name: str) -> Callable[..., Any]:
-    """A function of kernels/triton, imported when it is first needed; raises what a missing Triton raises."""
+    """A function of kernels/triton, imported on first use; raises what a missing Triton raises."""
     return getattr(import_module(f"kvkeep.kernels.triton.{module}"), name)
 
 
-class Best:
+class KernelDispatch:
     """One function in two implementations; the device of its first argument decides."""
 
     def __init__(
         self,
         name: str,
         module: str,
-        fits: Callable[..., bool] = lambda *_: True,
-        plain: ModuleType | Callable[..., Any] = reference,
+        supports: Callable[..., bool] = lambda *_: True,
+        reference: ModuleType | Callable[..., Any] = torch_reference,
     ) -> None:
-        """fits: whether the kernel is made for these arguments; where it is not, torch's is the implementation.
+        """supports: whether the kernel takes these arguments; the reference takes all others.
 
-        plain: where torch's is, or torch's itself
+        reference: the torch implementation, or the module that has it under the same name
         """
-        self.name, self.module, self.fits = name, module, fits
-        self.plain = plain if callable(plain) else getattr(plain, name)
-        self.kernel: Callable[..., Any] | None = None  # once it was needed
+        self.name, self.module, self.supports = name, module, supports
+        self.reference = reference if callable(reference) else getattr(reference, name)
+        self.kernel: Callable[..., Any] | None = None  # loaded on first use
         self.broken = False
 
-    def fast(self, first: Tensor | Packed, *rest: Any) -> bool:
-        """Whether the kernel would do it."""
-        return first.device.type == "cuda" and not self.broken and self.fits(first, *rest)
+    def uses_kernel(self, first: Tensor | QuantizedKV, *rest: Any) -> bool:
+        return first.device.type == "cuda" and not self.broken and self.supports(first, *rest)
 
-    def __call__(self, first: Tensor | Packed, *rest: Any) -> Any:
-        if not self.fast(first, *rest):
-            return self.plain(first, *rest)
+    def __call__(self, first: Tensor | QuantizedKV, *rest: Any) -> Any:
+        if not self.uses_kernel(first, *rest):
+            return self.reference(first, *rest)
         try:
             if self.kernel is None:
                 self.kernel = kernel(self.module, self.name)
-            with where(first.device):
+            with on_device(first.device):
                 return self.kernel(first, *rest)
         except torch.OutOfMemoryError:
             raise
@@ -70,18 +70,26 @@ class Best:
             self.broken = True
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             warnings.warn(f"the kernel '{self.name}' cannot be used ({why}); torch does its work.", stacklevel=2)
-            return self.plain(first, *rest)
+            return self.reference(first, *rest)
 
 
-append_ragged = Best("append_ragged", "decode")
-attend_apart = Best("attend_apart", "retrieval_attention", lambda queries, *_: queries.stride(-1) == 1)
-attend_slots = Best("attend_slots", "decode", lambda queries, *_: queries.shape[2] == 1)
-attend_ragged = Best("attend_ragged", "decode", lambda queries, *_: queries.shape[2] == 1)
-append_packed = Best("append_packed", "quantized_decode", plain=quantization)
-attend_packed = Best("attend_packed", "quantized_decode", lambda queries, *_: queries.shape[2] == 1, quantization)
-column_mass = Best("column_mass", "column_mass")
-distance = Best("distance", "divergence")
-assign = Best("assign", "assign")
-means = Best("means", "assign")
-likeness = Best("likeness", "key_similarity")
-turned = Best("turned", "apply_rope", lambda vectors, *_: vectors.stride(-1) == 1, rotation)
+def _single_query(queries: Tensor, *_: Any) -> bool:
+    return queries.shape[2] == 1
+
+
+def _dense_last_axis(vectors: Tensor, *_: Any) -> bool:
+    return vectors.stride(-1) == 1
+
+
+append_ragged = KernelDispatch("append_ragged", "decode")
+two_region_attention = KernelDispatch("two_region_attention", "retrieval_attention", _dense_last_axis)
+padded_attention = KernelDispatch("padded_attention", "decode", _single_query)
+ragged_attention = KernelDispatch("ragged_attention", "decode", _single_query)
+append_quantized = KernelDispatch("append_quantized", "quantized_decode", reference=quantization)
+quantized_attention = KernelDispatch("quantized_attention", "quantized_decode", _single_query, quantization)
+column_mass = KernelDispatch("column_mass", "column_mass")
+js_distance = KernelDispatch("js_distance", "divergence")
+assign = KernelDispatch("assign", "assign")
+means = KernelDispatch("means", "assign")
+key_similarity = KernelDispatch("key_similarity", "key_similarity")
+rotate = KernelDispatch("rotate", "apply_rope", _dense_last_axis, rotation)

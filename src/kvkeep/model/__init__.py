@@ -1,1 +1,1 @@
-"""The only folder that touches transformers: loading, and the hand-over of queries, keys and values."""
+"""The only folder that touches transformers: loading models, and passing queries, keys and values to caches."""

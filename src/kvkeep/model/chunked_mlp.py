@@ -1,6 +1,6 @@
-"""A long prompt in little memory: what happens to each token by itself happens to a slice of them at a time.
+"""Norms and MLPs of a long prompt in chunks, to save memory: they compute each token by itself.
 
-Attention still sees the whole prompt, so nothing changes but the memory that norms and feed-forward parts take.
+Attention still sees the whole prompt, so nothing changes but the memory that norms and MLPs take.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvkeep.model.modules import beside_attention, instead
+from kvkeep.model.modules import other_modules, replace_forward
 
-TOKENS = 8192  # enough for a GPU to be busy
+CHUNK_TOKENS = 8192  # enough to keep a GPU busy
 
 
 @contextmanager
-def sliced(model: PreTrainedModel, tokens: int = TOKENS) -> Iterator[None]:
-    """Within, passes of more tokens than this are done in slices of so many."""
-    with instead(beside_attention(model), lambda part: _by_slices(part, tokens)):
+def chunked_mlp(model: PreTrainedModel, tokens: int = CHUNK_TOKENS) -> Iterator[None]:
+    """Within, norms and MLPs run on at most so many tokens at a time."""
+    with replace_forward(other_modules(model), lambda module: _chunked(module, tokens)):
         yield
 
 
-def _by_slices(part: nn.Module, tokens: int) -> Callable[..., Any]:
-    whole = part.forward
+def _chunked(module: nn.Module, tokens: int) -> Callable[..., Any]:
+    whole = module.forward
 
-    def forward(*given: Any, **named: Any) -> Any:
-        if len(given) != 1 or named or given[0].ndim != 3 or given[0].shape[1] <= tokens:
-            return whole(*given, **named)
-        first, *rest = given[0].split(tokens, 1)
-        done = whole(first)
-        if not isinstance(done, Tensor) or done.shape != first.shape:
-            return whole(*given)
-        result = torch.empty(given[0].shape, dtype=done.dtype, device=done.device)
-        result[:, :tokens] = done
-        for number, piece in enumerate(rest, 1):
-            result[:, number * tokens : (number + 1) * tokens] = whole(piece)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or args[0].ndim != 3 or args[0].shape[1] <= tokens:
+            return whole(*args, **kwargs)
+        first, *rest = args[0].split(tokens, 1)
+        output = whole(first)
+        if not isinstance(output, Tensor) or output.shape != first.shape:
+            return whole(*args)
+        result = torch.empty(args[0].shape, dtype=output.dtype, device=output.device)
+        result[:, :tokens] = output
+        for number, chunk in enumerate(rest, 1):
+            result[:, number * tokens : (number + 1) * tokens] = whole(chunk)
         return result
 
     return forward

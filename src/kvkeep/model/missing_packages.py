@@ -1,4 +1,4 @@
-"""Told from an error while a model was loaded: is a package missing, and which command brings it?"""
+"""Which package is missing, from an error while a model was loaded, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 PACKAGES = {"PIL": "pillow", "google": "protobuf", "yaml": "pyyaml"}  # where pip's name is not the module's
-ASKED = re.compile(r"pip install (?:-U |--upgrade )?[`'\"]?([A-Za-z][\w.-]*\w)|requires the (\w[\w-]*) library")
+REQUIRED = re.compile(r"pip install (?:-U |--upgrade )?[`'\"]?([A-Za-z][\w.-]*\w)|requires the (\w[\w-]*) library")
 
 
-def lacking(error: BaseException) -> str | None:
-    """What to install, where an import failed somewhere behind an error; None: nothing is lacking."""
-    behind = list(causes(error))
-    for each in reversed(behind):  # the first to fail knows best
+def missing_package(error: BaseException) -> str | None:
+    """What to install, if a failed import caused the error; else None."""
+    chain = list(causes(error))
+    for each in reversed(chain):  # the first error is the most specific
         if isinstance(each, ImportError) and each.name:
             return _command(each.name.partition(".")[0], each)
-        if absent := _asked_for(each):
-            return _command(absent, each)
-    broken = next((each for each in behind if isinstance(each, ImportError)), None)
+        if module := _required(each):
+            return _command(module, each)
+    broken = next((each for each in chain if isinstance(each, ImportError)), None)
     return broken and f"a package could not be imported ({first_line(broken)}); install it again."
 
 
-def _asked_for(error: BaseException) -> str | None:
-    """The module of a package that an error's words ask for, if it is not there."""
-    found = ASKED.search(str(error)) if isinstance(error, ImportError | ValueError) else None
+def _required(error: BaseException) -> str | None:
+    """The module of a package that an error's text names, if it is not installed."""
+    found = REQUIRED.search(str(error)) if isinstance(error, ImportError | ValueError) else None
     if found is None:
         return None
     package = (found[1] or found[2]).lower()
@@ -40,7 +40,7 @@ def _command(module: str, error: BaseException) -> str:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what was behind it."""
+    """An error and the errors that caused it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

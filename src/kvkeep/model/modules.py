@@ -1,4 +1,4 @@
-"""What a decoder layer has beside attention: norms and the feed-forward part, plain functions of each token."""
+"""Modules of a decoder layer: attention, and those that compute each token by itself (norms, MLP)."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def attentions(model: PreTrainedModel) -> list[nn.Module]:
-    return [part for layer in model.modules() for part in layer.children() if hasattr(part, "layer_idx")]
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for layer in model.modules() for module in layer.children() if hasattr(module, "layer_idx")]
 
 
-def beside_attention(model: PreTrainedModel) -> list[nn.Module]:
-    """Of every layer; parts whose forward somebody has replaced already are left to them."""
-    among = {id(part) for part in attentions(model)}
-    layers = [layer for layer in model.modules() if any(id(part) in among for part in layer.children())]
-    parts = [part for layer in layers for part in layer.children()]
-    return [part for part in parts if id(part) not in among and "forward" not in vars(part)]
+def other_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Of every layer, except attention and modules whose forward was replaced already."""
+    attention = {id(module) for module in attention_modules(model)}
+    layers = [layer for layer in model.modules() if any(id(module) in attention for module in layer.children())]
+    modules = [module for layer in layers for module in layer.children()]
+    return [module for module in modules if id(module) not in attention and "forward" not in vars(module)]
 
 
 @contextmanager
-def instead(parts: list[nn.Module], forward: Callable[[nn.Module], Callable[..., Any]]) -> Iterator[None]:
-    """Within, these parts do what `forward` makes of them."""
-    made = [(part, forward(part)) for part in parts]
-    for part, mine in made:
-        part.forward = mine
+def replace_forward(modules: list[nn.Module], forward: Callable[[nn.Module], Callable[..., Any]]) -> Iterator[None]:
+    """Within, these modules have the forward function that `forward` returns for them."""
+    replaced = [(module, forward(module)) for module in modules]
+    for module, function in replaced:
+        module.forward = function
     try:
         yield
     finally:
-        for part in parts:
-            del part.forward
+        for module in modules:
+            del module.forward

@@ -1,4 +1,4 @@
-"""Models of a given shape with random weights: enough to measure time and memory, without a download."""
+"""Models of a given shape with random weights, to measure time and memory without a download."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SHAPES = Registry("shape", {
 })  # fmt: skip
 
 
-def of_shape(name: str, device: Any = None, dtype: Any = torch.float32) -> Any:
-    """A Llama of this shape, weights drawn on its device."""
+def random_model(name: str, device: Any = None, dtype: Any = torch.float32) -> Any:
+    """A Llama of this shape, its weights initialized on the device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**SHAPES[name])
@@ -40,6 +40,6 @@ def of_shape(name: str, device: Any = None, dtype: Any = torch.float32) -> Any:
     torch.manual_seed(0)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else torch.nn.init.ones_(weight)
-    fresh = type(model.model.rotary_emb)(config=config).to(model.device)
-    model.model.rotary_emb = fresh  # its frequencies were not made on the meta device
+    rotary = type(model.model.rotary_emb)(config=config).to(model.device)
+    model.model.rotary_emb = rotary  # the frequencies of one made on the meta device have no values
     return model

@@ -1,1 +1,1 @@
-"""Tensors at rest: ragged buffers that really shrink, quantized ones, a pool of rows, checkpoints."""
+"""Tensors at rest: ragged and quantized layers, buffers of a row pool, offloading, checkpoints."""

@@ -1,4 +1,4 @@
-"""A cache on disk: a folder with the tensors (safetensors) and a description (json) that vouches for both."""
+"""A cache on disk: a folder with the tensors (safetensors) and a description (json) with checksums of both."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ TENSORS, DESCRIPTION, FORMAT = "cache.safetensors", "cache.json", "kvkeep-cache-
 
 
 def write(path: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write both files beside the target and move them there in one step; an older cache at the path is replaced.
+    """Write both files beside the target and move them there atomically; an older cache at the path is replaced.
 
-    A link stays one: what it points to is replaced. Whatever fails, an older cache stays where it is.
+    Of a symbolic link the target is replaced. Whatever fails, an older cache stays where it is.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -48,26 +48,26 @@ def _is_cache(path: Path) -> bool:
 
 
 def _draft(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    save_file(_apart(tensors), folder / TENSORS)
+    save_file(_unshared(tensors), folder / TENSORS)
     described = {"format": FORMAT, **facts, "tensors_sha256": _sha256(folder / TENSORS)}
     described["sha256"] = _checksum(described)
     (folder / DESCRIPTION).write_text(json.dumps(described, indent=1))
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each with memory of its own, which the format asks for; rows that were repeated share theirs."""
-    found: dict[str, Tensor] = {}
-    taken: set[int] = set()
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each in memory of its own, as safetensors requires; repeated rows share theirs."""
+    unshared: dict[str, Tensor] = {}
+    used: set[int] = set()
     for name, tensor in tensors.items():
-        whole = tensor.contiguous()
-        memory = whole.untyped_storage().data_ptr()
-        found[name] = whole.clone() if memory in taken else whole
-        taken.add(memory)
-    return found
+        tensor = tensor.contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        unshared[name] = tensor.clone() if memory in used else tensor
+        used.add(memory)
+    return unshared
 
 
 def _swap(draft: Path, target: Path) -> None:
-    """Put the new folder in the old one's place, in one step where the system can; afterwards `draft` is the old."""
+    """Replace the old folder by the new one, atomically where the system can; afterwards `draft` is the old."""
     if not target.exists():
         os.replace(draft, target)
     elif not _exchange(draft, target):
@@ -82,17 +82,17 @@ def _swap(draft: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Linux can let two folders change places so that neither is ever missing. -> whether it did"""
+    """Exchange two folders so that neither is ever missing, which only Linux can. -> whether it did"""
     try:
         call = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):
         return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return call(cwd, os.fsencode(one), cwd, os.fsencode(other), exchange) == 0
 
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read both files, or say what is wrong with them."""
+    """Read both files; BadCacheFile says what is wrong with them."""
     path = Path(path)
     try:
         facts = json.loads((path / DESCRIPTION).read_text())

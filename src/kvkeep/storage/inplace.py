@@ -1,8 +1,7 @@
-"""Layers of one shape that drop one token for each that comes: their bookkeeping as one batch.
+"""Full layers of one shape that evict one token for each new one: their per-token state as one batch.
 
-What is known of their tokens (where they stood, where they stand, what is remembered of them) moves into one buffer,
-the layers one after the other as further rows, so that a decode step decides for all of them at once. Keys and values
-stay where they are. The layers see the same numbers through views until one of them is packed again.
+Positions and token state move into one buffer, the layers as further rows, so that a decode step selects for all of
+them at once. Keys and values stay where they are. The layers are views of the buffer until one is repacked.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.storage.ragged import LayerCache
+from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Tokens
 
 
-class Swap:
-    """Full layers, each with one free slot in every segment. "Rows" are those of all layers."""
+class InplaceBatch:
+    """Each layer has one free slot in every segment. "Rows" are those of all layers."""
 
-    def __init__(self, layers: Sequence[LayerCache]) -> None:
+    def __init__(self, layers: Sequence[RaggedLayer]) -> None:
         self.layers = layers
         rows, kv_heads = len(layers) * layers[0].rows, layers[0].kv_heads
         joined = [
@@ -27,36 +26,37 @@ class Swap:
             for same in zip(*(layer.flat.parts[2:] for layer in layers), strict=True)
         ]
         for i, layer in enumerate(layers):
-            mine = (None if all_of is None else all_of.chunk(len(layers))[i] for all_of in joined)
-            layer.flat = Tokens(layer.flat.keys, layer.flat.values, *mine)
-        self.positions, self.places, self.notes = (  # [rows, kv_heads, n + 1, …]
-            None if all_of is None else all_of.view(rows, kv_heads, -1, *all_of.shape[1:]) for all_of in joined
+            views = (None if part is None else part.chunk(len(layers))[i] for part in joined)
+            layer.flat = Tokens(layer.flat.keys, layer.flat.values, *views)
+        self.token_positions, self.rope_positions, self.token_state = (  # [rows, kv_heads, n + 1, …]
+            None if part is None else part.view(rows, kv_heads, -1, *part.shape[1:]) for part in joined
         )
-        self.firsts = torch.cat([layer.firsts for layer in layers])
-        self.holes = [layer.hole for layer in layers]
-        self.newest = (torch.cat(self.holes) - self.firsts).view(rows, kv_heads)  # the slot the next token takes
+        self.segment_starts = torch.cat([layer.segment_starts for layer in layers])
+        self.free_slots = [layer.free_slots for layer in layers]
+        self.free_slot = (torch.cat(self.free_slots) - self.segment_starts).view(rows, kv_heads)  # of the next token
 
     @property
-    def stands(self) -> bool:
-        """No layer was packed again since, and the buffers may be written to."""
-        writable = torch.is_inference_mode_enabled() or not self.positions.is_inference()
-        return writable and all(layer.hole is hole for layer, hole in zip(self.layers, self.holes, strict=True))
+    def is_valid(self) -> bool:
+        """No layer was repacked since, and the buffers may be written to."""
+        writable = torch.is_inference_mode_enabled() or not self.token_positions.is_inference()
+        pairs = zip(self.layers, self.free_slots, strict=True)
+        return writable and all(layer.free_slots is slots for layer, slots in pairs)
 
-    def arrive(self, positions: Tensor) -> None:
-        """Note the new token of each row; the slot is free, so nothing is lost if it is not to be. positions [rows]"""
-        slot = self.newest[..., None]
+    def insert(self, positions: Tensor) -> None:
+        """The new token of each row; its slot is free, so an interrupted pass loses nothing. positions [rows]"""
+        slot = self.free_slot[..., None]
         where = positions.repeat(len(self.layers))[:, None, None].expand_as(slot)
-        self.positions.scatter_(2, slot, where)
-        if self.places is not None:
-            self.places.scatter_(2, slot, where)
-        if self.notes is not None:
-            self.notes.scatter_(2, slot[..., None].expand(-1, -1, -1, self.notes.shape[-1]), 0.0)
+        self.token_positions.scatter_(2, slot, where)
+        if self.rope_positions is not None:
+            self.rope_positions.scatter_(2, slot, where)
+        if self.token_state is not None:
+            self.token_state.scatter_(2, slot[..., None].expand(-1, -1, -1, self.token_state.shape[-1]), 0.0)
 
-    def leave(self, slots: Tensor, notes: Tensor | None) -> None:
-        """Free one slot of every row and key head, and remember what is to be. slots [rows, kv_heads]"""
-        if notes is not None:
-            self.notes.copy_(notes)
-        self.newest = slots
-        self.holes = (self.firsts + slots.flatten()).chunk(len(self.layers))
-        for layer, hole in zip(self.layers, self.holes, strict=True):
-            layer.hole = hole
+    def evict(self, slots: Tensor, token_state: Tensor | None) -> None:
+        """Free one slot of every row and key head, and store the new token state. slots [rows, kv_heads]"""
+        if token_state is not None:
+            self.token_state.copy_(token_state)
+        self.free_slot = slots
+        self.free_slots = (self.segment_starts + slots.flatten()).chunk(len(self.layers))
+        for layer, free in zip(self.layers, self.free_slots, strict=True):
+            layer.free_slots = free

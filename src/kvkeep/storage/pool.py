@@ -1,6 +1,6 @@
-"""Where one layer's tokens lie in a pool: as the model makes them, or in 8 or 4 bits.
+"""One layer's buffers in a row pool: in the model's dtype, or quantized to 8 or 4 bits.
 
-Each row and key head has a stretch of its own; where it starts and how many tokens it has is the pool's to know.
+Each row and key head has a span of its own; the pool tracks where it starts and how many tokens it has.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.dispatch import append_packed, append_ragged, attend_packed, attend_ragged
-from kvkeep.kernels.torch.quantization import GROUP, Packed, move
-from kvkeep.storage.quantized import Coded
-from kvkeep.storage.ragged import LayerCache
+from kvkeep.kernels.dispatch import append_quantized, append_ragged, quantized_attention, ragged_attention
+from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV, copy_groups
+from kvkeep.storage.quantized import QuantizedLayer
+from kvkeep.storage.ragged import RaggedLayer
 
 
-class Plain:
-    """Numbers as they come, and behind them a slot that is nobody's, where free rows write."""
+class RaggedBuffer:
+    """The model's dtype; one extra slot at the end, where inactive rows write."""
 
     def __init__(
         self, rows: int, kv_heads: int, tokens: int, dim: int, bits: int | None, dtype: torch.dtype, device: Any
@@ -31,59 +31,60 @@ class Plain:
 
     @staticmethod
     def slots(tokens: int) -> int:
-        """What one key head needs for so many tokens."""
+        """Slots that one key head needs."""
         return tokens
 
-    def put(self, row: int, starts: Sequence[int], layer: LayerCache) -> None:
-        """Copy what a cache of one row holds. starts: of each key head's stretch"""
+    def put(self, row: int, starts: Sequence[int], layer: RaggedLayer) -> None:
+        """Copy the tokens of a cache of one row. starts: of each key head's span"""
         for start, kept in zip(starts, layer.row(0), strict=True):
             mine = slice(start, start + len(kept.keys))
             self.keys[mine], self.values[mine] = kept.keys, kept.values
 
     def append(self, key: Tensor, value: Tensor, starts: Tensor, lengths: Tensor, active: Tensor) -> None:
-        """One token for each of the first rows, counted where they are active. [rows, kv_heads, 1, dim]"""
+        """One token for each of the first rows, counted where active. [rows, kv_heads, 1, dim]"""
         append_ragged(self.keys, self.values, key, value, starts, lengths, active)
 
     def attend(self, query: Tensor, starts: Tensor, lengths: Tensor, longest: int, *how: Any) -> Tensor:
-        """how: scale, softcap, sinks"""
-        return attend_ragged(query, self.keys, self.values, starts, lengths, longest, *how)
+        """how: scale, softcap, sink_logits"""
+        return ragged_attention(query, self.keys, self.values, starts, lengths, longest, *how)
 
 
-class Quantised:
-    """Complete groups as codes, and a tail for each row and key head; free rows write nothing."""
+class QuantizedBuffer:
+    """Complete groups quantized, and a tail for each row and key head; inactive rows write nothing."""
 
     def __init__(self, rows: int, kv_heads: int, tokens: int, dim: int, bits: int, dtype: torch.dtype, device: Any):
-        slots = -(-tokens // GROUP) * GROUP
-        self.packed = Packed.empty(max(GROUP, slots), dim, dim, bits, dtype, device)
-        self.tails = [torch.zeros(rows, kv_heads, GROUP, dim, dtype=dtype, device=device) for _ in range(2)]
+        slots = -(-tokens // GROUP_SIZE) * GROUP_SIZE
+        self.kv = QuantizedKV.empty(max(GROUP_SIZE, slots), dim, dim, bits, dtype, device)
+        self.tails = [torch.zeros(rows, kv_heads, GROUP_SIZE, dim, dtype=dtype, device=device) for _ in range(2)]
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes + sum(tail.nbytes for tail in self.tails)
+        return self.kv.nbytes + sum(tail.nbytes for tail in self.tails)
 
     @staticmethod
     def slots(tokens: int) -> int:
-        """Those of complete groups, of one at least."""
-        return max(1, tokens // GROUP) * GROUP
+        """Slots of complete groups, of one at least."""
+        return max(1, tokens // GROUP_SIZE) * GROUP_SIZE
 
-    def put(self, row: int, starts: Sequence[int], layer: LayerCache) -> None:
-        """Copy codes as they are; pack what is not stored like that."""
-        bits = self.packed.bits
-        coded = layer.coded if layer.rests and layer.bits == bits else Coded.of([layer.row(0)], bits)
+    def put(self, row: int, starts: Sequence[int], layer: RaggedLayer) -> None:
+        """Copy the groups of a layer quantized alike; quantize another one."""
+        bits = self.kv.bits
+        same = layer.is_quantized and layer.bits == bits
+        quantized = layer.quantized if same else QuantizedLayer.of([layer.row(0)], bits)
         pairs = [
-            (first + g, start // GROUP + g)
-            for first, start, n in zip(coded.firsts, starts, coded.lengths, strict=True)
-            for g in range(n // GROUP)
+            (first + g, start // GROUP_SIZE + g)
+            for first, start, n in zip(quantized.firsts, starts, quantized.lengths, strict=True)
+            for g in range(n // GROUP_SIZE)
         ]
-        theirs, mine = torch.tensor(pairs, dtype=torch.int64, device=self.packed.device).view(-1, 2).unbind(1)
-        move(coded.packed, theirs, self.packed, mine)
-        for tail, part in zip(self.tails, (coded.tail_keys, coded.tail_values), strict=True):
+        source, target = torch.tensor(pairs, dtype=torch.int64, device=self.kv.device).view(-1, 2).unbind(1)
+        copy_groups(quantized.kv, source, self.kv, target)
+        for tail, part in zip(self.tails, (quantized.tail_keys, quantized.tail_values), strict=True):
             tail[row] = part[0]
 
     def append(self, key: Tensor, value: Tensor, starts: Tensor, lengths: Tensor, active: Tensor) -> None:
         tails = [tail[: len(starts)] for tail in self.tails]
-        append_packed(self.packed, *tails, key[:, :, 0], value[:, :, 0], starts, lengths, active)
+        append_quantized(self.kv, *tails, key[:, :, 0], value[:, :, 0], starts, lengths, active)
 
     def attend(self, query: Tensor, starts: Tensor, lengths: Tensor, longest: int, *how: Any) -> Tensor:
         tails = [tail[: len(starts)] for tail in self.tails]
-        return attend_packed(query, self.packed, *tails, starts, lengths, longest, *how)
+        return quantized_attention(query, self.kv, *tails, starts, lengths, longest, *how)

@@ -1,1 +1,1 @@
-"""How a budget is shared: first among layers, then among the key heads of one layer."""
+"""Budgets: of layers within a model (layers.py), of key heads within a layer (heads.py)."""

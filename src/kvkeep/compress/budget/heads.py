@@ -1,7 +1,7 @@
-"""Sharing a layer's budget among its key heads: (scores, forced, lengths, budget, units) -> tokens per key head.
+"""Head budgets: (scores, forced, lengths, budget, units) -> tokens per key head.
 
-scores [kv_heads, n], -inf beyond a head's length; forced [kv_heads, n], tokens that stay in any case; units: what the
-selection keeps or drops whole, None where that is single tokens.
+scores [kv_heads, n], -inf beyond a head's length; forced [kv_heads, n]: tokens that are always kept; units: groups of
+tokens selected whole, None for single tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class EqualHeads:
 
 @dataclass(frozen=True)
 class AdaptiveHeads:
-    """Ada-KV (arXiv:2407.11550): the heads' scores compete in one pool; each head is sure of a floor.
+    """Ada-KV (arXiv:2407.11550): tokens of all heads compete by score; each head has a guaranteed floor.
 
-    Deviations: the floor is `alpha` of an equal share, taken by each head's best tokens before the pool is opened,
-    where the authors' code mixes the two counts after the fact; both conserve the total. Where units are kept whole,
-    a token competes by what its unit is worth, then by its own score: by what decides in the selection.
+    Deviations: the floor is `alpha` of an equal budget, taken by each head's best tokens before heads compete, where
+    the authors' code mixes the two counts afterwards; both conserve the total. With units, a token competes by its
+    unit's score, then by its own, as in the selection.
     """
 
     alpha: float = 0.2
@@ -49,21 +49,22 @@ class AdaptiveHeads:
     ) -> list[int]:
         kv_heads = len(lengths)
         total = min(kv_heads * budget, sum(lengths))
-        sure = self._sure(scores, forced, budget, units)
-        winners = best_first(_pooled(scores.masked_fill(sure, INF)))
+        reserved = self._reserved(scores, forced, budget, units)
+        order = best_first(_token_major(scores.masked_fill(reserved, INF)))
         if units is not None:
-            worth = units.worth.gather(1, units.member).masked_fill(scores == -INF, -INF).masked_fill(sure, INF)
-            winners = winners[_pooled(worth)[winners].sort(descending=True, stable=True).indices]
-        return torch.bincount(kv_heads - 1 - winners[:total] % kv_heads, minlength=kv_heads).tolist()
+            unit_scores = units.scores.gather(1, units.member).masked_fill(scores == -INF, -INF)
+            unit_scores = _token_major(unit_scores.masked_fill(reserved, INF))
+            order = order[unit_scores[order].sort(descending=True, stable=True).indices]
+        return torch.bincount(kv_heads - 1 - order[:total] % kv_heads, minlength=kv_heads).tolist()
 
-    def _sure(self, scores: Tensor, forced: Tensor, budget: int, units: Units | None) -> Tensor:
-        """Tokens no other head can take: those that must stay, and the first of what each head would keep."""
-        tokens, must = scores > -INF, forced.sum(1)
-        floor = must + (self.alpha * (budget - must).clamp_min(0).double()).floor().long()
-        place = ranked(scores, forced, tokens, units).argsort(dim=1)  # 0 for a head's best token
-        return (place < floor[:, None]) & tokens
+    def _reserved(self, scores: Tensor, forced: Tensor, budget: int, units: Units | None) -> Tensor:
+        """Forced tokens, and the best ones of each head up to its floor."""
+        tokens, count = scores > -INF, forced.sum(1)
+        floor = count + (self.alpha * (budget - count).clamp_min(0).double()).floor().long()
+        rank = ranked(scores, forced, tokens, units).argsort(dim=1)  # 0 for a head's best token
+        return (rank < floor[:, None]) & tokens
 
 
-def _pooled(scores: Tensor) -> Tensor:
-    """One row, token-major, heads in falling order: the later of equals is the later token, then the lower head."""
+def _token_major(scores: Tensor) -> Tensor:
+    """One row, tokens by tokens, heads in descending order: ties go to the later token, then the lower head."""
     return scores.flip(0).t().reshape(-1)

@@ -1,7 +1,7 @@
-"""Sharing a budget among layers, before or after seeing them all. The total is layers * budget, exactly.
+"""Layer budgets: tokens per key head of each layer; the total is layers * budget, exactly.
 
-`floor` is what every layer keeps in any case, `tokens` how many there are. An allocator that compares layers has
-`weigh`, and compaction then waits for the last layer: until then all layers of the forward pass are held whole.
+floor: tokens every layer keeps; tokens: length of the text. An allocator that compares layers has `layer_weight`;
+eviction then waits for the last layer: until then all layers of the forward pass are held uncompressed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from math import floor as floor_of
 import torch
 from torch import Tensor
 
-from kvkeep.compress.attention import attention, from_end, mean_and_variance
-from kvkeep.compress.guard import check_window, shrunk
+from kvkeep.compress.attention import attention, distance_from_end, mean_and_variance
+from kvkeep.compress.guard import check_window, effective_window
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.torch.reference import entropy
 from kvkeep.types import Observation
@@ -22,7 +22,7 @@ from kvkeep.types import Observation
 
 @dataclass(frozen=True)
 class EqualLayers:
-    weigh = None
+    layer_weight = None
 
     def __call__(self, budget: int, floor: int, tokens: int, layers: int) -> list[int]:
         return [budget] * layers
@@ -30,17 +30,17 @@ class EqualLayers:
 
 @dataclass(frozen=True)
 class Pyramid:
-    """PyramidKV (arXiv:2406.02069): shares beyond the floor fall linearly from the first layer to the last.
+    """PyramidKV (arXiv:2406.02069): budgets above the floor fall linearly from the first layer to the last.
 
-    Deviation: where the first layer would get more than there is, the line turns about its middle, so the total stays.
+    Deviation: where the first layer would get more tokens than there are, the slope is reduced, so the total stays.
     """
 
     beta: int = 20
-    weigh = None
+    layer_weight = None
 
     def __post_init__(self) -> None:
         if self.beta < 1:
-            raise BadParameter(f"beta={self.beta} must be 1 or more: the last layer gets 1/beta of the mean share.")
+            raise BadParameter(f"beta={self.beta} must be 1 or more: the last layer gets 1/beta of the mean budget.")
 
     def __call__(self, budget: int, floor: int, tokens: int, layers: int) -> list[int]:
         if budget >= tokens:
@@ -52,36 +52,36 @@ class Pyramid:
             high = tokens - floor
             low = 2 * mean - high
         slope = Fraction(high - low, max(1, layers - 1))
-        shares = [high - slope * layer for layer in range(layers)] if layers > 1 else [Fraction(mean)]
-        return [floor + share for share in whole(shares)]
+        extra = [high - slope * layer for layer in range(layers)] if layers > 1 else [Fraction(mean)]
+        return [floor + n for n in round_to_total(extra)]
 
 
-class ByWeight:
-    """Layers share what lies above the floor in proportion to a weight each of them shows."""
+class WeightedLayers:
+    """Budgets above the floor in proportion to a weight computed from each layer."""
 
     window: int
 
-    def weigh(self, seen: Observation, budget: int) -> Tensor:
+    def layer_weight(self, seen: Observation, budget: int) -> Tensor:
         raise NotImplementedError
 
     def __call__(self, budget: int, floor: int, tokens: int, weights: list[float]) -> list[int]:
         if budget >= tokens:
             return [tokens] * len(weights)
-        shares = poured(weights, len(weights) * (budget - floor), tokens - floor)
-        return [floor + share for share in whole(shares)]
+        extra = distribute(weights, len(weights) * (budget - floor), tokens - floor)
+        return [floor + n for n in round_to_total(extra)]
 
     def _rows(self, seen: Observation, budget: int) -> Tensor:
         """Attention of the window over the tokens before it. [heads, w, n], zero elsewhere"""
-        window = shrunk(self.window, budget)
+        window = effective_window(self.window, budget)
         rows = attention(seen, max(1, window))
-        return (rows * (from_end(seen) >= window)[:, None, None]).flatten(0, 1)
+        return (rows * (distance_from_end(seen) >= window)[:, None, None]).flatten(0, 1)
 
 
 @dataclass(frozen=True)
-class CakeLayers(ByWeight):
+class CakeLayers(WeightedLayers):
     """CAKE (arXiv:2503.12491): entropy and temporal variance of the window's attention.
 
-    Deviation: shared once, after the last layer, instead of cascading; the result is the same (its theorem 1).
+    Deviation: allocated once, after the last layer, instead of cascading; the result is the same (its theorem 1).
     """
 
     tau1: float = 1.0
@@ -93,50 +93,50 @@ class CakeLayers(ByWeight):
         if self.tau1 <= 0 or self.tau2 <= 0:
             raise BadParameter(f"tau1={self.tau1}, tau2={self.tau2}: both must be positive.")
 
-    def weigh(self, seen: Observation, budget: int) -> Tensor:
+    def layer_weight(self, seen: Observation, budget: int) -> Tensor:
         rows = self._rows(seen, budget)
-        disorder = entropy(rows).sum(1).mean()
-        movement = mean_and_variance(rows)[1].sum(1).mean()
-        return disorder ** (1 / self.tau1) * movement ** (1 / self.tau2)
+        dispersion = entropy(rows).sum(1).mean()
+        shift = mean_and_variance(rows)[1].sum(1).mean()
+        return dispersion ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
 
 @dataclass(frozen=True)
-class EntropyLayers(ByWeight):
-    """Layers whose window looks at many tokens get more: ActQKV's information density, taken from attention."""
+class EntropyLayers(WeightedLayers):
+    """Layers whose window attends to many tokens get more: ActQKV's information density, taken from attention."""
 
     window: int = 32
 
     def __post_init__(self) -> None:
         check_window(self.window)
 
-    def weigh(self, seen: Observation, budget: int) -> Tensor:
+    def layer_weight(self, seen: Observation, budget: int) -> Tensor:
         rows = self._rows(seen, budget)
         total = rows.sum(-1, keepdim=True)
         return entropy(torch.where(total > 0, rows / total.clamp_min(1e-30), 0.0)).mean()
 
 
-def poured(weights: list[float], amount: float, room: int) -> list[float]:
-    """Share an amount in proportion to the weights; who is full passes the rest on, the weightless come last."""
+def distribute(weights: list[float], amount: float, limit: int) -> list[float]:
+    """Split an amount in proportion to the weights, at most `limit` each; zero weights get what others cannot take."""
     if any(not 0 <= w < float("inf") for w in weights):
         raise BadParameter(f"layer weights {weights} are not finite numbers; check the model's attention.")
-    given, waiting = [0.0] * len(weights), set(range(len(weights)))
-    while waiting and amount > 0 and room > 0:
-        thirsty = [i for i in waiting if weights[i] > 0] or list(waiting)
-        total = sum(weights[i] for i in thirsty) or len(thirsty)
-        part = {i: amount * (weights[i] if weights[i] > 0 else 1.0) / total for i in thirsty}
-        full = [i for i in thirsty if part[i] >= room]
-        for i in full or thirsty:
-            given[i] = min(part[i], room)
-        amount = amount - room * len(full) if full else 0
-        waiting -= set(full)
-    return given
+    parts, remaining = [0.0] * len(weights), set(range(len(weights)))
+    while remaining and amount > 0 and limit > 0:
+        layers = [i for i in remaining if weights[i] > 0] or list(remaining)
+        total = sum(weights[i] for i in layers) or len(layers)
+        wanted = {i: amount * (weights[i] if weights[i] > 0 else 1.0) / total for i in layers}
+        full = [i for i in layers if wanted[i] >= limit]
+        for i in full or layers:
+            parts[i] = min(wanted[i], limit)
+        amount = amount - limit * len(full) if full else 0
+        remaining -= set(full)
+    return parts
 
 
-def whole(shares: list) -> list[int]:
-    """Integers that follow the shares and add up to the same total: their running sum is rounded."""
+def round_to_total(amounts: list) -> list[int]:
+    """Integers close to the amounts with the same total: the running sum is rounded."""
     total, ends = 0, [0]
-    for share in shares:
-        total += share
+    for amount in amounts:
+        total += amount
         nudge = Fraction(1, 2) if isinstance(total, Fraction) else 0.5 + 1e-9
         ends.append(floor_of(total + nudge))
     return [b - a for a, b in zip(ends, ends[1:], strict=False)]

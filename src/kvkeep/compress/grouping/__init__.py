@@ -1,4 +1,4 @@
-"""Which tokens are kept or dropped together: (Observation, scores, free) -> Units.
+"""Units of tokens that are kept or evicted together: (Observation, scores, free) -> Units.
 
-`free` marks the tokens that compete; those that stay in any case are not part of a unit's worth.
+`free` marks the tokens that compete; those always kept do not count for a unit's score.
 """

@@ -16,7 +16,7 @@ from kvkeep.types import Observation
 class Blocks:
     size: int = 16
     name: str = "block"
-    usual: int = 16  # up to this size a short text is simply one block; a larger one was asked for and makes no sense
+    usual: int = 16  # up to this size a shorter text is one block; larger sizes raise
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -1,8 +1,8 @@
-"""Clusters of the key space around prototypes: hashed outliers and plain ranges of text (ProtoKV).
+"""Clusters of keys around prototypes: hashed outliers and ranges of text (ProtoKV).
 
-A cluster is worth the mean vote of its tokens (Algorithm 1) or their sum (equation 11), the window's tokens included.
+A cluster scores the mean of its tokens (Algorithm 1) or their sum (equation 11), the window's tokens included.
 Deviations: by default there are `n // 16` ranges, at most the paper's 500, which is meant for texts of 5-15K tokens;
-their sizes differ by one at most, where the paper cuts all to `n // v` and leaves a remainder.
+their sizes differ by at most one, where the paper cuts all to `n // v` and leaves a remainder.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.compress.attention import real
+from kvkeep.compress.attention import token_mask
 from kvkeep.compress.outliers import outlier_degree
 from kvkeep.compress.select import Units, best_first
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import assign, means
 from kvkeep.types import Observation
 
-MOST, EACH = 500, 16  # ranges at most, and tokens in each, where nobody says
+MAX_RANGES, RANGE_TOKENS = 500, 16  # defaults
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Prototypes:
     kappa: int = 5
     anchors: int = 32
     bits: int = 2
-    chunks: int | None = None  # ranges of text; None: as many as give each 16 tokens, 500 at most
+    chunks: int | None = None  # ranges of text; None: one per 16 tokens, 500 at most
     gamma: float | None = None
     kind: str = "both"  # "chunks": no anchors; "lsh": every token is hashed and its bucket is its cluster
     seed: int = 0
-    buckets: int | None = None  # for anchors; None: one per number of `bits` bits
+    buckets: int | None = None  # for anchors; None: 2 ** bits
     worth: str = "mean"
 
     def __post_init__(self) -> None:
         if self.kappa < 1:
-            raise BadParameter(f"kappa={self.kappa}: a key needs at least one neighbour to be unlike; use 1 or more.")
+            raise BadParameter(f"kappa={self.kappa}: a key needs a neighbour to compare with; use 1 or more.")
         if self.anchors < 1:
             raise BadParameter(f"anchors={self.anchors} must be 1 or more; without any use prototypes=chunks.")
         if not 1 <= self.bits <= 16:
@@ -51,71 +51,71 @@ class Prototypes:
 
     def _check_counts(self) -> None:
         if self.chunks is not None and not (isinstance(self.chunks, int) and self.chunks >= 1):
-            raise BadParameter(f"chunks={self.chunks!r} must be 1 or more, or None: one for every {EACH} tokens.")
+            raise BadParameter(f"chunks={self.chunks!r} must be 1 or more, or None: one per {RANGE_TOKENS} tokens.")
         if self.buckets is not None and not (isinstance(self.buckets, int) and 1 <= self.buckets <= 2**self.bits):
             raise BadParameter(
-                f"buckets={self.buckets!r}: bits={self.bits} tells {2**self.bits} apart; use 1 to {2**self.bits}, "
+                f"buckets={self.buckets!r}: bits={self.bits} gives {2**self.bits}; use 1 to {2**self.bits}, "
                 "or more bits."
             )
 
     @property
-    def hashed(self) -> int:
+    def num_buckets(self) -> int:
         """Buckets of anchors: the paper's u."""
         if self.kind == "chunks":
             return 0
         return 2**self.bits if self.buckets is None else self.buckets
 
-    def ranges(self, n: int) -> int:
+    def num_ranges(self, n: int) -> int:
         """Ranges of a text of n tokens: the paper's v. Never 0."""
-        return max(1, min(MOST, n // EACH) if self.chunks is None else min(self.chunks, n))
+        return max(1, min(MAX_RANGES, n // RANGE_TOKENS) if self.chunks is None else min(self.chunks, n))
 
-    def count(self, seen: Observation) -> int:
-        """Clusters of the fullest head, empty ones counted."""
-        return self.hashed + max(map(self.ranges, seen.lengths))
+    def num_clusters(self, seen: Observation) -> int:
+        """Clusters of the longest head, empty ones included."""
+        return self.num_buckets + max(map(self.num_ranges, seen.lengths))
 
     def __call__(self, seen: Observation, scores: Tensor, free: Tensor) -> Units:
-        member = seen.once(replace(self, worth="mean"), lambda: self.members(seen))
-        counted = real(seen).to(scores.dtype)
+        member = seen.memoize(replace(self, worth="mean"), lambda: self.members(seen))
+        counted = token_mask(seen).to(scores.dtype)
         total, size = (
-            scores.new_zeros(len(scores), self.count(seen)).scatter_add(1, member, x)
+            scores.new_zeros(len(scores), self.num_clusters(seen)).scatter_add(1, member, x)
             for x in (scores * counted, counted)
         )
         return Units(member, total if self.worth == "sum" else total / size.clamp_min(1))
 
     def members(self, seen: Observation) -> Tensor:
         """The cluster of every token: buckets first, then ranges. [kv_heads, n]"""
-        keys, tokens = seen.keys, real(seen)
+        keys, tokens = seen.keys, token_mask(seen)
         if self.kind == "lsh":
             return self._all_hashed(seen)
-        home = self.hashed + self._ranges(seen)
+        initial = self.num_buckets + self._ranges(seen)
         if self.kind == "both":
             ranked = best_first(outlier_degree(seen, self.kappa).masked_fill(~tokens, float("-inf")))
             anchor = torch.zeros_like(tokens).scatter(1, ranked[:, : self.anchors], True) & tokens
-            home = torch.where(anchor, self._numbers(keys, self.bits) % self.hashed, home)
-        count = self.count(seen)
-        return assign(keys, *means(keys, home.masked_fill(~tokens, count), count))
+            initial = torch.where(anchor, self._hashes(keys, self.bits) % self.num_buckets, initial)
+        count = self.num_clusters(seen)
+        return assign(keys, *means(keys, initial.masked_fill(~tokens, count), count))
 
     def _all_hashed(self, seen: Observation) -> Tensor:
-        """The ablation: every token in a bucket, and as many buckets as there are clusters otherwise. [kv_heads, n]"""
-        counts = [self.hashed + self.ranges(n) for n in seen.lengths]
+        """The ablation: every token is hashed, into as many buckets as there are clusters otherwise. [kv_heads, n]"""
+        counts = [self.num_buckets + self.num_ranges(n) for n in seen.lengths]
         rows = zip(seen.keys, counts, strict=True)
-        return torch.stack([self._numbers(keys, (count - 1).bit_length()) % count for keys, count in rows])
+        return torch.stack([self._hashes(keys, (count - 1).bit_length()) % count for keys, count in rows])
 
-    def _numbers(self, keys: Tensor, bits: int) -> Tensor:
-        """Signs of random Fourier features, read as a number of so many bits. [.., n]"""
+    def _hashes(self, keys: Tensor, bits: int) -> Tensor:
+        """Signs of random Fourier features as the bits of an integer. [.., n]"""
         source = torch.Generator().manual_seed(self.seed)
         keys, dim = keys.float(), keys.shape[-1]
-        spread = dim**-0.5 if self.gamma is None else self.gamma
-        weights = torch.randn(bits, dim, generator=source) * spread
+        gamma = dim**-0.5 if self.gamma is None else self.gamma
+        weights = torch.randn(bits, dim, generator=source) * gamma
         phase = torch.rand(bits, generator=source) * 2 * torch.pi
         signs = (keys @ weights.to(keys.device).t() + phase.to(keys.device)).cos() > 0
         return (signs.long() << torch.arange(bits, device=keys.device)).sum(-1)
 
     def _ranges(self, seen: Observation) -> Tensor:
-        """Contiguous ranges of a head's tokens, as even as whole tokens allow. [kv_heads, n]"""
+        """Contiguous ranges of a head's tokens, of sizes as equal as possible. [kv_heads, n]"""
         index = torch.arange(seen.tokens, device=seen.keys.device)
         rows = []
         for n in seen.lengths:
-            count = self.ranges(n)
+            count = self.num_ranges(n)
             rows.append((index * count // max(1, n)).clamp_max(count - 1))
         return torch.stack(rows)

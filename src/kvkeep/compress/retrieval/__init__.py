@@ -1,1 +1,1 @@
-"""Retrieval: nothing is dropped; what does not fit is put away in units and fetched when queries ask for it."""
+"""Retrieval: nothing is evicted; tokens beyond the budget are offloaded in units and retrieved by queries."""

@@ -1,7 +1,8 @@
-"""Which tokens are put away together. Every cut says how many of the tokens on their way out are ready to go.
+"""Chunking: which tokens are offloaded, and retrieved, as one unit.
 
-`ready` gets what is known of the tokens beyond the near window (oldest first), `members` the keys of those that go;
-`whole` is the size units are fetched in where all have the same, else 1. `in_order`: units are stretches of the text.
+`num_ready`: how many of the tokens beyond the near window (oldest first) can be offloaded now; for marks see
+`RetrievalConfig.needs`. `members`: the unit of each of them. `uniform_size`: the size of all units, 1 if they differ.
+`contiguous`: units are spans of the text.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from kvkeep.types import Observation
 
 @dataclass(frozen=True)
 class Chunks:
-    """Equal stretches of text."""
+    """Spans of text of one length."""
 
     chunk: int | None = None
-    usual: int = 32  # where nobody says; an 8th of the budget at most
-    in_order = even = True  # even: all units are of one size
+    default: int = 32  # where chunk is not given; at most an 8th of the budget
+    contiguous = uniform = True  # uniform: all units are of one size
 
     def __post_init__(self) -> None:
         if self.chunk is not None and self.chunk < 1:
             raise BadParameter(f"chunk={self.chunk} must hold at least one token.")
 
     def size(self, budget: int) -> int:
-        return self.chunk or max(1, min(self.usual, budget // 8))
+        return self.chunk or max(1, min(self.default, budget // 8))
 
-    whole = size
+    uniform_size = size
 
-    def ready(self, marks: Tensor | None, waiting: int, budget: int) -> int:
+    def num_ready(self, marks: Tensor | None, waiting: int, budget: int) -> int:
         return waiting // self.size(budget) * self.size(budget)
 
     def members(self, keys: Tensor, marks: Tensor | None, budget: int) -> Tensor:
@@ -44,27 +45,27 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Clusters:
-    """Keys alike, wherever they stood: k-means by cosine, one clustering per key head. Deterministic.
+    """Similar keys of any position: k-means by cosine, one clustering per key head. Deterministic.
 
     The first centres are tokens at equal distances in the text.
     """
 
     tokens: int = 80  # per cluster, on average
-    pack: int | None = None  # written tokens that are clustered together
+    pack: int | None = None  # decoded tokens that are clustered together
     iterations: int = 20
-    usual: int = 320
-    in_order = even = False
+    default: int = 320
+    contiguous = uniform = False
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.iterations < 0:
             raise BadParameter(f"tokens={self.tokens}, iterations={self.iterations}: use 1 or more, and 0 or more.")
 
     def size(self, budget: int) -> int:
-        return self.pack or max(1, min(self.usual, budget // 4))
+        return self.pack or max(1, min(self.default, budget // 4))
 
-    ready = Chunks.ready
+    num_ready = Chunks.num_ready
 
-    def whole(self, budget: int) -> int:
+    def uniform_size(self, budget: int) -> int:
         return 1
 
     def members(self, keys: Tensor, marks: Tensor | None, budget: int) -> Tensor:
@@ -76,89 +77,89 @@ class Clusters:
 
 
 @dataclass(frozen=True)
-class Grouped:
+class MethodClusters:
     """The clusters of a method that evicts whole clusters."""
 
     group: Callable
     pack: int | None = None
-    usual: int = 128
-    in_order = even = False
+    default: int = 128
+    contiguous = uniform = False
 
-    size, ready, whole = Clusters.size, Chunks.ready, Clusters.whole
+    size, num_ready, uniform_size = Clusters.size, Chunks.num_ready, Clusters.uniform_size
 
     def members(self, keys: Tensor, marks: Tensor | None, budget: int) -> Tensor:
         heads, n, dim = keys.shape
         where = torch.arange(n, device=keys.device).expand(heads, -1)
         seen = Observation(keys[:, :0], keys, keys, where, (n,) * heads, n, n, dim**-0.5)
-        return compacted(self.group.members(seen))
+        return renumber_units(self.group.members(seen))
 
 
 @dataclass(frozen=True)
-class Marked:
-    """Stretches that end where a mark says so: sentences. Too long a stretch is cut."""
+class SentenceChunks:
+    """Spans that end at a mark: sentences. Too long a span is split."""
 
     longest: int = 128
-    in_order, even = True, False
-    whole = Clusters.whole
+    contiguous, uniform = True, False
+    uniform_size = Clusters.uniform_size
 
     def size(self, budget: int) -> int:
         return max(1, min(self.longest, budget // 8))
 
-    def ready(self, marks: Tensor | None, waiting: int, budget: int) -> int:
-        """All that lies before a mark, and what has waited for one too long."""
+    def num_ready(self, marks: Tensor | None, waiting: int, budget: int) -> int:
+        """Everything up to the last mark, and behind it whole spans of the longest length."""
         ends = (marks[:waiting] > 0).nonzero()
         last = int(ends[-1]) + 1 if len(ends) else 0
         longest = self.size(budget)
         return last + (waiting - last) // longest * longest
 
     def members(self, keys: Tensor, marks: Tensor | None, budget: int) -> Tensor:
-        return stretches(marks > 0, self.size(budget))[None]
+        return split_spans(marks > 0, self.size(budget))[None]
 
 
 @dataclass(frozen=True)
 class Events:
-    """EM-LLM: a new event begins where the text surprises, moved to where the keys on both sides differ most.
+    """EM-LLM: a new event begins at a surprising token, moved to where the keys on both sides differ most.
 
-    Surprises are compared with those before them in their piece of the text.
+    A token's surprise is compared with those before it in its segment of the text.
     """
 
     gamma: float = 1.0
     longest: int = 128
     shortest: int = 8
     refine: bool = True
-    in_order, even = True, False
+    contiguous, uniform = True, False
 
     def size(self, budget: int) -> int:
-        """Text is cut into events in pieces of this size; an event ends with its piece at the latest."""
+        """Text is split into events in segments of this size; an event ends with its segment at the latest."""
         return max(1, min(4 * self.longest, budget // 4))
 
-    ready, whole = Chunks.ready, Clusters.whole
+    num_ready, uniform_size = Chunks.num_ready, Clusters.uniform_size
 
     def members(self, keys: Tensor, marks: Tensor | None, budget: int) -> Tensor:
-        piece = self.size(budget)
+        size = self.size(budget)
         numbers, before = [], 0
-        for first in range(0, keys.shape[1], piece):
-            here = slice(first, first + piece)
-            numbers.append(before + self._events(keys[:, here], marks[here].tolist(), piece))
+        for first in range(0, keys.shape[1], size):
+            segment = slice(first, first + size)
+            numbers.append(before + self._events(keys[:, segment], marks[segment].tolist(), size))
             before = int(numbers[-1][-1]) + 1
         return torch.cat(numbers)[None]
 
-    def _events(self, keys: Tensor, surprise: list[float], piece: int) -> Tensor:
-        """Numbers of the events in one piece. [n]"""
-        starts = boundaries(surprise, self.gamma, piece)
+    def _events(self, keys: Tensor, surprise: list[float], size: int) -> Tensor:
+        """Numbers of the events in one segment. [n]"""
+        starts = boundaries(surprise, self.gamma, size)
         if self.refine:
-            starts = refined(starts, similarity(keys))
+            starts = refine_boundaries(starts, similarity(keys))
         kept = [0]
         for start in starts[1:]:
             if start - kept[-1] >= self.shortest:
                 kept.append(start)
         ends = torch.zeros(keys.shape[1], dtype=torch.bool, device=keys.device)
         ends[torch.tensor([start - 1 for start in kept[1:]], dtype=torch.long, device=keys.device)] = True
-        return stretches(ends, max(1, piece // 4))
+        return split_spans(ends, max(1, size // 4))
 
 
 def kmeans(keys: Tensor, first: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    """Lloyd's rounds by cosine from the tokens `first`; a cluster nobody joins keeps its centre.
+    """Lloyd's algorithm by cosine from the tokens `first`; an empty cluster keeps its centre.
 
     keys [heads, n, dim] -> cluster of each token [heads, n], centres [heads, k, dim] as plain means
     """
@@ -174,15 +175,15 @@ def kmeans(keys: Tensor, first: Tensor, iterations: int) -> tuple[Tensor, Tensor
     return member, centres
 
 
-def compacted(member: Tensor) -> Tensor:
-    """Units renumbered so that those nobody is in vanish, unless another head has them. [heads, n]"""
+def renumber_units(member: Tensor) -> Tensor:
+    """Units renumbered without those that are empty in all heads. [heads, n]"""
     used = torch.zeros(int(member.max()) + 1, dtype=torch.long, device=member.device)
     used[member.flatten()] = 1
     return (used.cumsum(0) - 1)[member]
 
 
-def stretches(ends: Tensor, longest: int) -> Tensor:
-    """Number the stretches that end at these tokens, none longer than allowed. ends [n] bool -> [n]"""
+def split_spans(ends: Tensor, longest: int) -> Tensor:
+    """Number the spans that end at these tokens, splitting those longer than `longest`. ends [n] bool -> [n]"""
     index = torch.arange(len(ends), device=ends.device)
     begins = torch.cat([ends.new_ones(1), ends[:-1]])
     start = torch.where(begins, index, 0).cummax(0).values
@@ -191,7 +192,7 @@ def stretches(ends: Tensor, longest: int) -> Tensor:
 
 
 def boundaries(surprise: list[float], gamma: float, window: int) -> list[int]:
-    """Where events begin: at the first token, and wherever surprise exceeds mean + gamma · std of those before."""
+    """Starts of events: the first token, and each whose surprise exceeds mean + gamma · std of those before."""
     starts = [0] if surprise else []
     for t in range(1, len(surprise)):
         before = surprise[max(0, t - window) : t]
@@ -203,15 +204,15 @@ def boundaries(surprise: list[float], gamma: float, window: int) -> list[int]:
 
 
 def similarity(keys: Tensor) -> Tensor:
-    """Dot products of keys, all heads together. [n, n] float64"""
-    joined = keys.double().transpose(0, 1).flatten(1)
-    return joined @ joined.t()
+    """Dot products of keys, heads concatenated. [n, n] float64"""
+    vectors = keys.double().transpose(0, 1).flatten(1)
+    return vectors @ vectors.t()
 
 
-def refined(starts: list[int], graph: Tensor) -> list[int]:
-    """Each boundary moved, left to right, to where the two events beside it are most modular.
+def refine_boundaries(starts: list[int], graph: Tensor) -> list[int]:
+    """Each boundary moved, left to right, to where the modularity of the two events beside it is highest.
 
-    It stays behind the one before; the later of equals wins. Sums over blocks come from running sums of the graph.
+    It stays behind the one before; the later of equals wins. Sums over blocks come from cumulative sums of the graph.
     """
     n = len(graph)
     sums = torch.zeros(n + 1, n + 1, dtype=graph.dtype, device=graph.device)

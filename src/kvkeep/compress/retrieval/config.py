@@ -1,7 +1,7 @@
-"""A retrieval method is a value too: how tokens are put away, what is known of them, and who asks for them.
+"""A retrieval method as a value: how tokens are chunked into units and indexed, and which units queries retrieve.
 
-tokens that leave the near window -> cut into units -> described -> put away
-a window of queries -> probe -> match with the descriptions -> select units -> fetch -> attend
+tokens that leave the near window -> chunk into units -> build index entries -> offload
+a window of queries -> one query vector -> score the units -> select units -> gather -> attend
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ class Sizes:
 
     sinks: int
     near: int
-    unit: int  # the most a fetched unit usually takes
+    unit: int  # the most a retrieved unit usually takes
 
     @property
-    def least(self) -> int:
+    def minimum(self) -> int:
         return self.sinks + self.near + self.unit
 
 
 @dataclass(frozen=True)
-class Recall:
-    cut: Callable  # tokens that leave -> which unit each belongs to
-    index: Callable  # describes units, and says what they are worth to queries
-    window: int | None = 256  # queries that look together; None: a prompt is read whole, at true positions
-    far: Literal["edge", "side by side", "true"] = "edge"  # where fetched tokens stand, seen from a query
+class RetrievalConfig:
+    chunking: Callable  # tokens to offload -> the unit of each
+    index: Callable  # builds the units' index entries, and scores them for queries
+    window: int | None = 256  # queries that retrieve together; None: a prompt is prefilled with full attention
+    far_positions: Literal["edge", "contiguous", "original"] = "edge"  # of retrieved tokens, relative to a query
     sinks: int | None = None
     near: int | None = None
-    usual: tuple[int, int] = (64, 512)  # sinks and near tokens where nobody says: a 16th, a quarter of it at most
-    density: bool | Literal["reverse"] = False  # while decoding, layers share what they fetch by the entropy of matches
-    neighbours: float = 0.0  # this share of what is fetched are units beside the best
-    similar: float | None = None  # while decoding, fetch again only when the query is less like the last one that did
-    once: bool = False  # the first token written decides: nothing is fetched or put away until the next prompt
-    needs: str = ""  # what only the text can tell: "surprise" or "sentences"
+    default_sizes: tuple[int, int] = (64, 512)  # sinks, near tokens if not given; at most a 16th, a 4th of the budget
+    density: bool | Literal["reverse"] = False  # while decoding, layers share the quota by the entropy of their scores
+    neighbours: float = 0.0  # this share of what is retrieved are units beside the best
+    similar: float | None = None  # while decoding, retrieve again only when the query is less similar to the last one
+    once: bool = False  # the first decoded token decides: no retrieval or offloading until the next prompt
+    needs: str = ""  # token marks that only the text gives: "surprise" or "sentences"
 
     def __post_init__(self) -> None:
         for name in ("window", "sinks", "near"):
@@ -50,26 +50,28 @@ class Recall:
             raise BadParameter(f"neighbours={self.neighbours} is a share; use 0 or more, less than 1.")
 
     @property
-    def moves(self) -> bool:
-        """Keys are put away without their position."""
-        return self.far != "true"
+    def moves_keys(self) -> bool:
+        """Keys are offloaded without their rotation."""
+        return self.far_positions != "original"
 
     def sizes(self, budget: int) -> Sizes:
-        """What a budget is made of, beside the units fetched; the usual, where a fraction cannot hold what is asked."""
-        asked = self._asked(budget)
-        return asked if asked.least <= budget else replace(self, sinks=None, near=None)._asked(budget)
+        """The fixed parts of a budget; the defaults where a fractional budget cannot hold what was requested."""
+        requested = self._requested(budget)
+        if requested.minimum <= budget:
+            return requested
+        return replace(self, sinks=None, near=None)._requested(budget)
 
-    def _asked(self, budget: int) -> Sizes:
-        sinks = min(self.usual[0], budget // 16) if self.sinks is None else self.sinks
-        near = max(1, min(self.usual[1], budget // 4)) if self.near is None else self.near
-        return Sizes(sinks, near, self.cut.size(budget))
+    def _requested(self, budget: int) -> Sizes:
+        sinks = min(self.default_sizes[0], budget // 16) if self.sinks is None else self.sinks
+        near = max(1, min(self.default_sizes[1], budget // 4)) if self.near is None else self.near
+        return Sizes(sinks, near, self.chunking.size(budget))
 
     def check(self, budget: int, name: str) -> None:
-        asked = self._asked(budget)
-        if asked.least > budget:
+        sizes = self._requested(budget)
+        if sizes.minimum > budget:
             raise BudgetTooSmall(
-                f"budget={budget} cannot hold the {asked.sinks} sinks, {asked.near} near tokens and one unit of "
-                f"{asked.unit} that '{name}' attends to; use a budget of {asked.least} or more, or smaller sizes."
+                f"budget={budget} cannot hold the {sizes.sinks} sinks, {sizes.near} near tokens and one unit of "
+                f"{sizes.unit} that '{name}' attends to; use a budget of {sizes.minimum} or more, or smaller sizes."
             )
 
 

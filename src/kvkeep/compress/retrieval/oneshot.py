@@ -1,4 +1,4 @@
-"""The decision of a retrieval method on tensors: what the last query attends to when all before it was read."""
+"""The selection of a retrieval method on plain tensors: what the last query attends to after a prefill."""
 
 from __future__ import annotations
 
@@ -6,55 +6,55 @@ import torch
 from torch import Tensor
 
 from kvkeep.compress.method import Method
-from kvkeep.compress.retrieval.index import Asking, EachToken, Leaving
-from kvkeep.compress.retrieval.query import Moments, joined
-from kvkeep.compress.retrieval.topk import by_unit, spend
+from kvkeep.compress.retrieval.index import EachToken, OffloadedTokens, RetrievalQuery
+from kvkeep.compress.retrieval.query import Moments, concat_heads
+from kvkeep.compress.retrieval.topk import by_unit, select_units
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.torch.reference import attend_apart
+from kvkeep.kernels.torch.reference import two_region_attention
 from kvkeep.types import Observation, Selection
 
 
-def recall_once(seen: Observation, method: Method, budget: int) -> Selection | None:
-    """Sinks, the units the last query asks for, and what is near; None where all of it fits.
+def retrieve_once(seen: Observation, method: Method, budget: int) -> Selection | None:
+    """Sinks, the units the last query retrieves, and near tokens; None where everything fits.
 
-    Keys are taken as they are: to rank them without their positions, give queries and keys without rotation.
+    Keys are used as given: to score them without their positions, give unrotated queries and keys.
     """
-    recall, n = method.recall, seen.tokens
+    config, n = method.retrieval, seen.tokens
     if n <= budget:
         return None
-    if recall.needs:
+    if config.needs:
         raise BadParameter(
-            f"'{method.name}' cuts text by {recall.needs}, which tensors do not tell; use kvkeep.Engine."
+            f"'{method.name}' chunks text by {config.needs}, which tensors do not tell; use kvkeep.Engine."
         )
-    recall.check(budget, method.name)
-    sizes = recall.sizes(budget)
-    away = recall.cut.ready(None, n - 1 - sizes.sinks - sizes.near, budget)
-    begin, end = sizes.sinks, sizes.sinks + away
+    config.check(budget, method.name)
+    sizes = config.sizes(budget)
+    offloaded = config.chunking.num_ready(None, n - 1 - sizes.sinks - sizes.near, budget)
+    begin, end = sizes.sinks, sizes.sinks + offloaded
     keys = seen.keys[:, begin:end]
-    member = recall.cut.members(keys, None, budget)
+    member = config.chunking.members(keys, None, budget)
     order, size = by_unit(member)
-    mass = _mass(seen, sizes.near, recall.index.per_head)[..., begin:end] if recall.index.wants_mass else None
-    about = (
+    mass = _mass(seen, sizes.near, config.index.per_head)[..., begin:end] if config.index.needs_mass else None
+    unit_index = (
         [keys]
-        if isinstance(recall.index, EachToken)
-        else recall.index.describe(Leaving(keys, mass, member, size.shape[1]))
+        if isinstance(config.index, EachToken)
+        else config.index.build(OffloadedTokens(keys, mass, member, size.shape[1]))
     )
-    moments = Moments.of(joined(seen.queries, seen.kv_heads)) if recall.index.wants_moments else None
-    asking = Asking(seen.queries[:, -1:], seen.kv_heads, seen.scale, moments, reading=False)
-    worth = recall.index.worth(asking, about, size)
-    unit = recall.cut.whole(budget)
+    moments = Moments.of(concat_heads(seen.queries, seen.kv_heads)) if config.index.needs_moments else None
+    query = RetrievalQuery(seen.queries[:, -1:], seen.kv_heads, seen.scale, moments, prefill=False)
+    scores = config.index.score(query, unit_index, size)
+    unit = config.chunking.uniform_size(budget)
     quota = max(0, budget - sizes.sinks - (n - end)) // unit * unit
-    index = spend(worth, size.expand(len(worth), -1), quota, recall.neighbours).index
-    fetched = order.expand(len(index), -1).gather(1, index) + begin
-    fetched = fetched.sort(1).values.expand(seen.kv_heads, -1)
+    index = select_units(scores, size.expand(len(scores), -1), quota, config.neighbours).index
+    retrieved = order.expand(len(index), -1).gather(1, index) + begin
+    retrieved = retrieved.sort(1).values.expand(seen.kv_heads, -1)
     ends = [torch.arange(*span, device=keys.device).expand(seen.kv_heads, -1) for span in ((0, begin), (end, n))]
-    kept = torch.cat([ends[0], fetched, ends[1]], 1)
+    kept = torch.cat([ends[0], retrieved, ends[1]], 1)
     return Selection(kept, (kept.shape[1],) * seen.kv_heads)
 
 
 def _mass(seen: Observation, band: int, per_head: bool) -> Tensor:
-    """What each token got from the queries close behind it. [n], or [heads, n]"""
-    near, rest = (seen.keys, seen.values), (seen.scale, seen.softcap, seen.sinks, band, None, per_head)
-    mass = attend_apart(seen.queries, seen.queries, None, near, *rest)[1]
+    """Attention each token got from the queries close behind it. [n], or [heads, n]"""
+    near, rest = (seen.keys, seen.values), (seen.scale, seen.softcap, seen.sink_logits, band, None, per_head)
+    mass = two_region_attention(seen.queries, seen.queries, None, near, *rest)[1]
     assert mass is not None
     return mass

@@ -1,4 +1,4 @@
-"""One vector that asks for a whole window of queries."""
+"""One query vector for a whole window of queries."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.dispatch import Best
+from kvkeep.kernels.dispatch import KernelDispatch
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and variance of every number over all vectors so far, brought up to date window by window."""
+    """Running mean and variance per channel over all vectors so far."""
 
     count: int
     mean: Tensor  # [dim] float32
@@ -24,8 +24,8 @@ class Moments:
         vectors = vectors.float()
         return cls(len(vectors), vectors.mean(0), vectors.var(0, unbiased=False))
 
-    def joined(self, other: Moments) -> Moments:
-        """Of both together, without ever summing squares: differences of large numbers lose everything."""
+    def merge(self, other: Moments) -> Moments:
+        """Of both together, without summing squares: differences of large sums lose all precision."""
         count = self.count + other.count
         step = other.mean - self.mean
         mean = self.mean + step * (other.count / count)
@@ -33,8 +33,8 @@ class Moments:
         return Moments(count, mean, inside + step.square() * (self.count * other.count / count**2))
 
 
-def joined(vectors: Tensor, kv_heads: int) -> Tensor:
-    """All heads as one vector: queries averaged within their group, key heads side by side.
+def concat_heads(vectors: Tensor, kv_heads: int) -> Tensor:
+    """All heads as one vector: queries averaged within their group, key heads concatenated.
 
     [heads, n, dim] -> [n, kv_heads * dim]
     """
@@ -45,9 +45,9 @@ def joined(vectors: Tensor, kv_heads: int) -> Tensor:
 
 
 def activation_bias(window: Tensor, moments: Moments, reverse: bool = False) -> Tensor:
-    """ActQKV's probe: queries weighted by how far they lie from the mean of all, in units of its variance.
+    """ActQKV's probe: queries weighted by their distance from the mean of all, in units of its variance.
 
-    window [w, dim] -> [dim]; a number that never varied counts for nothing
+    window [w, dim] -> [dim]; a channel that never varied counts for nothing
     reverse: weighted by 1 / that, the ablation of the paper's appendix D.3
     """
     still = moments.variance <= 1e-12 * moments.mean.square().clamp_min(1e-30)
@@ -60,7 +60,7 @@ def activation_bias(window: Tensor, moments: Moments, reverse: bool = False) -> 
     return weight @ window
 
 
-def _surprised(
+def _weighted_query(
     queries: Tensor,
     kv_heads: int,
     count: int,
@@ -69,26 +69,28 @@ def _surprised(
     question: Tensor | None,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments of `count` queries brought up to date with a window, and what it asks for, a question's queries with it.
+    """Moments of `count` queries updated with a window, and one query for the window and the question's queries.
 
-    queries [heads, w, dim], question [x, kv_heads * dim] -> mean, variance, probe [kv_heads * dim] float32
+    queries [heads, w, dim], question [x, kv_heads * dim] -> mean, variance, query [kv_heads * dim] float32
     """
-    window = joined(queries, kv_heads)
+    window = concat_heads(queries, kv_heads)
     moments = Moments.of(window)
     if mean is not None and variance is not None:
-        moments = Moments(count, mean, variance).joined(moments)
-    asked = window if question is None else torch.cat([window, question])
-    return moments.mean, moments.variance, activation_bias(asked, moments, reverse)
+        moments = Moments(count, mean, variance).merge(moments)
+    vectors = window if question is None else torch.cat([window, question])
+    return moments.mean, moments.variance, activation_bias(vectors, moments, reverse)
 
 
-_best_surprised = Best("surprised", "probe", lambda queries, *_: queries.stride(-1) == 1, _surprised)
+_dispatch_weighted_query = KernelDispatch(
+    "weighted_query", "weighted_query", lambda queries, *_: queries.stride(-1) == 1, _weighted_query
+)
 
 
-def surprised(
+def weighted_query(
     queries: Tensor, kv_heads: int, so_far: Moments | None, question: Tensor | None = None, reverse: bool = False
 ) -> tuple[Moments, Tensor]:
-    """Moments of all queries, this window's included, and its probe. Shapes as above"""
+    """Moments of all queries, this window's included, and the window's query. Shapes as above"""
     count, mean, variance = (so_far.count, so_far.mean, so_far.variance) if so_far else (0, None, None)
     given = queries, kv_heads, count, mean, variance, question
-    mean, variance, probe = _surprised(*given, True) if reverse else _best_surprised(*given)
-    return Moments(count + queries.shape[1], mean, variance), probe
+    mean, variance, query = _weighted_query(*given, True) if reverse else _dispatch_weighted_query(*given)
+    return Moments(count + queries.shape[1], mean, variance), query

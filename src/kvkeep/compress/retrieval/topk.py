@@ -1,13 +1,13 @@
-"""Which of the tokens put away are fetched: whole units, best first, until the quota is spent."""
+"""Which offloaded tokens are retrieved: whole units, best first, until the quota is used up."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvkeep.compress.retrieval.index import UNWANTED
+from kvkeep.compress.retrieval.index import NEG_INF
 from kvkeep.compress.select import best_first
-from kvkeep.kernels.dispatch import Best
+from kvkeep.kernels.dispatch import KernelDispatch
 from kvkeep.types import Selection
 
 
@@ -17,33 +17,35 @@ def by_unit(member: Tensor) -> tuple[Tensor, Tensor]:
     return member.sort(dim=1, stable=True).indices, sizes.scatter_add_(1, member, torch.ones_like(member))
 
 
-def _spend_even(worth: Tensor, size: int, quota: int) -> Tensor:
-    """`spend` where every unit has as many tokens and is wanted, and the quota whole units. [heads, quota]"""
-    best = best_first(worth)[:, : quota // size].sort(1).values
-    return (best[..., None] * size + torch.arange(size, device=worth.device)).flatten(1)
+def _select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
+    """`select_units` where units are uniform, none scores NEG_INF and the quota is whole units. [heads, quota]"""
+    best = best_first(scores)[:, : quota // size].sort(1).values
+    return (best[..., None] * size + torch.arange(size, device=scores.device)).flatten(1)
 
 
-spend_even = Best("spend_even", "chunks", lambda worth, *_: worth.dtype == torch.float32, _spend_even)
+select_uniform_units = KernelDispatch(
+    "select_uniform_units", "unit_scores", lambda scores, *_: scores.dtype == torch.float32, _select_uniform_units
+)
 
 
-def spend(worth: Tensor, sizes: Tensor, quota: int, neighbours: float = 0.0) -> Selection:
-    """Token numbers, counted in the order they were put away, unit after unit; the last unit is cut to fit.
+def select_units(scores: Tensor, sizes: Tensor, quota: int, neighbours: float = 0.0) -> Selection:
+    """Token numbers, counted in the order they were offloaded, unit after unit; the last unit is truncated to fit.
 
-    worth, sizes [heads, units]; with neighbours, that share of the quota goes to units beside the best
+    scores, sizes [heads, units]; with neighbours, that share of the quota goes to units beside the best
     """
-    wanted = sizes.masked_fill(worth == UNWANTED, 0).sum(1)
-    quota = min(quota, int(wanted.max()))  # every head fetches as much as the one that wants most
-    order = best_first(worth)
+    eligible = sizes.masked_fill(scores == NEG_INF, 0).sum(1)
+    quota = min(quota, int(eligible.max()))  # every head retrieves as much as the one with most
+    order = best_first(scores)
     if neighbours:
         order = torch.stack([_with_neighbours(o, s, quota, neighbours) for o, s in zip(order, sizes, strict=True)])
     taken = sizes.gather(1, order).cumsum(1)
-    slots = torch.arange(quota, device=worth.device).expand(len(worth), -1).contiguous()
-    turn = torch.searchsorted(taken, slots, right=True)
-    unit = order.gather(1, turn)
+    slots = torch.arange(quota, device=scores.device).expand(len(scores), -1).contiguous()
+    rank = torch.searchsorted(taken, slots, right=True)
+    unit = order.gather(1, rank)
     starts = sizes.cumsum(1) - sizes
-    before = taken.gather(1, turn) - sizes.gather(1, unit)
+    before = taken.gather(1, rank) - sizes.gather(1, unit)
     index = starts.gather(1, unit) + slots - before
-    return Selection(index.sort(1).values, (quota,) * len(worth))
+    return Selection(index.sort(1).values, (quota,) * len(scores))
 
 
 def _with_neighbours(order: Tensor, sizes: Tensor, quota: int, share: float) -> Tensor:
@@ -60,19 +62,19 @@ def _with_neighbours(order: Tensor, sizes: Tensor, quota: int, share: float) -> 
 
 
 def density_share(now: float, later: list[float], left: int, unit: int) -> int:
-    """ActQKV: this layer's part of what is left, by the entropy of its matches; whole units, never too much."""
+    """ActQKV: this layer's part of the quota left, by the entropy of its scores; whole units, never more than left."""
     total = now + sum(later)
     part = now / total if total > 0 else 1 / (1 + len(later))
     return min(left, int(part * left / unit + 1e-9) * unit)
 
 
-def density(worth: Tensor, reverse: bool = False) -> float:
-    """What a layer's share goes by: the entropy of its matches; reverse: 1 / that (ActQKV, appendix D.3)."""
-    entropy = match_entropy(worth)
+def density(scores: Tensor, reverse: bool = False) -> float:
+    """What a layer's share is proportional to: the entropy of its scores; reverse: 1 / that (ActQKV, appendix D.3)."""
+    entropy = score_entropy(scores)
     return 1 / max(entropy, 1e-9) if reverse else entropy
 
 
-def match_entropy(worth: Tensor) -> float:
-    """Of the softmax over units. worth [1, units]"""
-    chances = worth[0].softmax(0)
-    return float(torch.special.entr(chances).sum())
+def score_entropy(scores: Tensor) -> float:
+    """Of the softmax over units. scores [1, units]"""
+    probs = scores[0].softmax(0)
+    return float(torch.special.entr(probs).sum())

@@ -1,6 +1,6 @@
-"""The window's mean attention plus its variance: tokens whose attention shifts matter too (CAKE, arXiv:2503.12491).
+"""The window's mean attention plus its variance: tokens of varying attention score higher (CAKE, arXiv:2503.12491).
 
-Deviation: averaged over the query heads of a group before pooling; pooled with real neighbours only.
+Deviation: averaged over the query heads of a group before pooling; padding is not pooled.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.compress.attention import attention, from_end, mean_and_variance
-from kvkeep.compress.guard import check_window, shrunk
+from kvkeep.compress.attention import attention, distance_from_end, mean_and_variance
+from kvkeep.compress.guard import check_window, effective_window
 from kvkeep.compress.pooling import pool
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
 
 @dataclass(frozen=True)
-class MeanAndVariance:
+class CakeScorer:
     window: int = 32
     gamma: float = 200.0
     pool: int = 5
@@ -27,11 +27,10 @@ class MeanAndVariance:
         if self.gamma < 0:
             raise BadParameter(f"gamma={self.gamma} would reward steady attention; use 0 or more.")
 
-    def matters(self, budget: int) -> int:
-        """All that scores depend on of a budget: the window. Never 0."""
-        return 1 + shrunk(self.window, budget)
+    def cache_key(self, budget: int) -> int:
+        return 1 + effective_window(self.window, budget)
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        window = shrunk(self.window, budget)
-        steady, moving = mean_and_variance(attention(seen, max(1, window)))
-        return pool((steady + self.gamma * moving).mean(1), from_end(seen) >= window, self.pool)
+        window = effective_window(self.window, budget)
+        mean, variance = mean_and_variance(attention(seen, max(1, window)))
+        return pool((mean + self.gamma * variance).mean(1), distance_from_end(seen) >= window, self.pool)

@@ -1,4 +1,4 @@
-"""All the attention a token ever got, kept beside it and growing with the text: H2O (arXiv:2306.14048)."""
+"""Attention accumulated over all queries, stored with each token: H2O (arXiv:2306.14048)."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from kvkeep.types import Observation, Step
 
 
 @dataclass(frozen=True)
-class Mass:
-    """Scores by what is remembered; `Accumulate` remembers it."""
+class H2OScorer:
+    """Scores by the token state of `AccumulatedAttention`."""
 
-    looks = True
+    needs_attention = True
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        return seen.notes[..., 0]
+        return seen.token_state[..., 0]
 
     def step(self, now: Step, budget: int) -> Tensor:
-        return now.notes[..., 0]
+        return now.token_state[..., 0]
 
 
 @dataclass(frozen=True)
-class Accumulate:
-    """Adds the new queries' attention to every token's sum. Notes are [kv_heads, n, 1]."""
+class AccumulatedAttention:
+    """Adds the new queries' attention to every token's sum. token_state [kv_heads, n, 1]"""
 
     width = 1
-    sees_all = True  # every query of a prompt adds to the sum
+    sees_all = True  # every query of a prompt counts, not only the observation window
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        how = seen.scale, seen.softcap, seen.sinks, None, seen.sums
-        mass = seen.once(self, lambda: column_mass(seen.queries, seen.keys, seen.positions, seen.cursor, *how))
-        return seen.notes + mass[..., None]
+        where, how = (seen.token_positions, seen.seq_len), (seen.scale, seen.softcap, seen.sink_logits, None, seen.lse)
+        mass = seen.memoize(self, lambda: column_mass(seen.queries, seen.keys, *where, *how))
+        return seen.token_state + mass[..., None]
 
     def step(self, now: Step, budget: int) -> Tensor:
-        return now.notes + now.chances.mean(2)[..., None]
+        return now.token_state + now.probs.mean(2)[..., None]

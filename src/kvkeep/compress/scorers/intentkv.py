@@ -1,10 +1,10 @@
-"""Find where in the window the question begins, and let only the question vote (IntentKV).
+"""Find where in the window the question begins, and score by the question's attention (IntentKV).
 
 The paper's section 5.2 can be read in two ways. `boundary="first"`: every smoothed row is compared with the first, and
 the question begins before the biggest growth of that distance; the first growth, a whole step from 0, mostly wins.
 `boundary="subsequent"`: every smoothed row is compared with the next, and the question begins before the biggest step;
 rows smoothed with fewer successors than others do not count.
-Deviations: the mean over the question's rows instead of the sum, so that each query head of a group votes equally;
+Deviations: the mean over the question's rows instead of the sum, so that each query head of a group counts equally;
 where attention never jumps, the whole window is the question.
 """
 
@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep.compress.attention import attention, received
+from kvkeep.compress.attention import attention, attention_received
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.dispatch import column_mass, distance
-from kvkeep.kernels.torch.reference import row_distance
+from kvkeep.kernels.dispatch import column_mass, js_distance
+from kvkeep.kernels.torch.reference import row_js_distance
 from kvkeep.types import Observation
 
-NO_JUMP = 1e-6  # smaller ones are rounding
+NO_JUMP = 1e-6  # smaller ones are rounding errors
 BOUNDARIES = ("first", "subsequent")
 
 
 @dataclass(frozen=True)
-class Intent:
+class IntentKVScorer:
     window: int = 64
     smooth: int = 8
-    intention: bool = True  # False: the whole window votes (the paper's ablation)
+    intention: bool = True  # False: the whole window counts (the paper's ablation)
     boundary: str = "subsequent"
 
     def __post_init__(self) -> None:
@@ -40,44 +40,44 @@ class Intent:
             if getattr(self, name) < 1:
                 raise BadParameter(f"{name}={getattr(self, name)} must be 1 or more.")
 
-    def matters(self, budget: int) -> int:
-        """All that scores depend on of a budget: nothing."""
+    def cache_key(self, budget: int) -> int:
         return self.window
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         queries = seen.queries[:, -self.window :]
         if not self.intention:
-            return received(seen, self.window) / queries.shape[1]
-        if not distance.fast(queries, seen.keys):
+            return attention_received(seen, self.window) / queries.shape[1]
+        if not js_distance.uses_kernel(queries, seen.keys):
             rows = attention(seen, self.window)  # [kv_heads, group, w, n]
-            return torch.stack([self._asked(head) for head in rows])
-        how = seen.scale, seen.softcap, seen.sinks
-        apart = distance(queries, seen.keys, seen.positions, seen.cursor, self.smooth, *how, self._stepwise)
-        return column_mass(queries, seen.keys, seen.positions, seen.cursor, *how, question(self._jumps(apart)))
+            return torch.stack([self._question_attention(head) for head in rows])
+        given = queries, seen.keys, seen.token_positions, seen.seq_len
+        how = seen.scale, seen.softcap, seen.sink_logits
+        distances = js_distance(*given, self.smooth, *how, self._stepwise)
+        return column_mass(*given, *how, question_weights(self._jumps(distances)))
 
     @property
     def _stepwise(self) -> bool:
         return self.boundary == "subsequent"
 
-    def _asked(self, rows: Tensor) -> Tensor:
+    def _question_attention(self, rows: Tensor) -> Tensor:
         """Mean attention of the question's rows, over a group. [group, w, n] -> [n]"""
-        return (self.asking(rows)[:, None, :] @ rows).squeeze(1).mean(0)
+        return (self.weights(rows)[:, None, :] @ rows).squeeze(1).mean(0)
 
-    def asking(self, rows: Tensor) -> Tensor:
+    def weights(self, rows: Tensor) -> Tensor:
         """Equal weights for the rows of each head's question, 0 for those before. [heads, w, n] -> [heads, w]"""
-        return question(self._jumps(row_distance(rows, self.smooth, self._stepwise)))
+        return question_weights(self._jumps(row_js_distance(rows, self.smooth, self._stepwise)))
 
-    def _jumps(self, apart: Tensor) -> Tensor:
-        """How far attention moves behind each row; 0 where it does not count. [heads, w] -> [heads, w]"""
+    def _jumps(self, distances: Tensor) -> Tensor:
+        """How far attention moves after each row; 0 where it does not count. [heads, w] -> [heads, w]"""
         if not self._stepwise:
-            return pad(apart.diff(dim=1), (0, 1))
-        whole = max(1, apart.shape[1] - self.smooth + 1)  # rows smoothed with all of their successors
-        return pad(apart[:, 1:whole], (0, apart.shape[1] - whole + 1))
+            return pad(distances.diff(dim=1), (0, 1))
+        whole = max(1, distances.shape[1] - self.smooth + 1)  # rows smoothed with all of their successors
+        return pad(distances[:, 1:whole], (0, distances.shape[1] - whole + 1))
 
 
-def question(jumps: Tensor) -> Tensor:
-    """Equal weights for the rows from the one before the biggest jump on, all where there is none. [heads, w]"""
+def question_weights(jumps: Tensor) -> Tensor:
+    """Equal weights for the rows from the one before the biggest jump on, for all where there is none. [heads, w]"""
     highest, where = jumps.max(1)
     first = torch.where(highest > NO_JUMP, where, 0)
-    asks = torch.arange(jumps.shape[1], device=jumps.device) >= first[:, None]
-    return asks / asks.sum(1, keepdim=True)
+    in_question = torch.arange(jumps.shape[1], device=jumps.device) >= first[:, None]
+    return in_question / in_question.sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Newer is better. There is no score here, only an order, so no allocator can compare heads with it."""
+"""Keep the most recent tokens. An order, not a score: head budgets cannot compare heads with it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.compress.attention import from_end
+from kvkeep.compress.attention import distance_from_end
 from kvkeep.types import Observation, Step
 
 
 @dataclass(frozen=True)
-class Recency:
-    scores = False
-    looks = False  # attention does not matter
+class RecencyScorer:
+    has_scores = False
+    needs_attention = False
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        return -from_end(seen).float()
+        return -distance_from_end(seen).float()
 
     def step(self, now: Step, budget: int) -> Tensor:
-        return now.positions
+        return now.token_positions

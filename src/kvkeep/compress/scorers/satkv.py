@@ -1,4 +1,4 @@
-"""Keep the keys that stand out, whoever asks: SATKV. Needs no query at all."""
+"""Keep outlier keys, independent of queries: SATKV (ProtoKV)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from kvkeep.types import Observation
 
 
 @dataclass(frozen=True)
-class Outliers:
+class SatKVScorer:
     kappa: int = 5
 
     def __post_init__(self) -> None:
         if self.kappa < 1:
-            raise BadParameter(f"kappa={self.kappa}: a key needs at least one neighbour to be unlike; use 1 or more.")
+            raise BadParameter(f"kappa={self.kappa}: a key needs a neighbour to compare with; use 1 or more.")
 
-    def matters(self, budget: int) -> int:
-        """All that scores depend on of a budget: nothing."""
+    def cache_key(self, budget: int) -> int:
         return self.kappa
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:

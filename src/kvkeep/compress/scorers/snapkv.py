@@ -1,6 +1,6 @@
-"""The newest queries vote with their attention: SnapKV (arXiv:2404.14469) and, with one voter, TOVA (arXiv:2401.06104).
+"""Attention of the newest queries: SnapKV (arXiv:2404.14469) and, with one query, TOVA (arXiv:2401.06104).
 
-Deviation: votes of the query heads that share a key head are averaged before pooling.
+Deviation: attention is averaged over the query heads of a key head before pooling.
 """
 
 from __future__ import annotations
@@ -9,48 +9,47 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.compress.attention import from_end, received
-from kvkeep.compress.guard import check_window, shrunk
+from kvkeep.compress.attention import attention_received, distance_from_end
+from kvkeep.compress.guard import check_window, effective_window
 from kvkeep.compress.pooling import pool
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation, Step
 
 
 @dataclass(frozen=True)
-class Votes:
+class SnapKVScorer:
     window: int = 64
     pool: int = 5
     pooling: str = "avg"
-    kept: bool = True  # the window stays: it shrinks with the budget, and only tokens before it are pooled
-    one_choice: bool = False  # all key heads of a layer share the average vote
+    kept: bool = True  # the window is kept: it shrinks with the budget, and only tokens before it are pooled
+    shared: bool = False  # all key heads of a layer share the average score
 
     def __post_init__(self) -> None:
         check_window(self.window, self.pool)
         if self.pooling not in ("avg", "max"):
             raise BadParameter(f"pooling='{self.pooling}' is not known; use 'avg' or 'max'.")
 
-    def matters(self, budget: int) -> int:
-        """All that scores depend on of a budget: the window. Never 0."""
-        return 1 + (shrunk(self.window, budget) if self.kept else self.window)
+    def cache_key(self, budget: int) -> int:
+        return 1 + (effective_window(self.window, budget) if self.kept else self.window)
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        window = shrunk(self.window, budget) if self.kept else self.window
-        votes = received(seen, max(1, window))
-        if self.one_choice:
-            votes = votes.mean(0, keepdim=True).expand_as(votes)
-        return pool(votes, from_end(seen) >= (window if self.kept else 0), self.pool, self.pooling)
+        window = effective_window(self.window, budget) if self.kept else self.window
+        scores = attention_received(seen, max(1, window))
+        if self.shared:
+            scores = scores.mean(0, keepdim=True).expand_as(scores)
+        return pool(scores, distance_from_end(seen) >= (window if self.kept else 0), self.pool, self.pooling)
 
 
 @dataclass(frozen=True)
-class LastVote(Votes):
-    """One voter, one choice per layer: cheap enough for every step."""
+class TovaScorer(SnapKVScorer):
+    """One query, one selection per layer: cheap enough for every step."""
 
     window: int = 1
     pool: int = 1
     kept: bool = False
-    one_choice: bool = True
-    looks = True
+    shared: bool = True
+    needs_attention = True
 
     def step(self, now: Step, budget: int) -> Tensor:
-        votes = now.chances.mean((1, 2), keepdim=True)[:, 0]
-        return votes.expand(-1, now.chances.shape[1], -1)
+        scores = now.probs.mean((1, 2), keepdim=True)[:, 0]
+        return scores.expand(-1, now.probs.shape[1], -1)

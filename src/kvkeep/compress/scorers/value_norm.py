@@ -1,4 +1,4 @@
-"""Another scorer's scores, weighted by the size of each token's value: what is large when attended to counts more."""
+"""Another scorer's scores, weighted by the norm of each token's value."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.compress.attention import real, value_sizes
+from kvkeep.compress.attention import squared_value_norms, token_mask
 from kvkeep.compress.pooling import check_pool, pool
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
 
 @dataclass(frozen=True)
-class ByValue:
+class ValueNormScorer:
     """power 1: squared norms, as AhaKV; 0.5: norms."""
 
     scorer: Callable[[Observation, int], Tensor]
@@ -24,16 +24,15 @@ class ByValue:
     def __post_init__(self) -> None:
         check_pool("value_pool", self.pool)
         if getattr(self.scorer, "signed", False):
-            raise BadParameter("scores below zero cannot be weighted by values; use protokv:votes=softmax.")
+            raise BadParameter("negative scores cannot be weighted by values; use protokv:votes=softmax.")
         if self.power <= 0:
             raise BadParameter(f"power={self.power} does not favour large values; use more than 0.")
 
-    def matters(self, budget: int) -> int | None:
-        """As for the scorer behind it."""
-        behind = getattr(self.scorer, "matters", None)
-        return behind(budget) if behind else None
+    def cache_key(self, budget: int) -> int | None:
+        cache_key = getattr(self.scorer, "cache_key", None)
+        return cache_key(budget) if cache_key else None
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        tokens = real(seen)
-        size = pool(value_sizes(seen) * tokens, tokens, self.pool) * tokens
-        return self.scorer(seen, budget) * (size / size.amax(1, keepdim=True).clamp_min(1e-30)) ** self.power
+        tokens = token_mask(seen)
+        norms = pool(squared_value_norms(seen) * tokens, tokens, self.pool) * tokens
+        return self.scorer(seen, budget) * (norms / norms.amax(1, keepdim=True).clamp_min(1e-30)) ** self.power

@@ -141,14 +141,6 @@ def scorer(predictions: Sequence[str], references: Sequence[Sequence[str]], data
     return round(100 * sum(scores) / len(scores), 2)
 
 
-def scorer_by_length(predictions, references, dataset: str, lengths: Sequence[int], **fields) -> dict[str, float]:
-    """LongBench-E: a task, by words in the document; a range without documents is left out."""
-    ranges: dict[str, list[float]] = {name: [] for name in RANGES}
-    for prediction, reference, length in zip(predictions, references, lengths, strict=True):
-        ranges[length_range(length)].append(score_answer(prediction, reference, dataset, **fields))
-    return {name: round(100 * mean(scores), 2) for name, scores in ranges.items() if scores}
-
-
 def length_range(words: int) -> str:
     return next(name for name, end in RANGES.items() if words < end)
 

@@ -43,7 +43,7 @@ def compare(recipe: Recipe, rows: Mapping[str, Iterable[dict[str, Any]]]) -> lis
     found = {
         (group, cell.task, cell.method, cell.budget): cell
         for group, measured in rows.items()
-        for cell in summary.cells(measured)
+        for cell in summary.summarize(measured)
     }
     return [_line(recipe, cell, found) for cell in recipe.cells]
 

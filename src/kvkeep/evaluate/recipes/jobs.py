@@ -1,4 +1,4 @@
-"""From a recipe to grids: what has to be answered, and nothing twice."""
+"""From a recipe to grids that cover it, with no config twice."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Job:
     group: str  # the model's name in the paper
     model: str
     tasks: tuple[str, ...]
-    lengths: tuple[int, ...]  # of tasks that are made
+    lengths: tuple[int, ...]  # of generated tasks
     methods: tuple[str, ...]
     budgets: tuple[int | float, ...]
 
     @property
     def answers(self) -> int:
         """To one sample of each task."""
-        cells = sum(1 if method == "full" else len(self.budgets) for method in self.methods)
-        return cells * len(self.tasks) * max(1, len(self.lengths))
+        configs = sum(1 if method == "full" else len(self.budgets) for method in self.methods)
+        return configs * len(self.tasks) * max(1, len(self.lengths))
 
 
 def jobs(recipe: Recipe) -> list[Job]:
-    """As few as can say it."""
+    """As few grids as possible."""
     return [
         Job(group, recipe.models[group], tasks, lengths, methods, budgets)
         for group in recipe.models
@@ -54,7 +54,7 @@ def _asked(recipe: Recipe, group: str) -> dict[Point, Asked]:
 
 
 def _samples(asked: Mapping[Point, Asked]) -> Iterable[tuple[tuple[str, ...], tuple[int, ...], Asked]]:
-    """Tasks of the same lengths that are asked the same, together."""
+    """Tasks with the same lengths and configs, together."""
     lengths: dict[tuple[str, Asked], list[int]] = {}
     for (task, length), found in asked.items():
         lengths.setdefault((task, found), []).extend([length] if length else [])
@@ -65,7 +65,7 @@ def _samples(asked: Mapping[Point, Asked]) -> Iterable[tuple[tuple[str, ...], tu
 
 
 def _grids(asked: Asked) -> Iterable[tuple[tuple[str, ...], tuple[int | float, ...]]]:
-    """Methods of the same budgets together; what keeps everything goes with the first."""
+    """Methods with the same budgets, together; `full` goes with the first."""
     budgets: dict[str, list[int | float]] = {}
     for method, budget in asked:
         budgets.setdefault(method, []).extend([] if budget is None else [budget])

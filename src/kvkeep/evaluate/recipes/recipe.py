@@ -1,9 +1,9 @@
 """A table or figure of a paper as a value: models, tasks, methods and budgets, and every number it prints.
 
-They are in the .yaml files beside this one. A row of `numbers` is written as it is printed: in the order of the
+They are in the .yaml files beside this one. A row of `numbers` is as it is printed: in the order of the
 columns, "-" where the paper has none, "?" where the text we have lost it. `points` are what a figure draws: under a
-head such as "Llama3 @64 128" every label at every budget, with a number only where one is printed. Sentences are ours,
-numbers theirs.
+head such as "Llama3 @64 128" every label at every budget, with a number only where one is printed. Texts are ours,
+numbers the paper's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvkeep.registry import did_you_mean
 PAPERS = ("intentkv", "intelllm", "ahakv", "actqkv", "protokv")
 GROUPS = {"ruler": list(RULER), "niah": [task for task in RULER if task.startswith("niah")]}
 Budget = int | float | None
-Point = tuple[str, int | None]  # a task, and its length where it is made
+Point = tuple[str, int | None]  # a task, and its length where it is generated
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Recipe:
     models: Mapping[str, str] = field(default_factory=dict)  # the paper's name -> the hub's
     protocol: str = "aware"
     columns: tuple[Column, ...] = ()
-    average: str = ""  # the column that is the mean over all tasks of the others
+    average: str = ""  # the name of the column that averages all tasks
     cells: tuple[Cell, ...] = ()
     command: str = ""  # of a measurement
     small: Mapping[str, Any] | None = None  # what changes on the default model
@@ -63,8 +63,8 @@ class Recipe:
     misprints: tuple[Mapping[str, Any], ...] = ()
     budgets: Mapping[Any, Any] = field(default_factory=dict)  # printed -> used, where they differ
     limit: int | None = None  # samples of each task
-    max_length: int | None = None  # tokens beyond which a prompt loses its middle
-    beyond_window: bool = False  # methods that can read longer prompts than the model's window do
+    max_length: int | None = None  # tokens beyond which a prompt is truncated
+    beyond_window: bool = False  # no truncation for methods that extend the context length
     others: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # task -> label -> another method for it
     counted: bool = False  # what is shown is how often which number is answered
 
@@ -128,8 +128,8 @@ def _recipe(name: str, shared: Mapping[str, str], table: dict[str, Any]) -> Reci
     return Recipe(name, columns=columns, cells=tuple(cells.values()), **lists, **table)
 
 
-def _columns(written: Mapping[str, str | None]) -> tuple[Column, ...]:
-    return tuple(Column(str(name), tuple(_points(tasks or ""))) for name, tasks in written.items())
+def _columns(tasks_by_name: Mapping[str, str | None]) -> tuple[Column, ...]:
+    return tuple(Column(str(name), tuple(_points(tasks or ""))) for name, tasks in tasks_by_name.items())
 
 
 def _points(tasks: str) -> Iterator[Point]:
@@ -145,8 +145,8 @@ def _cells(
 ) -> Iterator[Cell]:
     """The rows under a head such as "Llama3.1 @4096"; where tasks are scored, every label has a method or null."""
     group, (budget,) = _head(head)
-    for label, written in rows.items():
-        for column, number in zip(columns, str(written).split(), strict=True):
+    for label, numbers in rows.items():
+        for column, number in zip(columns, str(numbers).split(), strict=True):
             spec = methods[label] if column.points else None
             if number not in ("-", "?"):
                 kept = None if spec == "full" else budget

@@ -1,4 +1,4 @@
-"""What the readers share: templates filled in one pass, and lists of samples without doubles."""
+"""Shared by the tasks: templates filled in one pass, and lists of samples with distinct ids."""
 
 from __future__ import annotations
 

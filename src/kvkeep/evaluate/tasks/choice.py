@@ -53,12 +53,12 @@ def winogrande(path: str | Path, shots: int = 0, train: str | Path | None = None
 
 
 def pairs(sample: Sample) -> list[tuple[str, str]]:
-    """(what is read, what is scored) for every choice; blanks at the end of the first belong to the second."""
+    """(prompt, continuation to score) for every choice; blanks at the end of the first belong to the second."""
     questions = sample.extra.get("questions") or (sample.question,) * len(sample.choices)
     found = []
     for question, choice in zip(questions, sample.choices, strict=True):
-        read = sample.context + question + sample.prefix
-        found.append((read.rstrip(), read[len(read.rstrip()) :] + choice))
+        prompt = sample.context + question + sample.prefix
+        found.append((prompt.rstrip(), prompt[len(prompt.rstrip()) :] + choice))
     return found
 
 

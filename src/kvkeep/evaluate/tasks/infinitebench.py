@@ -2,7 +2,7 @@
 
 infinitebench.json holds the official templates for local models (its "yarn_mistral"), cut into context, question and
 the beginning of the answer, and the limits (OpenBMB/InfiniteBench, MIT). They are asked without a chat template.
-math_find says what is wanted, and code_run names the function, before the text: a compressed context has read it.
+math_find says what is wanted, and code_run names the function, before the text, so in a context that is compressed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadInput, BadParameter
-from kvkeep.evaluate.prompt import render
+from kvkeep.evaluate.prompt import build_prompt
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.build import fill, identity, samples, texts
 from kvkeep.evaluate.tasks.lines import text
@@ -266,8 +266,8 @@ def _longest(draw: Callable[[int], Sample], tokenizer: Any, length: int) -> Samp
     """Stepped to by what a unit takes on average, so that few long texts have to be counted."""
     short = draw(1)
     taken = _tokens(tokenizer, short)
-    apart = render(tokenizer, short, "agnostic", sys.maxsize).tokens + short.max_new_tokens
-    room = length - max(0, apart - taken)  # a question read by itself may have more tokens
+    apart = build_prompt(tokenizer, short, "agnostic", sys.maxsize).tokens + short.max_new_tokens
+    room = length - max(0, apart - taken)  # a question tokenized by itself may have more tokens
     if taken > room:
         raise BadParameter(f"length={length} cannot hold {short.task}: it takes {max(taken, apart)} tokens or more.")
     each = (_tokens(tokenizer, draw(1 + PROBED)) - taken) / PROBED

@@ -1,4 +1,4 @@
-"""Reading JSON lines, with every fault named by its line."""
+"""JSON lines; an error names the line."""
 
 from __future__ import annotations
 

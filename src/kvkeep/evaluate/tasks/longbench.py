@@ -18,11 +18,11 @@ from kvkeep.registry import did_you_mean
 
 TEMPLATES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
-ENGLISH = [task for task in TEMPLATES if task not in CHINESE]  # the 16 that papers on caches report
+ENGLISH = [task for task in TEMPLATES if task not in CHINESE]  # the 16 that papers on KV caches report
 LONGBENCH_E = [task for task in ENGLISH if task not in {"narrativeqa", "musique", "qmsum"}]
 WITHOUT_CHAT = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
-LIMITS = {4096: 3500, 8192: 7500, 16384: 15500, 32768: 31500}  # the authors', who count 1000 tokens to a K
-MARGIN = 500  # of any other window, left free
+LIMITS = {4096: 3500, 8192: 7500, 16384: 15500, 32768: 31500}  # the authors': 1000 tokens to a K
+MARGIN = 500  # of any other context length, left free
 NEEDS_CLASSES = {"trec", "lsht"}
 
 
@@ -60,7 +60,7 @@ def _sample(
         max_new_tokens=template["max_new_tokens"],
         chat=name not in WITHOUT_CHAT,
         stops=("\n",) if name == "samsum" else (),
-        speaks=name == "samsum",
+        non_empty=name == "samsum",
         margin=MARGIN,
         limits=LIMITS,
         extra=_extra(record, where, name, by_length),

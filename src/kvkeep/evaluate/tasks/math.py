@@ -12,6 +12,8 @@ from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.build import identity, samples
 from kvkeep.evaluate.tasks.lines import text
 
+PROMPT = "{question}\n\nReason step by step, and put the final answer in \\boxed{{}}."
+
 
 def math500(path: str | Path) -> list[Sample]:
     """Lines with `problem` or `question`, and `answer` or a worked `solution`."""

@@ -33,7 +33,7 @@ class Needle:
     question: str
     expected: str
     metric: str
-    question_as_text: str = ""  # KVCache-Factory's, for the model to go on writing
+    question_as_text: str = ""  # KVCache-Factory's, for the model to complete
 
 
 NEEDLES = Registry(

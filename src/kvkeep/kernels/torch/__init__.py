@@ -1,1 +1,1 @@
-"""Every kernel in plain torch: the specification that faster versions must equal."""
+"""The torch implementation of every kernel: the specification that the Triton kernels must equal."""

@@ -1,4 +1,4 @@
-"""Attention in plain torch: the probabilities a scorer votes with, and the output over a ragged cache."""
+"""Reference implementations in torch: attention probabilities for scorers, attention over ragged caches, clustering."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-AT_ONCE = {"cpu": 2**22}  # attention probabilities held at a time while mass is summed: what a processor's cache holds
-AT_ONCE_ELSEWHERE = 2**26  # 256 MB
-STRETCH = 1024  # tokens at a time where several passes over them follow
+BLOCK_PROBS = {"cpu": 2**22}  # attention probabilities held while `column_mass` sums them: what a CPU's cache holds
+BLOCK_PROBS_GPU = 2**26  # 256 MB
+BLOCK_TOKENS = 1024  # tokens per block where several passes over a block follow
 
 
 def probabilities(
@@ -20,19 +20,19 @@ def probabilities(
     allowed: Tensor,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-    blind: bool = False,
+    sink_logits: Tensor | None = None,
+    allow_fully_masked: bool = False,
 ) -> Tensor:
-    """Softmax in float32 of each query over the keys it may see; with `blind`, one that sees none gives zeros.
+    """Attention probabilities in float32; with `allow_fully_masked`, zeros for a query whose keys are all masked.
 
-    queries [heads, w, dim], keys [kv_heads, n, dim], sinks [heads] -> [kv_heads, group, w, n]
-    allowed [kv_heads, w, m]: about the last m keys; all queries may see those before
+    queries [heads, w, dim], keys [kv_heads, n, dim], sink_logits [heads] -> [kv_heads, group, w, n]
+    allowed [kv_heads, w, m]: mask of the last m keys; earlier ones are visible to all queries
     """
     logits = masked_logits(queries, keys, allowed, scale, softcap)
-    if sinks is not None:
-        extra = sinks.float().view(logits.shape[0], logits.shape[1], 1, 1).expand(*logits.shape[:-1], 1)
+    if sink_logits is not None:
+        extra = sink_logits.float().view(logits.shape[0], logits.shape[1], 1, 1).expand(*logits.shape[:-1], 1)
         return torch.cat([logits, extra], dim=-1).softmax(-1)[..., :-1]
-    return logits.softmax(-1).nan_to_num_(0.0) if blind else logits.softmax(-1)
+    return logits.softmax(-1).nan_to_num_(0.0) if allow_fully_masked else logits.softmax(-1)
 
 
 def masked_logits(queries: Tensor, keys: Tensor, allowed: Tensor, scale: float, softcap: float | None = None) -> Tensor:
@@ -52,151 +52,151 @@ def column_mass(
     queries: Tensor,
     keys: Tensor,
     positions: Tensor,
-    cursor: int,
+    seq_len: int,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     weights: Tensor | None = None,
-    sums: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
-    """Attention each key gets from all queries, averaged over the group, without ever holding all of it.
+    """Attention each key receives, summed over queries, averaged over the group, without a matrix of queries × keys.
 
-    Queries stand at `cursor - q … cursor - 1` and are taken in blocks; a block only meets the keys it can see.
+    Queries are at positions `seq_len - q … seq_len - 1` and come in blocks; a block skips the keys after it.
     queries [heads, q, dim], keys [kv_heads, n, dim], positions [kv_heads, n] -> [kv_heads, n] float32
-    weights [heads, q]: of each query's attention; sums [heads, q]: log-sum-exp of its logits, for who can use it
+    weights [heads, q]: of each query's attention; lse [heads, q]: log-sum-exp of its logits, used by the kernel only
     """
     q, n = queries.shape[1], keys.shape[1]
-    at_once = AT_ONCE.get(keys.device.type, AT_ONCE_ELSEWHERE)
-    block = max(16, min(256, at_once // (queries.shape[0] * n) // 16 * 16))
+    max_probs = BLOCK_PROBS.get(keys.device.type, BLOCK_PROBS_GPU)
+    block = max(16, min(256, max_probs // (queries.shape[0] * n) // 16 * 16))
     mass = keys.new_zeros(keys.shape[0], n, dtype=torch.float32)
-    keys = keys.float().transpose(1, 2).contiguous().transpose(1, 2)  # laid out for products with many small blocks
-    even = bool((positions[:, -1] == n - 1).all())  # nothing was dropped: only its own keys can be too new for a block
-    blind = not even  # some keys are gone, perhaps all that a query could see
-    ahead = q - min(q, block)  # keys the first block cannot see, if the newest q keys are the queries' own
+    keys = keys.float().transpose(1, 2).contiguous().transpose(1, 2)  # layout for products with many small blocks
+    uniform = bool((positions[:, -1] == n - 1).all())  # nothing was evicted: only a block's own keys are masked
+    allow_fully_masked = not uniform  # all keys that a query could see may be evicted
+    ahead = q - min(q, block)  # keys the first block cannot see, as the newest q keys are the queries' own
     for start in range(0, q, block):
         part = queries[:, start : start + block]
         reach = n - max(0, ahead - start)
-        where = torch.arange(cursor - q + start, cursor - q + start + part.shape[1], device=keys.device)
-        newest = positions[:, reach - part.shape[1] : reach] if even else positions[:, :reach]
+        where = torch.arange(seq_len - q + start, seq_len - q + start + part.shape[1], device=keys.device)
+        newest = positions[:, reach - part.shape[1] : reach] if uniform else positions[:, :reach]
         allowed = newest[:, None] <= where[:, None]
-        chances = probabilities(part, keys[:, :reach], allowed, scale, softcap, sinks, blind)
+        probs = probabilities(part, keys[:, :reach], allowed, scale, softcap, sink_logits, allow_fully_masked)
         if weights is not None:
-            chances *= weights[:, start : start + block].view(*chances.shape[:3], 1)
-        mass[:, :reach] += total(chances)
+            probs *= weights[:, start : start + block].view(*probs.shape[:3], 1)
+        mass[:, :reach] += sum_over_queries(probs)
     return mass
 
 
-def total(rows: Tensor) -> Tensor:
-    """What each key gets from all rows, averaged over the group. [kv_heads, group, w, n] -> [kv_heads, n]"""
+def sum_over_queries(rows: Tensor) -> Tensor:
+    """Attention summed over queries, averaged over the group. [kv_heads, group, w, n] -> [kv_heads, n]"""
     flat = rows.flatten(1, 2)
     return torch.bmm(flat.new_full((len(flat), 1, flat.shape[1]), 1 / rows.shape[1]), flat)[:, 0]
 
 
-def attend_step(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+def decode_attention_with_probs(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One query per row over equal heads, with its logits and probabilities shown.
+    """Attention of one query per row where all key heads hold the same number of tokens, with its logits and probs.
 
     queries [rows, heads, 1, dim], keys and values [rows, kv_heads, n, dim]
-    -> output [rows, heads, 1, dim], logits and probabilities [rows, kv_heads, group, n] float32
+    -> output [rows, heads, 1, dim], logits and probs [rows, kv_heads, group, n] float32
     """
     rows, heads, _, dim = queries.shape
     grouped = (queries * scale).to(keys.dtype).reshape(rows, keys.shape[1], -1, dim)
     logits = (grouped @ keys.transpose(-1, -2)).float()
     if softcap is not None:
         logits = (logits / softcap).tanh() * softcap
-    if sinks is None:
-        chances = logits.softmax(-1)
+    if sink_logits is None:
+        probs = logits.softmax(-1)
     else:
-        extra = sinks.float().view(1, keys.shape[1], -1, 1).expand(rows, -1, -1, 1)
-        chances = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
-    output = chances.to(values.dtype) @ values
-    return output.reshape(rows, heads, 1, -1).to(queries.dtype), logits, chances
+        extra = sink_logits.float().view(1, keys.shape[1], -1, 1).expand(rows, -1, -1, 1)
+        probs = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
+    output = probs.to(values.dtype) @ values
+    return output.reshape(rows, heads, 1, -1).to(queries.dtype), logits, probs
 
 
-def attend_even(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+def dense_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
 ) -> Tensor:
-    """`attend_step` for those who only want the output."""
-    if softcap is None and sinks is None:
-        return _even(queries.to(keys.dtype), keys, values.to(keys.dtype), scale).to(queries.dtype)
-    return attend_step(queries, keys, values, scale, softcap, sinks)[0]
+    """The output of `decode_attention_with_probs` alone."""
+    if softcap is None and sink_logits is None:
+        return _dense_sdpa(queries.to(keys.dtype), keys, values.to(keys.dtype), scale).to(queries.dtype)
+    return decode_attention_with_probs(queries, keys, values, scale, softcap, sink_logits)[0]
 
 
-def attend(
+def segment_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     segments: Sequence[tuple[int, int]],
-    fresh: Sequence[int],
+    new_counts: Sequence[int],
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Attention of new tokens over a ragged cache that already ends with their own keys.
+    """Attention of new tokens over a flat ragged cache whose segments already end with their own keys.
 
-    `segments` gives the (start, length) of every (row, key head) in the flat cache, row by row; `fresh` how many
-    of each row's queries are real: its last ones. Other queries give zeros.
+    segments: (start, length) of every (row, key head), row by row; new_counts: of each row's queries the last so many
+    are tokens, the others are padding and give zeros.
     queries [rows, heads, q, dim], keys and values [slots, dim] -> [rows, heads, q, dim]
     """
     rows, heads, q, dim = queries.shape
     kv_heads = len(segments) // rows
-    asked, queries, values = queries.dtype, queries.to(keys.dtype), values.to(keys.dtype)
-    plain = softcap is None and sinks is None
-    if plain and (stride := _even_stride(segments)) and all(count == q for count in fresh):
+    dtype, queries, values = queries.dtype, queries.to(keys.dtype), values.to(keys.dtype)
+    sdpa_suffices = softcap is None and sink_logits is None
+    if sdpa_suffices and (stride := _uniform_stride(segments)) and all(count == q for count in new_counts):
         length = segments[0][1]
         dense = (
             t[segments[0][0] :][: len(segments) * stride].view(rows, kv_heads, stride, -1)[:, :, :length]
             for t in (keys, values)
         )
-        return _even(queries, *dense, scale).to(asked)
+        return _dense_sdpa(queries, *dense, scale).to(dtype)
     output = queries.new_zeros(rows, heads, q, values.shape[-1])
     group = heads // kv_heads
     for i, (start, length) in enumerate(segments):
         row, head = divmod(i, kv_heads)
-        if not (count := fresh[row]):
+        if not (count := new_counts[row]):
             continue
         mine = slice(head * group, (head + 1) * group)
         query = queries[row, mine, q - count :]
         key, value = keys[start : start + length], values[start : start + length]
-        cap = None if sinks is None else sinks[mine]
-        output[row, mine, q - count :] = _one(query, key, value, scale, softcap, cap)
-    return output.to(asked)
+        sink = None if sink_logits is None else sink_logits[mine]
+        output[row, mine, q - count :] = _single_head(query, key, value, scale, softcap, sink)
+    return output.to(dtype)
 
 
-def attend_slots(
+def padded_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     lengths: Tensor,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Attention over slots of which each key head's first `lengths` are used, ending with the queries' own keys.
+    """Attention over a padded batch: each key head uses its first `lengths` slots, ending with the queries' keys.
 
     queries [rows, heads, q, dim], keys and values [rows, kv_heads, size, dim], lengths [rows, kv_heads]
     -> [rows, heads, q, dim]
     """
     rows, heads, q, dim = queries.shape
     kv_heads, size = keys.shape[1:3]
-    ahead = torch.arange(q - 1, -1, -1, device=keys.device)  # of each query's own tokens, those it must not see
+    ahead = torch.arange(q - 1, -1, -1, device=keys.device)  # new tokens after each query
     seen = torch.arange(size, device=keys.device) < (lengths[..., None] - ahead)[..., None]
     seen = seen[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).reshape(rows, kv_heads, -1, size)
     grouped = queries.to(keys.dtype).reshape(rows, kv_heads, -1, dim)
-    if softcap is None and sinks is None:
+    if softcap is None and sink_logits is None:
         output = sdpa(grouped, keys, values.to(keys.dtype), attn_mask=seen, scale=scale)
     else:
         logits = (grouped @ keys.transpose(-1, -2)).float() * scale
         logits = (logits if softcap is None else (logits / softcap).tanh() * softcap).masked_fill(~seen, float("-inf"))
-        if sinks is not None:
-            extra = sinks.float().view(1, kv_heads, -1, 1).repeat_interleave(q, 2).expand(rows, -1, -1, -1)
+        if sink_logits is not None:
+            extra = sink_logits.float().view(1, kv_heads, -1, 1).repeat_interleave(q, 2).expand(rows, -1, -1, -1)
             logits = torch.cat([logits, extra], -1)
         output = logits.softmax(-1)[..., :size].to(values.dtype) @ values
     return output.reshape(rows, heads, q, -1).to(queries.dtype)
 
 
-def attend_ragged(
+def ragged_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -205,21 +205,21 @@ def attend_ragged(
     longest: int,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """`attend_slots` over a flat buffer, in which each row and key head has a stretch of its own, of any size.
+    """`padded_attention` over a flat buffer with one segment, of any size, per row and key head.
 
     queries [rows, heads, q, dim], keys and values [slots, dim], starts and lengths [rows, kv_heads], none longer than
     `longest` -> [rows, heads, q, dim]
     """
     where = (starts[..., None] + torch.arange(longest, device=keys.device)).clamp_max(len(keys) - 1)
-    return attend_slots(queries, keys[where], values[where], lengths, scale, softcap, sinks)
+    return padded_attention(queries, keys[where], values[where], lengths, scale, softcap, sink_logits)
 
 
 def append_ragged(
     keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, lengths: Tensor, active: Tensor
 ) -> None:
-    """Put one token behind each stretch of such buffers, and count it where its row is active. In place.
+    """Append one token to each segment of such a buffer in place; lengths grow in active rows only.
 
     keys and values [slots, dim], new ones [rows, kv_heads, 1, dim], starts and lengths [rows, kv_heads],
     active [rows, 1]
@@ -230,7 +230,7 @@ def append_ragged(
     lengths += active
 
 
-def _even_stride(segments: Sequence[tuple[int, int]]) -> int:
+def _uniform_stride(segments: Sequence[tuple[int, int]]) -> int:
     """Distance between segments when all are equally long and equally spaced, else 0."""
     (first, length), *rest = segments
     if not rest:
@@ -240,25 +240,25 @@ def _even_stride(segments: Sequence[tuple[int, int]]) -> int:
     return stride if even else 0
 
 
-def _even(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """All key heads of all rows hold the same number of tokens: one batched call. keys [rows, kv_heads, n, dim]"""
+def _dense_sdpa(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """One batched call: all key heads of all rows hold the same number of tokens. keys [rows, kv_heads, n, dim]"""
     rows, heads, q, dim = queries.shape
     kv_heads = keys.shape[1]
-    if q == 1:  # the heads of a group are just more queries over the same keys
+    if q == 1:  # the heads of a group are more queries over the same keys
         return sdpa(queries.reshape(rows, kv_heads, -1, dim), keys, values, scale=scale).reshape(rows, heads, 1, -1)
-    mask = lower_right(q, keys.shape[2], queries.device)
+    mask = causal_lower_right(q, keys.shape[2], queries.device)
     return sdpa(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads)
 
 
-def _one(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+def _single_head(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
 ) -> Tensor:
     """One key head: query [group, q, dim] over key [n, dim], the last q of which are the queries' own."""
     q, n = query.shape[1], key.shape[0]
-    if softcap is None and sinks is None:
+    if softcap is None and sink_logits is None:
         if q == 1:
             return sdpa(query.transpose(0, 1)[None], key[None, None], value[None, None], scale=scale)[0].transpose(0, 1)
-        mask = lower_right(q, n, query.device)
+        mask = causal_lower_right(q, n, query.device)
         return sdpa(
             query[None],
             key.expand(1, len(query), -1, -1),
@@ -266,38 +266,37 @@ def _one(
             attn_mask=mask,
             scale=scale,
         )[0]
-    allowed = lower_right(q, n, query.device)[None]
-    return probabilities(query, key[None], allowed, scale, softcap, sinks)[0].to(value.dtype) @ value
+    allowed = causal_lower_right(q, n, query.device)[None]
+    return probabilities(query, key[None], allowed, scale, softcap, sink_logits)[0].to(value.dtype) @ value
 
 
-def lower_right(q: int, n: int, device: torch.device) -> Tensor:
+def causal_lower_right(q: int, n: int, device: torch.device) -> Tensor:
     """Causal mask of the last q of n tokens: query i sees the first n - q + i + 1. [q, n] bool"""
     return torch.ones(q, n, dtype=torch.bool, device=device).tril(n - q)
 
 
-def attend_apart(
+def two_region_attention(
     queries: Tensor,
-    turned: Tensor,
+    rotated: Tensor,
     far: Callable[[], tuple[Tensor, Tensor]] | None,
     near: tuple[Tensor, Tensor],
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     band: int = 0,
-    before: Tensor | None = None,
+    prior_mass: Tensor | None = None,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Queries over far keys, which they meet `turned`, and near ones that end with their own; one softmax over both.
+    """`rotated` queries over retrieved (far) keys, `queries` over near keys that end with their own; one softmax.
 
-    queries, turned [heads, w, dim]; far and near: keys and values [kv_heads, n, dim]; far is called once the products
-    with near keys are under way, so that fetching can overlap with them
-    -> output [heads, w, dim]; with a band, what each near key got from queries at most so far behind it (never from
-    its own), averaged over all heads [n], and before [m]: what the first of them had got already; per_head: of each
-    query head alone, [heads, n] and [heads, m]
+    queries, rotated [heads, w, dim]; far and near: keys and values [kv_heads, n, dim]; far is called once the products
+    with near keys are launched, so that the gather overlaps with them
+    -> output [heads, w, dim]; with a band, the attention each near key receives from the `band` queries after it,
+    averaged over all heads, on top of prior_mass [m] of the first keys: [n]; per_head: of each query head, [heads, n]
     """
     (near_keys, near_values), (heads, w, dim), n = near, queries.shape, near[0].shape[1]
     kv_heads = len(near_keys)
-    grouped = [(q * scale).to(near_keys.dtype).reshape(kv_heads, -1, dim) for q in (queries, turned)]
+    grouped = [(q * scale).to(near_keys.dtype).reshape(kv_heads, -1, dim) for q in (queries, rotated)]
     logits = grouped[0] @ near_keys.transpose(1, 2)
     values = near_values
     if far is not None:
@@ -309,85 +308,84 @@ def attend_apart(
     if w > 1:
         own = torch.ones(w, w, dtype=torch.bool, device=queries.device).triu_(1)
         logits.view(kv_heads, -1, w, logits.shape[-1])[..., -w:].masked_fill_(own, float("-inf"))
-    if sinks is not None:
-        extra = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, w).reshape(kv_heads, -1, 1)
-        chances = torch.cat([logits.float(), extra], -1).softmax(-1)[..., :-1]
+    if sink_logits is not None:
+        extra = sink_logits.float().view(kv_heads, -1, 1).expand(-1, -1, w).reshape(kv_heads, -1, 1)
+        probs = torch.cat([logits.float(), extra], -1).softmax(-1)[..., :-1]
     else:
-        chances = logits.softmax(-1, dtype=torch.float32)
-    output = (chances.to(values.dtype) @ values).view(heads, w, -1).to(queries.dtype)
-    rows = chances[..., -n:].reshape(heads, w, n)
-    return output, _banded(rows if per_head else rows.mean(0), band, before) if band else None
+        probs = logits.softmax(-1, dtype=torch.float32)
+    output = (probs.to(values.dtype) @ values).view(heads, w, -1).to(queries.dtype)
+    rows = probs[..., -n:].reshape(heads, w, n)
+    return output, _band_mass(rows if per_head else rows.mean(0), band, prior_mass) if band else None
 
 
-def _banded(chances: Tensor, band: int, before: Tensor | None) -> Tensor:
-    """Sum over queries 1 … band behind each key. chances [..., w, n], the queries' own keys last -> [..., n]"""
-    w, n = chances.shape[-2:]
-    mass = chances.tril_(n - w - 1).triu_(n - w - band).sum(-2)
-    if before is not None:
-        mass[..., : before.shape[-1]] += before
+def _band_mass(probs: Tensor, band: int, prior_mass: Tensor | None) -> Tensor:
+    """Sum over queries 1 … band after each key. probs [..., w, n], the queries' own keys last -> [..., n]"""
+    w, n = probs.shape[-2:]
+    mass = probs.tril_(n - w - 1).triu_(n - w - band).sum(-2)
+    if prior_mass is not None:
+        mass[..., : prior_mass.shape[-1]] += prior_mass
     return mass
 
 
-def entropy(chances: Tensor) -> Tensor:
-    """-Σ p ln p over the last axis; several times faster than torch.special.entr on a processor."""
-    return -torch.linalg.vecdot(chances, chances.clamp_min(1e-38).log_())
+def entropy(probs: Tensor) -> Tensor:
+    """-Σ p ln p over the last axis; several times faster than torch.special.entr on a CPU."""
+    return -torch.linalg.vecdot(probs, probs.clamp_min(1e-38).log_())
 
 
-def distance(
+def js_distance(
     queries: Tensor,
     keys: Tensor,
     positions: Tensor,
-    cursor: int,
+    seq_len: int,
     smooth: int,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     stepwise: bool = False,
 ) -> Tensor:
-    """`row_distance` of the attention of the newest w queries, which end at `cursor`. Shapes as in `column_mass`."""
-    seen = positions[:, None] <= torch.arange(cursor - queries.shape[1], cursor, device=keys.device)[:, None]
-    rows = probabilities(queries, keys, seen, scale, softcap, sinks, blind=True)
-    return row_distance(rows.flatten(0, 1), smooth, stepwise)
+    """`row_js_distance` of the attention of the newest w queries. Shapes as in `column_mass`."""
+    seen = positions[:, None] <= torch.arange(seq_len - queries.shape[1], seq_len, device=keys.device)[:, None]
+    rows = probabilities(queries, keys, seen, scale, softcap, sink_logits, allow_fully_masked=True)
+    return row_js_distance(rows.flatten(0, 1), smooth, stepwise)
 
 
-def row_distance(rows: Tensor, smooth: int, stepwise: bool = False) -> Tensor:
+def row_js_distance(rows: Tensor, smooth: int, stepwise: bool = False) -> Tensor:
     """Square root of the Jensen–Shannon divergence (natural log) of every smoothed row from the first.
 
     A row is smoothed with its smooth - 1 successors. JSD(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2, summed over
-    stretches that fit a processor's cache. stepwise: of every row from the one before it, the first's is 0.
+    blocks that fit a CPU's cache. stepwise: of every row from its predecessor; 0 for the first.
     rows [heads, w, n] -> [heads, w]
     """
     band = torch.ones(rows.shape[1], rows.shape[1], device=rows.device).triu().tril(smooth - 1)
     weights = band / (band @ rows.sum(-1, keepdim=True)).clamp_min(1e-30)
-    disorder, between = rows.new_zeros(rows.shape[:2]), rows.new_zeros(rows.shape[:2])
-    for part in rows.split(STRETCH, -1):
+    own, mixed = rows.new_zeros(rows.shape[:2]), rows.new_zeros(rows.shape[:2])
+    for part in rows.split(BLOCK_TOKENS, -1):
         smoothed = weights @ part
-        disorder += entropy(smoothed)
-        between += entropy((smoothed + _other(smoothed, stepwise)).mul_(0.5))
-    return (between - (disorder + _other(disorder, stepwise)) / 2).clamp_min(0).sqrt()
+        own += entropy(smoothed)
+        mixed += entropy((smoothed + _compared_with(smoothed, stepwise)).mul_(0.5))
+    return (mixed - (own + _compared_with(own, stepwise)) / 2).clamp_min(0).sqrt()
 
 
-def _other(rows: Tensor, stepwise: bool) -> Tensor:
-    """What each row is compared with: the first, or the one before it (the first with itself). rows [heads, w, ..]"""
+def _compared_with(rows: Tensor, stepwise: bool) -> Tensor:
+    """The first row, or each row's predecessor (the first row has itself). rows [heads, w, ..]"""
     return torch.cat([rows[:, :1], rows[:, :-1]], 1) if stepwise else rows[:, :1]
 
 
 def assign(keys: Tensor, centres: Tensor, sizes: Tensor | None = None) -> Tensor:
-    """The centre of highest cosine, ties to the lower number; a centre of size 0 is out of reach.
+    """The centre of highest cosine, ties to the lower index; a centre of size 0 gets no key.
 
     keys [kv_heads, n, dim], centres [kv_heads, c, dim], sizes [kv_heads, c] -> [kv_heads, n] int64
     """
     keys, centres = keys.float(), normalize(centres.float(), dim=-1)
-    if sizes is not None:  # one number more puts them there
+    if sizes is not None:  # an extra channel lowers their cosine
         keys, centres = pad(keys, (0, 1), value=1.0), torch.cat([centres, -1e30 * (sizes == 0)[..., None]], -1)
-    blocks = keys.split(4 * STRETCH, 1)  # a long text has many centres
+    blocks = keys.split(4 * BLOCK_TOKENS, 1)  # a long text has many centres: bound the product's size
     return torch.cat([(block @ centres.transpose(1, 2)).max(-1).indices for block in blocks], 1)
 
 
 def means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The mean key of each cluster, zeros where there is none, and how many it has.
+    """The mean key of each cluster, zeros for an empty one, and its size. Keys with member >= count are left out.
 
-    Whose member is `count` or more belongs to nobody.
     keys [kv_heads, n, dim], member [kv_heads, n] -> [kv_heads, count, dim] float32, [kv_heads, count] int64
     """
     keys, mine = keys.float(), member.clamp_max(count)
@@ -396,13 +394,13 @@ def means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return (total / size.clamp_min(1)[..., None])[:, :count], size[:, :count]
 
 
-def likeness(keys: Tensor, real: Tensor, kappa: int) -> Tensor:
-    """Mean cosine of a key with its neighbours up to kappa away, itself included; only tokens that are real count.
+def key_similarity(keys: Tensor, token_mask: Tensor, kappa: int) -> Tensor:
+    """Mean cosine of a key with its neighbours up to kappa away, itself included; padding does not count.
 
-    keys [kv_heads, n, dim], real [kv_heads, n] bool -> [kv_heads, n] float32
+    keys [kv_heads, n, dim], token_mask [kv_heads, n] bool -> [kv_heads, n] float32
     """
-    unit = normalize(keys.float(), dim=-1) * real[..., None]
-    total, near = unit.square().sum(-1), real.float()
+    unit = normalize(keys.float(), dim=-1) * token_mask[..., None]
+    total, near = unit.square().sum(-1), token_mask.float()
     count = near.clone()
     for step in range(1, min(kappa, keys.shape[1] - 1) + 1):
         pairs = torch.linalg.vecdot(unit[:, step:], unit[:, :-step])

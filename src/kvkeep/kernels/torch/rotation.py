@@ -1,14 +1,14 @@
-"""Vectors turned to other positions, in plain torch."""
+"""RoPE with given angles, in torch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 
-def turned(vectors: Tensor, *angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Vectors rotated in float32, once for every pair of cosines and sines [n, dim], rounded each time. [heads, n, dim]
+def rotate(vectors: Tensor, *angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate vectors [heads, n, dim] in float32 by each (cosines, sines) [n, dim] in turn, rounding after each.
 
-    Pairs lie half a vector apart: both halves of the cosines are the same, the first half of the sines is negative.
+    Pairs lie half a vector apart: both halves of the cosines are equal, the first half of the sines is negated.
     """
     for cos, sin in angles:
         other = vectors.roll(vectors.shape[-1] // 2, -1)  # the other number of each pair

@@ -1,1 +1,1 @@
-"""The reference's functions as Triton kernels: same names, same arguments, same results."""
+"""Triton kernels of the torch functions: same names, same arguments, same results."""

@@ -1,4 +1,4 @@
-"""How alike each key is to its neighbours: every key is read once from memory, and a few times more from the cache."""
+"""Mean cosine of each key with its neighbours: a key is read once from memory, then from the cache."""
 
 from __future__ import annotations
 
@@ -7,42 +7,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, power
+from kvkeep.kernels.triton.common import cdiv, pow2
 
-TOKENS = 32  # at a time
+TOKENS = 32  # per program
 
 
-def likeness(keys: Tensor, real: Tensor, kappa: int) -> Tensor:
-    """As the reference's. keys [kv_heads, n, dim], real [kv_heads, n] bool -> [kv_heads, n] float32"""
+def key_similarity(keys: Tensor, token_mask: Tensor, kappa: int) -> Tensor:
+    """As in the reference."""
     heads, n, dim = keys.shape
-    keys, real = keys.contiguous(), real.contiguous()
-    alike = torch.empty(heads, n, dtype=torch.float32, device=keys.device)
-    _likeness[cdiv(n, TOKENS), heads](
-        keys, real.view(torch.uint8), alike, n, dim, kappa, TOKENS, power(dim), num_warps=4
+    keys, token_mask = keys.contiguous(), token_mask.contiguous()
+    similarity = torch.empty(heads, n, dtype=torch.float32, device=keys.device)
+    _key_similarity[cdiv(n, TOKENS), heads](
+        keys, token_mask.view(torch.uint8), similarity, n, dim, kappa, TOKENS, pow2(dim), num_warps=4
     )
-    return alike
+    return similarity
 
 
 @triton.jit
-def _likeness(keys, real, alike, n, dim, kappa, TOKENS: tl.constexpr, DIM: tl.constexpr):
+def _key_similarity(keys, token_mask, similarity, n, dim, kappa, TOKENS: tl.constexpr, DIM: tl.constexpr):
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens, channels = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
-    mine, here = _units(keys, real, tokens, channels, head, n, dim)
+    keys_here, is_token_here = _unit_keys(keys, token_mask, tokens, channels, head, n, dim)
     total = tl.zeros([TOKENS], tl.float32)
     count = tl.zeros([TOKENS], tl.float32)
     for step in range(-kappa, kappa + 1):
-        other, there = _units(keys, real, tokens + step, channels, head, n, dim)
-        total += tl.sum(mine * other, 1)
-        count += there
-    tl.store(alike + head * n + tokens, tl.where(here > 0, total / tl.maximum(count, 1.0), 0.0), mask=tokens < n)
+        other, is_token_there = _unit_keys(keys, token_mask, tokens + step, channels, head, n, dim)
+        total += tl.sum(keys_here * other, 1)
+        count += is_token_there
+    mean = tl.where(is_token_here > 0, total / tl.maximum(count, 1.0), 0.0)
+    tl.store(similarity + head * n + tokens, mean, mask=tokens < n)
 
 
 @triton.jit
-def _units(keys, real, tokens, channels, head, n, dim):
-    """Keys of length 1, zeros for what is no token; and 1 for tokens, else 0."""
+def _unit_keys(keys, token_mask, tokens, channels, head, n, dim):
+    """Keys scaled to length 1, zeros for padding; and 1 for tokens, 0 for padding."""
     within = (tokens >= 0) & (tokens < n)
-    is_token = tl.load(real + head * n + tokens, mask=within, other=0).to(tl.float32)
+    is_token = tl.load(token_mask + head * n + tokens, mask=within, other=0).to(tl.float32)
     inside = within[:, None] & (channels < dim)[None, :]
     rows = tl.load(keys + (head * n + tokens)[:, None] * dim + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-    size = tl.maximum(tl.sqrt(tl.sum(rows * rows, 1)), 1e-12)
-    return rows * (is_token / size)[:, None], is_token
+    norm = tl.maximum(tl.sqrt(tl.sum(rows * rows, 1)), 1e-12)
+    return rows * (is_token / norm)[:, None], is_token

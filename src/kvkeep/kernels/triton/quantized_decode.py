@@ -1,7 +1,7 @@
-"""Attention over keys and values in 8 or 4 bits, which become numbers only inside the kernel; and one token more.
+"""Decode attention over keys and values quantized to 8 or 4 bits, dequantized inside the kernel; and append.
 
-As in decode.py the tokens are split, then merged; one part more takes the tail. Channels are taken in two halves, as
-4 bits store them: a byte is read once and serves both. Values are never multiplied by their steps: chances are.
+Split-K as in decode.py, with one more split for the tail. Channels come in two halves, as 4 bits store them: a byte is
+read once and serves both. Probabilities are multiplied by the values' scales, not the values.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.torch.quantization import GROUP, Packed
-from kvkeep.kernels.triton.common import AT_LEAST, INTERPRETED, capped, cdiv, power, product, quick
+from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV
+from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
 from kvkeep.kernels.triton.decode import PROGRAMS, _merge
 
 
-def append_packed(
-    packed: Packed,
+def append_quantized(
+    kv: QuantizedKV,
     tail_keys: Tensor,
     tail_values: Tensor,
     key: Tensor,
@@ -26,23 +26,19 @@ def append_packed(
     lengths: Tensor,
     active: Tensor,
 ) -> None:
-    """As the torch function, except that the host does not wait.
-
-    tail_keys [rows, kv_heads, 32, dim], tail_values [rows, kv_heads, 32, wide], key [rows, kv_heads, dim],
-    value [rows, kv_heads, wide], starts and lengths [rows, kv_heads], active [rows, 1] of 0 and 1
-    """
+    """As in torch, without synchronizing the host."""
     _must_be_contiguous(tail_keys=tail_keys, tail_values=tail_values, lengths=lengths)
-    (rows, kv_heads, dim), wide = key.shape, value.shape[-1]
+    (rows, kv_heads, dim), v_dim = key.shape, value.shape[-1]
     _append[rows * kv_heads,](
         key.to(tail_keys.dtype).contiguous(), value.to(tail_values.dtype).contiguous(), tail_keys, tail_values,
-        *packed.tensors, starts.contiguous(), lengths, active.contiguous(), kv_heads, dim, wide, packed.bits,
-        INTERPRETED, GROUP, _padded_half(dim), _padded_half(wide), num_warps=4,
+        *kv.tensors, starts.contiguous(), lengths, active.contiguous(), kv_heads, dim, v_dim, kv.bits,
+        INTERPRETED, GROUP_SIZE, _padded_half(dim), _padded_half(v_dim), num_warps=4,
     )  # fmt: skip
 
 
-def attend_packed(
+def quantized_attention(
     queries: Tensor,
-    packed: Packed,
+    kv: QuantizedKV,
     tail_keys: Tensor,
     tail_values: Tensor,
     starts: Tensor,
@@ -50,57 +46,57 @@ def attend_packed(
     longest: int,
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """As the torch function. queries [rows, heads, 1, dim] -> [rows, heads, 1, wide]"""
+    """As in torch. queries [rows, heads, 1, dim] -> [rows, heads, 1, v_dim]"""
     _must_be_contiguous(tail_keys=tail_keys, tail_values=tail_values)
     rows, heads, _, dim = queries.shape
-    kv_heads, wide = starts.shape[1], packed.wide
+    kv_heads, v_dim = starts.shape[1], kv.value_dim
     group = heads // kv_heads
-    splits = max(1, min(cdiv(longest, 4 * GROUP), PROGRAMS // (rows * kv_heads)))
+    splits = max(1, min(cdiv(longest, 4 * GROUP_SIZE), PROGRAMS // (rows * kv_heads)))
     query = queries[:, :, 0].to(tail_keys.dtype).contiguous()
-    partial = query.new_empty(rows * heads, splits + 1, wide, dtype=torch.float32)
+    partial = query.new_empty(rows * heads, splits + 1, v_dim, dtype=torch.float32)
     weight = query.new_empty(rows * heads, splits + 1, 2, dtype=torch.float32)  # largest logit, sum of exponentials
     _partial[rows * kv_heads, splits + 1](
-        query, *packed.tensors, tail_keys, tail_values, starts.contiguous(), lengths.contiguous(), partial, weight,
-        scale, softcap or 0.0, group, splits, dim, wide, packed.bits, softcap is not None, INTERPRETED,
-        max(AT_LEAST, power(group)), GROUP, _padded_half(dim), _padded_half(wide), num_warps=4,
+        query, *kv.tensors, tail_keys, tail_values, starts.contiguous(), lengths.contiguous(), partial, weight,
+        scale, softcap or 0.0, group, splits, dim, v_dim, kv.bits, softcap is not None, INTERPRETED,
+        max(MIN_BLOCK, pow2(group)), GROUP_SIZE, _padded_half(dim), _padded_half(v_dim), num_warps=4,
     )  # fmt: skip
-    output = queries.new_empty(rows, heads, wide)
-    extra = query if sinks is None else sinks.float().contiguous()
+    output = queries.new_empty(rows, heads, v_dim)
+    extra = query if sink_logits is None else sink_logits.float().contiguous()
     _merge[rows * heads,](
-        partial, weight, extra, output, heads, splits + 1, wide, sinks is not None, power(splits + 1), power(wide),
-        num_warps=1,
+        partial, weight, extra, output, heads, splits + 1, v_dim, sink_logits is not None, pow2(splits + 1),
+        pow2(v_dim), num_warps=1,
     )  # fmt: skip
     return output[:, :, None]
 
 
 def _padded_half(size: int) -> int:
-    """Half of the channels, as wide as a matrix product wants it."""
-    return max(AT_LEAST, power(cdiv(size, 2)))
+    """Half of the channels, padded for a matrix product."""
+    return max(MIN_BLOCK, pow2(cdiv(size, 2)))
 
 
 def _must_be_contiguous(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}: used where it lies, it must be contiguous.")
+            raise ValueError(f"{name} has strides {tensor.stride()}: updated in place, it must be contiguous.")
 
 
 @triton.jit
-def _halves(buffer, at, channels, dim: tl.constexpr, real):
-    """Lower and upper half of the channels of the vectors `at` places of a buffer; zeros where they are not real."""
+def _load_halves(buffer, at, channels, dim: tl.constexpr, valid):
+    """Lower and upper half of the channels of vectors number `at`; zeros where not valid."""
     half: tl.constexpr = (dim + 1) // 2
-    here = buffer + at * dim + channels
-    low = tl.load(here, mask=real & (channels < half), other=0)
-    high = tl.load(here + half, mask=real & (channels < dim - half), other=0)
+    pointer = buffer + at * dim + channels
+    low = tl.load(pointer, mask=valid & (channels < half), other=0)
+    high = tl.load(pointer + half, mask=valid & (channels < dim - half), other=0)
     return low, high
 
 
 @triton.jit
-def _codes(buffer, at, channels, dim: tl.constexpr, BITS: tl.constexpr):
-    """The same of codes, as float32: all that is made of them is exact in any of the model's dtypes."""
+def _load_codes(buffer, at, channels, dim: tl.constexpr, BITS: tl.constexpr):
+    """The same of codes, as float32."""
     if BITS == 8:
-        low, high = _halves(buffer, at, channels, dim, channels < dim)
+        low, high = _load_halves(buffer, at, channels, dim, channels < dim)
     else:
         both = tl.load(buffer + at * (dim // 2) + channels, mask=channels < dim // 2, other=0)
         low, high = both & 15, both >> 4
@@ -108,8 +104,8 @@ def _codes(buffer, at, channels, dim: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _rounded(numbers, kind: tl.constexpr, WIDEN: tl.constexpr):
-    """float32 in another dtype, the nearest there: Triton's interpreter would cut off what bfloat16 cannot hold."""
+def _round_to(numbers, kind: tl.constexpr, WIDEN: tl.constexpr):
+    """float32 to another dtype, rounded to nearest: Triton's interpreter would truncate to bfloat16."""
     if WIDEN and kind == tl.bfloat16:
         bits = numbers.to(tl.int32, bitcast=True)
         numbers = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
@@ -117,86 +113,87 @@ def _rounded(numbers, kind: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _updated(logits, largest, total):
-    """A block more of logits. -> chances relative to the new largest, what older ones shrink by, largest, total"""
-    newest = tl.maximum(largest, tl.max(logits, 1))
-    chances = tl.exp(logits - newest[:, None])
-    shrink = tl.exp(largest - newest)
-    return chances, shrink, newest, total * shrink + tl.sum(chances, 1)
+def _online_softmax(logits, row_max, row_sum):
+    """Add a block of logits. -> unnormalized probs, factor for earlier sums, row_max, row_sum"""
+    new_max = tl.maximum(row_max, tl.max(logits, 1))
+    probs = tl.exp(logits - new_max[:, None])
+    rescale = tl.exp(row_max - new_max)
+    return probs, rescale, new_max, row_sum * rescale + tl.sum(probs, 1)
 
 
-@quick
+@fast_launch
 @triton.jit
 def _partial(
-    query, key_codes, key_steps, key_zeros, value_codes, value_steps, value_zeros, tail_keys, tail_values, starts,
-    lengths, partial, weight, scale, softcap, group, splits, dim: tl.constexpr, wide: tl.constexpr, BITS: tl.constexpr,
-    CAPPED: tl.constexpr, WIDEN: tl.constexpr, MEMBERS: tl.constexpr, GROUP: tl.constexpr, HALF_DIM: tl.constexpr,
-    HALF_WIDE: tl.constexpr,
+    query, key_codes, key_scales, key_mins, value_codes, value_scales, value_mins, tail_keys, tail_values, starts,
+    lengths, partial, weight, scale, softcap, group, splits, dim: tl.constexpr, v_dim: tl.constexpr, BITS: tl.constexpr,
+    CAPPED: tl.constexpr, WIDEN: tl.constexpr, MEMBERS: tl.constexpr, GROUP_SIZE: tl.constexpr, HALF_DIM: tl.constexpr,
+    HALF_V_DIM: tl.constexpr,
 ):  # fmt: skip
     CENTRE: tl.constexpr = 2 ** (BITS - 1)
-    place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    base, length = tl.load(starts + place).to(tl.int64), tl.load(lengths + place).to(tl.int32)
-    groups = length // GROUP
-    stretch = tl.cdiv(groups, splits)  # the last part, which takes the tail, gets no group
+    segment, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    base, length = tl.load(starts + segment).to(tl.int64), tl.load(lengths + segment).to(tl.int32)
+    groups = length // GROUP_SIZE
+    split_groups = tl.cdiv(groups, splits)  # the last split, for the tail, gets no group
 
-    members, tokens = tl.arange(0, MEMBERS), tl.arange(0, GROUP)[:, None]
-    channels, wides = tl.arange(0, HALF_DIM), tl.arange(0, HALF_WIDE)
-    mine = members < group
-    q_low, q_high = _halves(query, (place * group + members)[:, None], channels[None, :], dim, mine[:, None])
+    members, tokens = tl.arange(0, MEMBERS), tl.arange(0, GROUP_SIZE)[:, None]
+    channels, v_channels = tl.arange(0, HALF_DIM), tl.arange(0, HALF_V_DIM)
+    in_group = members < group
+    q_low, q_high = _load_halves(query, (segment * group + members)[:, None], channels[None, :], dim, in_group[:, None])
     kind: tl.constexpr = q_low.dtype
-    largest = tl.full([MEMBERS], float("-inf"), tl.float32)
-    total = tl.zeros([MEMBERS], tl.float32)
-    out_low = tl.zeros([MEMBERS, HALF_WIDE], tl.float32)
-    out_high = tl.zeros([MEMBERS, HALF_WIDE], tl.float32)
+    row_max = tl.full([MEMBERS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([MEMBERS], tl.float32)
+    out_low = tl.zeros([MEMBERS, HALF_V_DIM], tl.float32)
+    out_high = tl.zeros([MEMBERS, HALF_V_DIM], tl.float32)
 
-    for i in range(split * stretch, tl.minimum(split * stretch + stretch, groups)):
-        at, slots = base // GROUP + i, base + i * GROUP + tl.arange(0, GROUP)
-        low_step, high_step = _halves(key_steps, at, channels, dim, channels < dim)
-        low_zero, high_zero = _halves(key_zeros, at, channels, dim, channels < dim)
-        k_low, k_high = _codes(key_codes, slots[:, None], channels[None, :], dim, BITS)
-        k_low = k_low * low_step.to(tl.float32)[None, :] + low_zero.to(tl.float32)[None, :]
-        k_high = k_high * high_step.to(tl.float32)[None, :] + high_zero.to(tl.float32)[None, :]
-        k_low, k_high = _rounded(k_low, kind, WIDEN), _rounded(k_high, kind, WIDEN)
-        logits = product(q_low, tl.trans(k_low), WIDEN) + product(q_high, tl.trans(k_high), WIDEN)
-        chances, shrink, largest, total = _updated(capped(logits * scale, softcap, CAPPED), largest, total)
+    for i in range(split * split_groups, tl.minimum(split * split_groups + split_groups, groups)):
+        at, slots = base // GROUP_SIZE + i, base + i * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
+        low_scale, high_scale = _load_halves(key_scales, at, channels, dim, channels < dim)
+        low_min, high_min = _load_halves(key_mins, at, channels, dim, channels < dim)
+        k_low, k_high = _load_codes(key_codes, slots[:, None], channels[None, :], dim, BITS)
+        k_low = k_low * low_scale.to(tl.float32)[None, :] + low_min.to(tl.float32)[None, :]
+        k_high = k_high * high_scale.to(tl.float32)[None, :] + high_min.to(tl.float32)[None, :]
+        k_low, k_high = _round_to(k_low, kind, WIDEN), _round_to(k_high, kind, WIDEN)
+        logits = dot(q_low, tl.trans(k_low), WIDEN) + dot(q_high, tl.trans(k_high), WIDEN)
+        logits = softcapped(logits * scale, softcap, CAPPED)
+        probs, rescale, row_max, row_sum = _online_softmax(logits, row_max, row_sum)
 
-        step, zero = tl.load(value_steps + slots), tl.load(value_zeros + slots)
-        widest = tl.max(step, 0)  # kept apart: the model's dtype may be too narrow for chances in steps
-        share = _rounded(chances * (step / tl.where(widest == 0, 1.0, widest))[None, :], kind, WIDEN)
-        middle = tl.sum(chances * (zero + step * CENTRE)[None, :], 1)[:, None]
-        v_low, v_high = _codes(value_codes, slots[:, None], wides[None, :], wide, BITS)
+        v_scale, v_min = tl.load(value_scales + slots), tl.load(value_mins + slots)
+        max_scale = tl.max(v_scale, 0)  # factored out: probs times scales may underflow in the model's dtype
+        scaled = _round_to(probs * (v_scale / tl.where(max_scale == 0, 1.0, max_scale))[None, :], kind, WIDEN)
+        middle = tl.sum(probs * (v_min + v_scale * CENTRE)[None, :], 1)[:, None]
+        v_low, v_high = _load_codes(value_codes, slots[:, None], v_channels[None, :], v_dim, BITS)
         v_low, v_high = (v_low - CENTRE).to(kind), (v_high - CENTRE).to(kind)
-        out_low = out_low * shrink[:, None] + (product(share, v_low, WIDEN) * widest + middle)
-        out_high = out_high * shrink[:, None] + (product(share, v_high, WIDEN) * widest + middle)
+        out_low = out_low * rescale[:, None] + (dot(scaled, v_low, WIDEN) * max_scale + middle)
+        out_high = out_high * rescale[:, None] + (dot(scaled, v_high, WIDEN) * max_scale + middle)
 
-    rest = length - groups * GROUP
+    rest, in_tail = length - groups * GROUP_SIZE, segment * GROUP_SIZE + tokens
     if (split == splits) & (rest > 0):
-        k_low, k_high = _halves(tail_keys, place * GROUP + tokens, channels[None, :], dim, tokens < rest)
-        logits = product(q_low, tl.trans(k_low), WIDEN) + product(q_high, tl.trans(k_high), WIDEN)
-        logits = tl.where(tl.trans(tokens) < rest, capped(logits * scale, softcap, CAPPED), float("-inf"))
-        chances, shrink, largest, total = _updated(logits, largest, total)
-        v_low, v_high = _halves(tail_values, place * GROUP + tokens, wides[None, :], wide, tokens < rest)
-        share = _rounded(chances, kind, WIDEN)
-        out_low, out_high = product(share, v_low, WIDEN), product(share, v_high, WIDEN)
+        k_low, k_high = _load_halves(tail_keys, in_tail, channels[None, :], dim, tokens < rest)
+        logits = dot(q_low, tl.trans(k_low), WIDEN) + dot(q_high, tl.trans(k_high), WIDEN)
+        logits = tl.where(tl.trans(tokens) < rest, softcapped(logits * scale, softcap, CAPPED), float("-inf"))
+        probs, rescale, row_max, row_sum = _online_softmax(logits, row_max, row_sum)
+        v_low, v_high = _load_halves(tail_values, in_tail, v_channels[None, :], v_dim, tokens < rest)
+        rounded = _round_to(probs, kind, WIDEN)
+        out_low, out_high = dot(rounded, v_low, WIDEN), dot(rounded, v_high, WIDEN)
 
-    where = (place * group + members) * (splits + 1) + split
-    tl.store(weight + where * 2, largest, mask=mine)
-    tl.store(weight + where * 2 + 1, total, mask=mine)
-    _store_halves(partial, where[:, None], wides[None, :], wide, mine[:, None], out_low, out_high)
+    slot = (segment * group + members) * (splits + 1) + split
+    tl.store(weight + slot * 2, row_max, mask=in_group)
+    tl.store(weight + slot * 2 + 1, row_sum, mask=in_group)
+    _store_halves(partial, slot[:, None], v_channels[None, :], v_dim, in_group[:, None], out_low, out_high)
 
 
 @triton.jit
-def _store_halves(buffer, at, channels, dim: tl.constexpr, real, low, high):
-    """The reverse of `_halves`."""
+def _store_halves(buffer, at, channels, dim: tl.constexpr, valid, low, high):
+    """The reverse of `_load_halves`."""
     half: tl.constexpr = (dim + 1) // 2
-    here = buffer + at * dim + channels
-    tl.store(here, low.to(buffer.dtype.element_ty), mask=real & (channels < half))
-    tl.store(here + half, high.to(buffer.dtype.element_ty), mask=real & (channels < dim - half))
+    pointer = buffer + at * dim + channels
+    tl.store(pointer, low.to(buffer.dtype.element_ty), mask=valid & (channels < half))
+    tl.store(pointer + half, high.to(buffer.dtype.element_ty), mask=valid & (channels < dim - half))
 
 
 @triton.jit
 def _store_codes(buffer, at, channels, dim: tl.constexpr, low, high, BITS: tl.constexpr):
-    """The reverse of `_codes`."""
+    """The reverse of `_load_codes`."""
     if BITS == 8:
         _store_halves(buffer, at, channels, dim, channels < dim, low, high)
     else:
@@ -205,79 +202,83 @@ def _store_codes(buffer, at, channels, dim: tl.constexpr, low, high, BITS: tl.co
 
 
 @triton.jit
-def _coded(numbers, step, zero, BITS: tl.constexpr):
+def _quantize(numbers, scale, least, BITS: tl.constexpr):
     """The code of each number. -> int32"""
-    exact = tl.div_rn(numbers - zero, tl.where(step == 0, 1.0, step) + tl.zeros_like(numbers))
+    exact = tl.div_rn(numbers - least, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(numbers))
     codes = tl.minimum(tl.maximum(tl.floor(exact + 0.5), 0.0), 2.0**BITS - 1)
-    return tl.where(step == 0, 0.0, codes).to(tl.int32)
+    return tl.where(scale == 0, 0.0, codes).to(tl.int32)
 
 
 @triton.jit
-def _filled(tail, new, place, at, channels, dim: tl.constexpr, GROUP: tl.constexpr):
-    """All tokens of a tail of which the last is still to be written. -> two halves [32, half] float32"""
-    within = tl.arange(0, GROUP)[:, None]
-    old = _halves(tail, place * GROUP + within, channels[None, :], dim, within < at)
-    last = _halves(new, place, channels, dim, channels < dim)
+def _full_tail(tail, new, segment, at, channels, dim: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """The 31 tokens of a tail and the new one. -> two halves [32, half] float32"""
+    within = tl.arange(0, GROUP_SIZE)[:, None]
+    old = _load_halves(tail, segment * GROUP_SIZE + within, channels[None, :], dim, within < at)
+    last = _load_halves(new, segment, channels, dim, channels < dim)
     low = tl.where(within < at, old[0], last[0][None, :])
     high = tl.where(within < at, old[1], last[1][None, :])
     return low.to(tl.float32), high.to(tl.float32)
 
 
-@quick
+@fast_launch
 @triton.jit
 def _append(
-    key, value, tail_keys, tail_values, key_codes, key_steps, key_zeros, value_codes, value_steps, value_zeros, starts,
-    lengths, active, kv_heads, dim: tl.constexpr, wide: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
-    GROUP: tl.constexpr, HALF_DIM: tl.constexpr, HALF_WIDE: tl.constexpr,
+    key, value, tail_keys, tail_values, key_codes, key_scales, key_mins, value_codes, value_scales, value_mins, starts,
+    lengths, active, kv_heads, dim: tl.constexpr, v_dim: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, HALF_DIM: tl.constexpr, HALF_V_DIM: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64)
-    channels, wides = tl.arange(0, HALF_DIM), tl.arange(0, HALF_WIDE)
-    if tl.load(active + place // kv_heads) != 0:
-        length = tl.load(lengths + place).to(tl.int64)
-        at = length % GROUP
-        if at == GROUP - 1:
-            first = tl.load(starts + place).to(tl.int64) + length - at
-            k_low, k_high = _filled(tail_keys, key, place, at, channels, dim, GROUP)
-            _pack_keys(key_codes, key_steps, key_zeros, first, channels, dim, k_low, k_high, BITS, WIDEN, GROUP)
-            v_low, v_high = _filled(tail_values, value, place, at, wides, wide, GROUP)
-            _pack_values(value_codes, value_steps, value_zeros, first, wides, wide, v_low, v_high, BITS, GROUP)
-        k_low, k_high = _halves(key, place, channels, dim, channels < dim)
-        _store_halves(tail_keys, place * GROUP + at, channels, dim, channels < dim, k_low, k_high)
-        v_low, v_high = _halves(value, place, wides, wide, wides < wide)
-        _store_halves(tail_values, place * GROUP + at, wides, wide, wides < wide, v_low, v_high)
-        tl.store(lengths + place, (length + 1).to(lengths.dtype.element_ty))
+    segment = tl.program_id(0).to(tl.int64)
+    channels, v_channels = tl.arange(0, HALF_DIM), tl.arange(0, HALF_V_DIM)
+    if tl.load(active + segment // kv_heads) != 0:
+        length = tl.load(lengths + segment).to(tl.int64)
+        at = length % GROUP_SIZE
+        if at == GROUP_SIZE - 1:
+            first = tl.load(starts + segment).to(tl.int64) + length - at
+            k_low, k_high = _full_tail(tail_keys, key, segment, at, channels, dim, GROUP_SIZE)
+            _quantize_keys(
+                key_codes, key_scales, key_mins, first, channels, dim, k_low, k_high, BITS, WIDEN, GROUP_SIZE
+            )  # fmt: skip
+            v_low, v_high = _full_tail(tail_values, value, segment, at, v_channels, v_dim, GROUP_SIZE)
+            _quantize_values(
+                value_codes, value_scales, value_mins, first, v_channels, v_dim, v_low, v_high, BITS, GROUP_SIZE
+            )  # fmt: skip
+        k_low, k_high = _load_halves(key, segment, channels, dim, channels < dim)
+        _store_halves(tail_keys, segment * GROUP_SIZE + at, channels, dim, channels < dim, k_low, k_high)
+        v_low, v_high = _load_halves(value, segment, v_channels, v_dim, v_channels < v_dim)
+        _store_halves(tail_values, segment * GROUP_SIZE + at, v_channels, v_dim, v_channels < v_dim, v_low, v_high)
+        tl.store(lengths + segment, (length + 1).to(lengths.dtype.element_ty))
 
 
 @triton.jit
-def _pack_keys(
-    codes, steps, zeros, first, channels, dim: tl.constexpr, low, high, BITS: tl.constexpr, WIDEN: tl.constexpr,
-    GROUP: tl.constexpr,
+def _quantize_keys(
+    codes, scales, mins, first, channels, dim: tl.constexpr, low, high, BITS: tl.constexpr, WIDEN: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A group of keys, each channel by itself; zeros are keys, hence exact. low, high [32, half] float32"""
-    kind: tl.constexpr = steps.dtype.element_ty
-    low_zero, high_zero = tl.min(low, 0), tl.min(high, 0)
-    low_step = _rounded((tl.max(low, 0) - low_zero) * (1 / (2**BITS - 1)), kind, WIDEN)
-    high_step = _rounded((tl.max(high, 0) - high_zero) * (1 / (2**BITS - 1)), kind, WIDEN)
-    _store_halves(steps, first // GROUP, channels, dim, channels < dim, low_step, high_step)
-    _store_halves(zeros, first // GROUP, channels, dim, channels < dim, low_zero, high_zero)
-    low = _coded(low, low_step.to(tl.float32)[None, :], low_zero[None, :], BITS)
-    high = _coded(high, high_step.to(tl.float32)[None, :], high_zero[None, :], BITS)
-    _store_codes(codes, first + tl.arange(0, GROUP)[:, None], channels[None, :], dim, low, high, BITS)
+    """A group of keys, per channel; mins are keys, hence exact. low, high [32, half] float32"""
+    kind: tl.constexpr = scales.dtype.element_ty
+    low_min, high_min = tl.min(low, 0), tl.min(high, 0)
+    low_scale = _round_to((tl.max(low, 0) - low_min) * (1 / (2**BITS - 1)), kind, WIDEN)
+    high_scale = _round_to((tl.max(high, 0) - high_min) * (1 / (2**BITS - 1)), kind, WIDEN)
+    _store_halves(scales, first // GROUP_SIZE, channels, dim, channels < dim, low_scale, high_scale)
+    _store_halves(mins, first // GROUP_SIZE, channels, dim, channels < dim, low_min, high_min)
+    low = _quantize(low, low_scale.to(tl.float32)[None, :], low_min[None, :], BITS)
+    high = _quantize(high, high_scale.to(tl.float32)[None, :], high_min[None, :], BITS)
+    _store_codes(codes, first + tl.arange(0, GROUP_SIZE)[:, None], channels[None, :], dim, low, high, BITS)
 
 
 @triton.jit
-def _pack_values(
-    codes, steps, zeros, first, wides, wide: tl.constexpr, low, high, BITS: tl.constexpr, GROUP: tl.constexpr
+def _quantize_values(
+    codes, scales, mins, first, v_channels, v_dim: tl.constexpr, low, high, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr
 ):
-    """A group of values, each token by itself. low, high [32, half] float32"""
-    half: tl.constexpr = (wide + 1) // 2
-    in_low, in_high = (wides < half)[None, :], (wides < wide - half)[None, :]
+    """A group of values, per token. low, high [32, half] float32"""
+    half: tl.constexpr = (v_dim + 1) // 2
+    in_low, in_high = (v_channels < half)[None, :], (v_channels < v_dim - half)[None, :]
     inf = float("inf")
-    zero = tl.minimum(tl.min(tl.where(in_low, low, inf), 1), tl.min(tl.where(in_high, high, inf), 1))
+    least = tl.minimum(tl.min(tl.where(in_low, low, inf), 1), tl.min(tl.where(in_high, high, inf), 1))
     most = tl.maximum(tl.max(tl.where(in_low, low, -inf), 1), tl.max(tl.where(in_high, high, -inf), 1))
-    step = (most - zero) * (1 / (2**BITS - 1))
-    tl.store(steps + first + tl.arange(0, GROUP), step)
-    tl.store(zeros + first + tl.arange(0, GROUP), zero)
-    low = _coded(low, step[:, None], zero[:, None], BITS)
-    high = _coded(high, step[:, None], zero[:, None], BITS)
-    _store_codes(codes, first + tl.arange(0, GROUP)[:, None], wides[None, :], wide, low, high, BITS)
+    scale = (most - least) * (1 / (2**BITS - 1))
+    tl.store(scales + first + tl.arange(0, GROUP_SIZE), scale)
+    tl.store(mins + first + tl.arange(0, GROUP_SIZE), least)
+    low = _quantize(low, scale[:, None], least[:, None], BITS)
+    high = _quantize(high, scale[:, None], least[:, None], BITS)
+    _store_codes(codes, first + tl.arange(0, GROUP_SIZE)[:, None], v_channels[None, :], v_dim, low, high, BITS)

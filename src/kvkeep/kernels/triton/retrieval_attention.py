@@ -1,8 +1,8 @@
-"""A window of queries over far keys, which they meet turned, and near ones: one softmax, no matrix of queries × keys.
+"""Attention of a window of queries over retrieved (far) and near keys: one softmax, no matrix of queries × keys.
 
-A program takes one head and a block of its queries through all far keys, then through the near ones it can see. Where
-somebody asks what near keys got, it leaves each query's log-sum-exp, from which a second pass over near keys adds up
-the chances of the queries close behind each: by query head, or by key head, and a third pass adds key heads.
+A program takes one head and a block of its queries through all far keys, then through the near ones it can see, and
+writes each query's log-sum-exp. If the attention that near keys receive is wanted, a second pass over near keys sums
+the probabilities of the next queries, by query head or by key head, and a third pass sums key heads.
 """
 
 from __future__ import annotations
@@ -14,167 +14,171 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import AT_LEAST, INTERPRETED, capped, cdiv, power, product, quick
+from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
 
 LOG2E = tl.constexpr(1.4426950408889634)
-TOKENS = 256  # of a program that adds key heads
+TOKENS = 256  # per program that sums key heads
 
 
-def attend_apart(
+def two_region_attention(
     queries: Tensor,
-    turned: Tensor,
+    rotated: Tensor,
     far: Callable[[], tuple[Tensor, Tensor]] | None,
     near: tuple[Tensor, Tensor],
     scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     band: int = 0,
-    before: Tensor | None = None,
+    prior_mass: Tensor | None = None,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As the reference's. queries, turned: of any strides but the last, which is 1; so are near heads"""
+    """As in the reference. The last stride of queries and rotated is 1"""
     (heads, w, dim), (keys, values) = queries.shape, near
-    kv_heads, n, wide = values.shape
+    kv_heads, n, v_dim = values.shape
     keys, values = (t if t.stride(1) == t.shape[2] else t.contiguous() for t in (keys, values))
     far_keys, far_values = near if far is None else (t.contiguous() for t in far())
     m = 0 if far is None else far_keys.shape[1]
-    output = torch.empty(heads, w, wide, dtype=queries.dtype, device=queries.device)
-    sums = torch.empty(heads, w, dtype=torch.float32, device=queries.device)
-    sizes = max(AT_LEAST, power(dim)), max(AT_LEAST, power(wide))
+    output = torch.empty(heads, w, v_dim, dtype=queries.dtype, device=queries.device)
+    lse = torch.empty(heads, w, dtype=torch.float32, device=queries.device)
+    sizes = max(MIN_BLOCK, pow2(dim)), max(MIN_BLOCK, pow2(v_dim))
     block, tokens = _blocks(max(sizes), keys.dtype)
-    _attend[cdiv(w, block), heads](
-        queries, turned, far_keys, far_values, keys, values, sums if sinks is None else sinks, output, sums, m, n, w,
-        heads // kv_heads, dim, wide, *queries.stride()[:2], *turned.stride()[:2], keys.stride(0), values.stride(0),
-        scale, softcap or 0.0, softcap is not None, sinks is not None, INTERPRETED, *sizes, block, tokens,
-        num_warps=4, num_stages=2,
+    _attention[cdiv(w, block), heads](
+        queries, rotated, far_keys, far_values, keys, values, lse if sink_logits is None else sink_logits, output, lse,
+        m, n, w, heads // kv_heads, dim, v_dim, *queries.stride()[:2], *rotated.stride()[:2], keys.stride(0),
+        values.stride(0), scale, softcap or 0.0, softcap is not None, sink_logits is not None, INTERPRETED, *sizes,
+        block, tokens, num_warps=4, num_stages=2,
     )  # fmt: skip
     if not band:
         return output, None
-    had = 0 if before is None else before.shape[-1]
+    num_prior = 0 if prior_mass is None else prior_mass.shape[-1]
     rows = heads if per_head else kv_heads
     parts = torch.empty(rows, n, dtype=torch.float32, device=queries.device)
-    _banded[cdiv(n, tokens), rows](
-        queries, keys, sums, parts, before if had else parts, n, w, had, heads // kv_heads, dim, band,
-        *queries.stride()[:2], keys.stride(0), before.stride(0) if had else 0, scale, softcap or 0.0, per_head,
-        softcap is not None, INTERPRETED, sizes[0], block, tokens, num_warps=4, num_stages=2,
+    _band_mass[cdiv(n, tokens), rows](
+        queries, keys, lse, parts, prior_mass if num_prior else parts, n, w, num_prior, heads // kv_heads, dim, band,
+        *queries.stride()[:2], keys.stride(0), prior_mass.stride(0) if num_prior else 0, scale, softcap or 0.0,
+        per_head, softcap is not None, INTERPRETED, sizes[0], block, tokens, num_warps=4, num_stages=2,
     )  # fmt: skip
     if per_head:
         return output, parts
     mass = torch.empty(n, dtype=torch.float32, device=queries.device)
-    _added[cdiv(n, TOKENS),](parts, before if had else parts, mass, n, had, kv_heads, TOKENS, num_warps=4)
+    prior = prior_mass if num_prior else parts
+    _sum_heads[cdiv(n, TOKENS),](parts, prior, mass, n, num_prior, kv_heads, TOKENS, num_warps=4)
     return output, mass
 
 
 def _blocks(dim: int, kind: torch.dtype) -> tuple[int, int]:
-    """Queries and keys at a time: what fits."""
+    """Queries and keys per block: what fits in shared memory."""
     if kind == torch.float32:
         return (64, 32) if dim <= 128 else (32, 32)
     return (64, 64) if dim <= 128 else (64, 32)
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["m", "n", "w"])
-def _attend(
-    queries, turned, far_keys, far_values, keys, values, sinks, output, sums, m, n, w, group, dim, wide, q_head, q_step,
-    t_head, t_step, k_head, v_head, scale, softcap, CAPPED: tl.constexpr, SUNK: tl.constexpr, WIDEN: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+def _attention(
+    queries, rotated, far_keys, far_values, keys, values, sink_logits, output, lse, m, n, w, group, dim, v_dim,
+    q_head, q_step, r_head, r_step, k_head, v_head, scale, softcap, CAPPED: tl.constexpr, HAS_SINK: tl.constexpr,
+    WIDEN: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    asks, channels, wides = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, DIM), tl.arange(0, WIDE)
-    inside = (asks < w)[:, None] & (channels < dim)[None, :]
-    theirs = head // group
-    largest = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    result = tl.zeros([QUERIES, WIDE], tl.float32)
+    query_ids = block * QUERIES + tl.arange(0, QUERIES)
+    channels, v_channels = tl.arange(0, DIM), tl.arange(0, V_DIM)
+    inside = (query_ids < w)[:, None] & (channels < dim)[None, :]
+    kv_head = head // group
+    row_max = tl.full([QUERIES], float("-inf"), tl.float32)
+    row_sum = tl.zeros([QUERIES], tl.float32)
+    result = tl.zeros([QUERIES, V_DIM], tl.float32)
 
-    a = tl.load(turned + head * t_head + asks[:, None] * t_step + channels[None, :], mask=inside, other=0.0)
-    last = asks * 0 + (m - 1)  # the last key that each may see
+    query = tl.load(rotated + head * r_head + query_ids[:, None] * r_step + channels[None, :], mask=inside, other=0.0)
+    last = query_ids * 0 + (m - 1)  # the last key each query sees
     for start in range(0, m, KEYS):
-        largest, total, result = _met(
-            a, far_keys + theirs * m * dim, far_values + theirs * m * wide, start, m, last, largest, total, result,
-            dim, wide, scale, softcap, CAPPED, WIDEN, DIM, WIDE, KEYS,
+        row_max, row_sum, result = _attend_block(
+            query, far_keys + kv_head * m * dim, far_values + kv_head * m * v_dim, start, m, last, row_max, row_sum,
+            result, dim, v_dim, scale, softcap, CAPPED, WIDEN, DIM, V_DIM, KEYS,
         )  # fmt: skip
-    a = tl.load(queries + head * q_head + asks[:, None] * q_step + channels[None, :], mask=inside, other=0.0)
-    last = n - w + asks
+    query = tl.load(queries + head * q_head + query_ids[:, None] * q_step + channels[None, :], mask=inside, other=0.0)
+    last = n - w + query_ids
     for start in range(0, tl.minimum(n, n - w + (block + 1) * QUERIES), KEYS):
-        largest, total, result = _met(
-            a, keys + theirs * k_head, values + theirs * v_head, start, n, last, largest, total, result,
-            dim, wide, scale, softcap, CAPPED, WIDEN, DIM, WIDE, KEYS,
+        row_max, row_sum, result = _attend_block(
+            query, keys + kv_head * k_head, values + kv_head * v_head, start, n, last, row_max, row_sum, result,
+            dim, v_dim, scale, softcap, CAPPED, WIDEN, DIM, V_DIM, KEYS,
         )  # fmt: skip
-    if SUNK:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        most = tl.maximum(largest, sink)
-        shrink = tl.exp2(largest - most)
-        total, result, largest = total * shrink + tl.exp2(sink - most), result * shrink[:, None], most
-    result = result / total[:, None]
-    there = output + (head * w + asks[:, None]) * wide + wides[None, :]
-    tl.store(there, result.to(output.dtype.element_ty), mask=(asks < w)[:, None] & (wides < wide)[None, :])
-    tl.store(sums + head * w + asks, largest + tl.log2(total), mask=asks < w)
+    if HAS_SINK:
+        sink = tl.load(sink_logits + head).to(tl.float32) * LOG2E
+        new_max = tl.maximum(row_max, sink)
+        rescale = tl.exp2(row_max - new_max)
+        row_sum, result, row_max = row_sum * rescale + tl.exp2(sink - new_max), result * rescale[:, None], new_max
+    result = result / row_sum[:, None]
+    pointer = output + (head * w + query_ids[:, None]) * v_dim + v_channels[None, :]
+    out_mask = (query_ids < w)[:, None] & (v_channels < v_dim)[None, :]
+    tl.store(pointer, result.to(output.dtype.element_ty), mask=out_mask)
+    tl.store(lse + head * w + query_ids, row_max + tl.log2(row_sum), mask=query_ids < w)
 
 
 @triton.jit
-def _met(
-    a, keys, values, start, end, last, largest, total, result, dim, wide, scale, softcap,
-    CAPPED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
+def _attend_block(
+    query, keys, values, start, end, last, row_max, row_sum, result, dim, v_dim, scale, softcap,
+    CAPPED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys more. Exponents are to the base of 2."""
-    tokens, channels, wides = start + tl.arange(0, KEYS), tl.arange(0, DIM), tl.arange(0, WIDE)
+    """Add a block of keys to the online softmax, in base 2."""
+    tokens, channels, v_channels = start + tl.arange(0, KEYS), tl.arange(0, DIM), tl.arange(0, V_DIM)
     inside = (tokens < end)[:, None] & (channels < dim)[None, :]
     k = tl.load(keys + tokens[:, None] * dim + channels[None, :], mask=inside, other=0.0)
-    logits = capped(product(a, tl.trans(k), WIDEN) * scale, softcap, CAPPED) * LOG2E
+    logits = softcapped(dot(query, tl.trans(k), WIDEN) * scale, softcap, CAPPED) * LOG2E
     logits = tl.where(tokens[None, :] <= last[:, None], logits, float("-inf"))
-    newest = tl.maximum(largest, tl.max(logits, 1))  # everybody sees the first key, so it is a number
-    chances = tl.exp2(logits - newest[:, None])
-    shrink = tl.exp2(largest - newest)
-    inside = (tokens < end)[:, None] & (wides < wide)[None, :]
-    v = tl.load(values + tokens[:, None] * wide + wides[None, :], mask=inside, other=0.0)
-    result = result * shrink[:, None] + product(chances.to(v.dtype), v, WIDEN)
-    return newest, total * shrink + tl.sum(chances, 1), result
+    new_max = tl.maximum(row_max, tl.max(logits, 1))  # finite, as every query sees the first key
+    probs = tl.exp2(logits - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    inside = (tokens < end)[:, None] & (v_channels < v_dim)[None, :]
+    v = tl.load(values + tokens[:, None] * v_dim + v_channels[None, :], mask=inside, other=0.0)
+    result = result * rescale[:, None] + dot(probs.to(v.dtype), v, WIDEN)
+    return new_max, row_sum * rescale + tl.sum(probs, 1), result
 
 
-@quick
-@triton.jit(do_not_specialize=["n", "w", "had", "band", "b_head"])
-def _banded(
-    queries, keys, sums, parts, before, n, w, had, group, dim, band, q_head, q_step, k_head, b_head, scale, softcap,
-    EACH: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+@fast_launch
+@triton.jit(do_not_specialize=["n", "w", "num_prior", "band", "p_head"])
+def _band_mass(
+    queries, keys, lse, parts, prior_mass, n, w, num_prior, group, dim, band, q_head, q_step, k_head, p_head, scale,
+    softcap, PER_HEAD: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a block of keys, and the queries of one head (EACH) or of all heads of one key head."""
+    """A program takes a block of keys and the queries of one head (PER_HEAD) or of one key head's group."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if EACH:
-        head, asker, askers = row // group, row, 1
+    if PER_HEAD:
+        head, first_head, num_heads = row // group, row, 1
     else:
-        head, asker, askers = row, row * group, group
+        head, first_head, num_heads = row, row * group, group
     tokens, channels = block * KEYS + tl.arange(0, KEYS), tl.arange(0, DIM)
     inside = (tokens < n)[:, None] & (channels < dim)[None, :]
     k = tl.trans(tl.load(keys + head * k_head + tokens[:, None] * dim + channels[None, :], mask=inside, other=0.0))
     first = tl.maximum(block * KEYS - (n - w) + 1, 0) // QUERIES * QUERIES
-    end = tl.minimum(w, (block + 1) * KEYS - (n - w) + band)  # queries from here on are too far behind
-    votes = tl.zeros([QUERIES, KEYS], tl.float32)  # added up at the end: threads need not meet before
-    for member in range(0, askers):
-        mine = asker + member
+    end = tl.minimum(w, (block + 1) * KEYS - (n - w) + band)  # later queries are beyond the band
+    received = tl.zeros([QUERIES, KEYS], tl.float32)  # reduced at the end: no synchronization before
+    for member in range(0, num_heads):
+        q_index = first_head + member
         for start in range(first, end, QUERIES):
-            asks = start + tl.arange(0, QUERIES)
-            real = (asks < w)[:, None] & (channels < dim)[None, :]
-            a = tl.load(queries + mine * q_head + asks[:, None] * q_step + channels[None, :], mask=real, other=0.0)
-            below = tl.load(sums + mine * w + asks, mask=asks < w, other=float("inf"))
-            logits = capped(product(a, k, WIDEN) * scale, softcap, CAPPED) * LOG2E
-            behind = (n - w + asks)[:, None] - tokens[None, :]
-            close = (behind > 0) & (behind <= band)
-            votes += tl.where(close, tl.exp2(logits - below[:, None]), 0.0)
-    got = tl.sum(votes, 0)
-    if EACH:
-        got += tl.load(before + row * b_head + tokens, mask=tokens < had, other=0.0)
+            query_ids = start + tl.arange(0, QUERIES)
+            valid = (query_ids < w)[:, None] & (channels < dim)[None, :]
+            pointer = queries + q_index * q_head + query_ids[:, None] * q_step + channels[None, :]
+            query = tl.load(pointer, mask=valid, other=0.0)
+            query_lse = tl.load(lse + q_index * w + query_ids, mask=query_ids < w, other=float("inf"))
+            logits = softcapped(dot(query, k, WIDEN) * scale, softcap, CAPPED) * LOG2E
+            distance = (n - w + query_ids)[:, None] - tokens[None, :]
+            in_band = (distance > 0) & (distance <= band)
+            received += tl.where(in_band, tl.exp2(logits - query_lse[:, None]), 0.0)
+    total = tl.sum(received, 0)
+    if PER_HEAD:
+        total += tl.load(prior_mass + row * p_head + tokens, mask=tokens < num_prior, other=0.0)
     else:
-        got = got / (tl.num_programs(1) * group)
-    tl.store(parts + row * n + tokens, got, mask=tokens < n)
+        total = total / (tl.num_programs(1) * group)
+    tl.store(parts + row * n + tokens, total, mask=tokens < n)
 
 
-@quick
-@triton.jit(do_not_specialize=["n", "had"])
-def _added(parts, before, mass, n, had, kv_heads, TOKENS: tl.constexpr):
+@fast_launch
+@triton.jit(do_not_specialize=["n", "num_prior"])
+def _sum_heads(parts, prior_mass, mass, n, num_prior, kv_heads, TOKENS: tl.constexpr):
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    total = tl.load(before + tokens, mask=tokens < had, other=0.0)
+    total = tl.load(prior_mass + tokens, mask=tokens < num_prior, other=0.0)
     for head in range(0, kv_heads):
         total += tl.load(parts + head * n + tokens, mask=tokens < n, other=0.0)
     tl.store(mass + tokens, total, mask=tokens < n)

@@ -1,7 +1,7 @@
-"""One vector that asks for a window of queries, and the moments of all queries so far.
+"""A window's queries averaged by their activation bias, and the moments of all queries so far (ActQKV).
 
-Two passes: the first goes channel by channel (moments, and what each channel adds to a query's surprise), the second
-weighs queries by their surprise. Heads are averaged within their group and lie side by side: channels of one vector.
+Two passes: the first goes channel by channel (moments, and each channel's term of a query's bias), the second averages
+queries by their bias. Heads are averaged within their group and concatenated: channels of one vector.
 """
 
 from __future__ import annotations
@@ -11,114 +11,114 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, power, quick
+from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
 
-MOST, ROWS, CHANNELS = 256, 64, 32  # rows at a time in the first pass and in the second; channels
+MOST, ROWS, CHANNELS = 256, 64, 32  # rows per block of the first pass and of the second; channels per block
 
 
-def surprised(
+def weighted_query(
     queries: Tensor, kv_heads: int, count: int, mean: Tensor | None, variance: Tensor | None, question: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference's. queries: of any strides but the last, which is 1"""
+    """As in the reference, for queries with last stride 1"""
     heads, w, dim = queries.shape
-    width, blocks, more = kv_heads * dim, cdiv(dim, CHANNELS), 0 if question is None else len(question)
-    window = torch.empty(w + more, width, dtype=torch.float32, device=queries.device)
-    parts = torch.empty(kv_heads * blocks, w + more, dtype=torch.float32, device=queries.device)
-    found = torch.empty(3, width, dtype=torch.float32, device=queries.device)
-    asked, old = window if question is None else question.contiguous(), found if mean is None else mean
+    width, blocks, num_question = kv_heads * dim, cdiv(dim, CHANNELS), 0 if question is None else len(question)
+    window = torch.empty(w + num_question, width, dtype=torch.float32, device=queries.device)
+    parts = torch.empty(kv_heads * blocks, w + num_question, dtype=torch.float32, device=queries.device)
+    results = torch.empty(3, width, dtype=torch.float32, device=queries.device)
+    old_mean, old_variance = results if mean is None else mean, results if variance is None else variance
     _moments[kv_heads, blocks](
-        queries, asked, old, found if variance is None else variance, window, parts, found, w, more, heads // kv_heads,
-        dim, *queries.stride()[:2], count / (count + w), w / (count + w), mean is None,
-        max(16, min(MOST, power(w))), CHANNELS, num_warps=8,
+        queries, window if question is None else question.contiguous(), old_mean, old_variance, window, parts, results,
+        w, num_question, heads // kv_heads, dim, *queries.stride()[:2], count / (count + w), w / (count + w),
+        mean is None, max(16, min(MOST, pow2(w))), CHANNELS, num_warps=8,
     )  # fmt: skip
-    _weighed[cdiv(width, CHANNELS),](
-        window, parts, found, w + more, width, kv_heads * blocks, power(kv_heads * blocks), ROWS, CHANNELS,
+    _weighted_mean[cdiv(width, CHANNELS),](
+        window, parts, results, w + num_question, width, kv_heads * blocks, pow2(kv_heads * blocks), ROWS, CHANNELS,
         num_warps=4,
     )  # fmt: skip
-    return found.unbind()
+    return results.unbind()
 
 
-@quick
-@triton.jit(do_not_specialize=["w", "more", "before", "here"])
+@fast_launch
+@triton.jit(do_not_specialize=["w", "num_question", "weight_old", "weight_new"])
 def _moments(
-    queries, question, mean, variance, window, parts, found, w, more, group, dim, head_step, step, before, here,
-    FRESH: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    queries, question, mean, variance, window, parts, results, w, num_question, group, dim, head_stride, stride,
+    weight_old, weight_new, FIRST: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """before, here: the old queries' share of all, and the window's"""
+    """weight_old, weight_new: fractions of earlier queries and of the window's among all"""
     head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     width = tl.num_programs(0) * dim
-    mine = block * CHANNELS + tl.arange(0, CHANNELS)
-    real, channels = mine < dim, head * dim + mine
-    heads = queries + head * group * head_step + mine[None, :]
+    in_head = block * CHANNELS + tl.arange(0, CHANNELS)
+    valid, channels = in_head < dim, head * dim + in_head
+    heads = queries + head * group * head_stride + in_head[None, :]
     total = tl.zeros([CHANNELS], tl.float32)
     for start in range(0, w, ROWS):
         rows = start + tl.arange(0, ROWS)
-        inside = (rows < w)[:, None] & real[None, :]
-        joined = _joined(heads + rows[:, None] * step, inside, group, head_step, ROWS, CHANNELS)
-        total += tl.sum(joined, 0)
-        tl.store(window + rows[:, None] * width + channels[None, :], joined, mask=inside)
-    middle = total / w
+        inside = (rows < w)[:, None] & valid[None, :]
+        mean_query = _mean_heads(heads + rows[:, None] * stride, inside, group, head_stride, ROWS, CHANNELS)
+        total += tl.sum(mean_query, 0)
+        tl.store(window + rows[:, None] * width + channels[None, :], mean_query, mask=inside)
+    mean_now = total / w
     total = tl.zeros([CHANNELS], tl.float32)
     for start in range(0, w, ROWS):
         rows = start + tl.arange(0, ROWS)
-        inside = (rows < w)[:, None] & real[None, :]
-        joined = _joined(heads + rows[:, None] * step, inside, group, head_step, ROWS, CHANNELS)
-        away = tl.where(inside, joined - middle[None, :], 0.0)
-        total += tl.sum(away * away, 0)
-    spread = total / w
-    if not FRESH:
-        was = tl.load(mean + channels, mask=real, other=0.0)
-        apart = middle - was
-        middle = was + apart * here
-        spread = tl.load(variance + channels, mask=real, other=0.0) * before + spread * here
-        spread += apart * apart * (before * here)
-    tl.store(found + channels, middle, mask=real)
-    tl.store(found + width + channels, spread, mask=real)
-    still = spread <= 1e-12 * tl.maximum(middle * middle, 1e-30)  # never varied: counts for nothing
-    spread = tl.where(still | (mine >= dim), float("inf"), spread)
-    surprise = parts + (head * tl.num_programs(1) + block) * (w + more)
+        inside = (rows < w)[:, None] & valid[None, :]
+        mean_query = _mean_heads(heads + rows[:, None] * stride, inside, group, head_stride, ROWS, CHANNELS)
+        deviation = tl.where(inside, mean_query - mean_now[None, :], 0.0)
+        total += tl.sum(deviation * deviation, 0)
+    var_now = total / w
+    if not FIRST:
+        mean_before = tl.load(mean + channels, mask=valid, other=0.0)
+        shift = mean_now - mean_before
+        mean_now = mean_before + shift * weight_new
+        var_now = tl.load(variance + channels, mask=valid, other=0.0) * weight_old + var_now * weight_new
+        var_now += shift * shift * (weight_old * weight_new)
+    tl.store(results + channels, mean_now, mask=valid)
+    tl.store(results + width + channels, var_now, mask=valid)
+    constant = var_now <= 1e-12 * tl.maximum(mean_now * mean_now, 1e-30)  # a constant channel is ignored
+    var_now = tl.where(constant | (in_head >= dim), float("inf"), var_now)
+    bias = parts + (head * tl.num_programs(1) + block) * (w + num_question)
     for start in range(0, w, ROWS):
         rows = start + tl.arange(0, ROWS)
-        inside = (rows < w)[:, None] & real[None, :]
-        joined = _joined(heads + rows[:, None] * step, inside, group, head_step, ROWS, CHANNELS)
-        away = joined - middle[None, :]
-        tl.store(surprise + rows, tl.sum(away * away / spread[None, :], 1), mask=rows < w)
-    for start in range(0, more, ROWS):
+        inside = (rows < w)[:, None] & valid[None, :]
+        mean_query = _mean_heads(heads + rows[:, None] * stride, inside, group, head_stride, ROWS, CHANNELS)
+        deviation = mean_query - mean_now[None, :]
+        tl.store(bias + rows, tl.sum(deviation * deviation / var_now[None, :], 1), mask=rows < w)
+    for start in range(0, num_question, ROWS):
         rows = start + tl.arange(0, ROWS)
-        inside = (rows < more)[:, None] & real[None, :]
+        inside = (rows < num_question)[:, None] & valid[None, :]
         asked = tl.load(question + rows[:, None] * width + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-        away = asked - middle[None, :]
-        tl.store(surprise + w + rows, tl.sum(away * away / spread[None, :], 1), mask=rows < more)
+        deviation = asked - mean_now[None, :]
+        tl.store(bias + w + rows, tl.sum(deviation * deviation / var_now[None, :], 1), mask=rows < num_question)
         tl.store(window + (w + rows[:, None]) * width + channels[None, :], asked, mask=inside)
 
 
 @triton.jit
-def _joined(heads, inside, group, head_step, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+def _mean_heads(heads, inside, group, head_stride, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """The mean of a group's heads, in float32."""
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for member in range(0, group):
-        total += tl.load(heads + member * head_step, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(heads + member * head_stride, mask=inside, other=0.0).to(tl.float32)
     return total / group
 
 
-@quick
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
-def _weighed(
-    window, parts, found, rows, width, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
+def _weighted_mean(
+    window, parts, results, rows, width, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    each = tl.arange(0, BLOCKS)
+    block_ids = tl.arange(0, BLOCKS)
     channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    plain, weighed = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
+    unweighted, weighted = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, rows, ROWS):
-        mine = start + tl.arange(0, ROWS)
-        inside = (each < blocks)[:, None] & (mine < rows)[None, :]
-        surprise = tl.sum(tl.load(parts + each[:, None] * rows + mine[None, :], mask=inside, other=0.0), 0)
-        real = (mine < rows)[:, None] & (channels < width)[None, :]
-        vectors = tl.load(window + mine[:, None] * width + channels[None, :], mask=real, other=0.0)
-        total += surprise
-        plain += tl.sum(vectors, 0)
-        weighed += tl.sum(vectors * surprise[:, None], 0)
-    all_of_it = tl.sum(total, 0)
-    probe = tl.where(all_of_it > 0, weighed / tl.maximum(all_of_it, 1e-30), plain / rows)
-    tl.store(found + 2 * width + channels, probe, mask=channels < width)
+        row_ids = start + tl.arange(0, ROWS)
+        inside = (block_ids < blocks)[:, None] & (row_ids < rows)[None, :]
+        bias = tl.sum(tl.load(parts + block_ids[:, None] * rows + row_ids[None, :], mask=inside, other=0.0), 0)
+        valid = (row_ids < rows)[:, None] & (channels < width)[None, :]
+        vectors = tl.load(window + row_ids[:, None] * width + channels[None, :], mask=valid, other=0.0)
+        total += bias
+        unweighted += tl.sum(vectors, 0)
+        weighted += tl.sum(vectors * bias[:, None], 0)
+    bias_sum = tl.sum(total, 0)
+    query = tl.where(bias_sum > 0, weighted / tl.maximum(bias_sum, 1e-30), unweighted / rows)
+    tl.store(results + 2 * width + channels, query, mask=channels < width)

@@ -1,1 +1,1 @@
-"""Keys and values in host memory and on disk, and the way back."""
+"""Offloading: keys and values in host memory and on disk, and their retrieval."""

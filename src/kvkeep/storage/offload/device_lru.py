@@ -1,4 +1,4 @@
-"""Blocks of put-away tokens that stay on the device: those asked for last. Copies travel on a stream of their own."""
+"""LRU cache on the device of units retrieved from the host. Copies run on a stream of their own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]
 
 
-class Copies:
-    """As many blocks as twice the last request; who was asked for longest ago goes first."""
+class DeviceLRU:
+    """Holds twice as many units as the last request had; the least recently used are evicted first."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -24,31 +24,31 @@ class Copies:
     def nbytes(self) -> int:
         return sum(t.nbytes for pair in self.held.values() for t in pair)
 
-    def get(self, blocks: Sequence[Any], size: int, read: Callable[[Any], Pair]) -> Pair:
-        """The blocks side by side, [kv_heads, blocks * size, dim]; read: one of them from the host, by name"""
-        missing = [block for block in blocks if block not in self.held]
+    def get(self, units: Sequence[Any], size: int, read: Callable[[Any], Pair]) -> Pair:
+        """The units side by side, [kv_heads, units * size, dim]; read: loads one from the host, by its name"""
+        missing = [unit for unit in units if unit not in self.held]
         if missing:
-            for block, pair in zip(missing, self._fetched([read(block) for block in missing], size), strict=True):
-                self.held[block] = pair
-        for block in blocks:
-            self.held.move_to_end(block)
-        together = tuple(torch.cat(same, 1) for same in zip(*(self.held[block] for block in blocks), strict=True))
-        while len(self.held) > 2 * len(blocks):
+            for unit, pair in zip(missing, self._copy_to_device([read(unit) for unit in missing], size), strict=True):
+                self.held[unit] = pair
+        for unit in units:
+            self.held.move_to_end(unit)
+        joined = tuple(torch.cat(same, 1) for same in zip(*(self.held[unit] for unit in units), strict=True))
+        while len(self.held) > 2 * len(units):
             self.held.popitem(last=False)
-        return together
+        return joined
 
-    def _fetched(self, pairs: list[Pair], size: int) -> list[Pair]:
-        """On the device, each in memory of its own."""
-        travelling = [torch.cat(same, 1) for same in zip(*pairs, strict=True)]
+    def _copy_to_device(self, pairs: list[Pair], size: int) -> list[Pair]:
+        """Each in memory of its own."""
+        on_host = [torch.cat(same, 1) for same in zip(*pairs, strict=True)]
         if self.stream is None:
-            arrived = [t.to(self.device) for t in travelling]
+            copied = [t.to(self.device) for t in on_host]
         else:
-            travelling = [t.pin_memory() for t in travelling]
+            on_host = [t.pin_memory() for t in on_host]
             with torch.cuda.stream(self.stream):
-                arrived = [t.to(self.device, non_blocking=True) for t in travelling]
-            here = torch.cuda.current_stream(self.device)
-            here.wait_stream(self.stream)
-            for t in arrived:
-                t.record_stream(here)
-        each = [t.split(size, 1) for t in arrived]
+                copied = [t.to(self.device, non_blocking=True) for t in on_host]
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self.stream)
+            for t in copied:
+                t.record_stream(current)
+        each = [t.split(size, 1) for t in copied]
         return [(k.clone(), v.clone()) for k, v in zip(*each, strict=True)]

@@ -1,8 +1,8 @@
-"""Keys and values put away in host memory: exactly once, in slabs that are never changed, so that copies share them.
+"""Keys and values offloaded to host memory: once, in immutable blocks, so that forks of a cache share them.
 
-On a GPU machine slabs are pinned, and the device itself writes and reads them in the order of its stream: nobody waits
-for it before a processor wants to look. With a folder, slabs beyond the memory limit are written to disk and read from
-there (memory-mapped); then a processor fetches, on a stream of its own, and what was fetched last stays on the device.
+With a GPU, blocks are pinned, and the device itself writes and reads them in stream order; the CPU synchronizes only
+before it reads a block. With a folder, blocks beyond the memory limit are memory-mapped files; then the CPU retrieves,
+on a stream of its own, and the units retrieved last stay on the device.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import StoreFull
-from kvkeep.storage.offload.device_lru import Copies, Pair
-from kvkeep.storage.offload.disk import Spill
-from kvkeep.storage.offload.pinned import Arena, Table
+from kvkeep.storage.offload.device_lru import DeviceLRU, Pair
+from kvkeep.storage.offload.disk import DiskStore
+from kvkeep.storage.offload.pinned import Arena, HostBlockTable
 
 
-class Purse:
-    """Host memory that all layers of a cache share: so many bytes, and no more."""
+class HostMemoryBudget:
+    """Limit on the host memory that all layers of a cache use together."""
 
-    def __init__(self, limit: int | None = None, spill: Spill | None = None) -> None:
-        self.limit, self.spill, self.spent = limit, spill, 0
+    def __init__(self, limit: int | None = None, disk: DiskStore | None = None) -> None:
+        self.limit, self.disk, self.used_bytes = limit, disk, 0
         self.arenas: dict[torch.device, Arena] = {}
 
     def arena(self, device: torch.device) -> Arena:
-        """Pinned memory, for a GPU."""
+        """Pinned memory of a GPU."""
         if device not in self.arenas:
             self.arenas[device] = Arena(device, self.limit)
         return self.arenas[device]
 
-    def take(self, size: int) -> bool:
-        """Pay for a slab; False where it has to go to disk."""
-        if self.limit is not None and self.spent + size > self.limit:
-            if self.spill is not None:
+    def reserve(self, size: int) -> bool:
+        """Count a block's bytes; False where it has to go to disk."""
+        if self.limit is not None and self.used_bytes + size > self.limit:
+            if self.disk is not None:
                 return False
             raise StoreFull(
-                f"put-away tokens would take {self.spent + size:,} bytes of host memory, and the limit is "
-                f"{self.limit:,}; raise host_limit, or give disk= a folder to spill to. What was read is still there."
+                f"offloaded tokens would take {self.used_bytes + size:,} bytes of host memory, and the limit is "
+                f"{self.limit:,}; raise host_limit, or give disk= a folder to spill to. Tokens seen so far are kept."
             )
-        self.spent += size
+        self.used_bytes += size
         return True
 
-    def give_back(self, size: int) -> None:
-        """Nobody holds a slab any more."""
-        self.spent -= size
+    def release(self, size: int) -> None:
+        """A block was garbage-collected."""
+        self.used_bytes -= size
 
 
 @dataclass(frozen=True, eq=False)
-class Slab:
-    """Tokens put away together. keys, values [kv_heads, n, dim] on the host (or mapped from a file)"""
+class HostBlock:
+    """Tokens offloaded together. keys, values [kv_heads, n, dim] on the host (or mapped from a file)"""
 
     keys: Tensor
     values: Tensor
@@ -68,137 +68,137 @@ class Slab:
         return self.keys.shape[1]
 
 
-Name = tuple[int, int, Slab]
+UnitName = tuple[int, int, HostBlock]
 
 
-class Host:
-    """One layer of one row: everything put away, in the order it was."""
+class HostStore:
+    """One layer of one row: all offloaded tokens, in the order they were offloaded."""
 
     def __init__(
         self,
-        purse: Purse,
+        host_budget: HostMemoryBudget,
         device: torch.device,
-        slabs: tuple[Slab, ...] = (),
-        copies: Copies | None = None,
-        table: Table | None = None,
+        blocks: tuple[HostBlock, ...] = (),
+        device_lru: DeviceLRU | None = None,
+        table: HostBlockTable | None = None,
         tokens: int = 0,
         nbytes: int = 0,
     ) -> None:
-        self.purse, self.device, self.slabs, self.copies = purse, device, slabs, copies
-        self.tokens, self.nbytes = tokens, nbytes  # everything, wherever it lies
-        # where the device finds the slabs; None where it cannot, or not all of them
-        self.table = table or (None if slabs else Table.new(device))
+        self.host_budget, self.device, self.blocks, self.device_lru = host_budget, device, blocks, device_lru
+        self.tokens, self.nbytes = tokens, nbytes  # on the host and on disk
+        # where the device finds the blocks; None where it cannot read all of them
+        self.table = table or (None if blocks else HostBlockTable.new(device))
 
     @cached_property
     def ends(self) -> list[int]:
-        return list(accumulate(slab.tokens for slab in self.slabs))
+        return list(accumulate(block.tokens for block in self.blocks))
 
-    def put(self, keys: Tensor, values: Tensor) -> Host:
-        """The same store with more in it; this one stays as it is. keys, values [kv_heads, n, dim]"""
-        pair = (keys.detach(), values.detach())
+    def put(self, keys: Tensor, values: Tensor) -> HostStore:
+        """A store with these tokens appended; this one is unchanged. keys, values [kv_heads, n, dim]"""
+        pair, budget = (keys.detach(), values.detach()), self.host_budget
         size, tokens = keys.nbytes + values.nbytes, self.tokens + keys.shape[1]
-        if self.purse.take(size):
+        if budget.reserve(size):
             try:
-                slab, table = self._home(pair, tokens)
+                block, table = self._copy_to_host(pair, tokens)
             except BaseException:
-                self.purse.give_back(size)
+                budget.release(size)
                 raise
-            weakref.finalize(slab, self.purse.give_back, size)
+            weakref.finalize(block, budget.release, size)
         else:
-            slab, table = Slab(*self.purse.spill.write(*(t.cpu() for t in pair))), None
-            self.purse.spill.goes_with(slab)
-        return Host(self.purse, self.device, (*self.slabs, slab), self.copies, table, tokens, self.nbytes + size)
+            block, table = HostBlock(*budget.disk.write(*(t.cpu() for t in pair))), None
+            budget.disk.delete_last_with(block)
+        blocks, nbytes = (*self.blocks, block), self.nbytes + size
+        return HostStore(budget, self.device, blocks, self.device_lru, table, tokens, nbytes)
 
-    def _home(self, pair: Pair, end: int) -> tuple[Slab, Table | None]:
-        """A copy in host memory, and the table that knows it; on its way while a GPU has other work."""
+    def _copy_to_host(self, pair: Pair, end: int) -> tuple[HostBlock, HostBlockTable | None]:
+        """A copy in host memory, and the table that has it; on a GPU the copy is asynchronous."""
         if self.device.type != "cuda" and self.table is None:
-            return Slab(*(torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in pair)), None
+            return HostBlock(*(torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in pair)), None
         pair = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in pair)
-        slab = Slab(*(self.purse.arena(self.device).take(t.shape, t.dtype) for t in pair))
-        table = self.table and self.table.put(*pair, (slab.keys, slab.values), len(self.slabs), end)
+        block = HostBlock(*(self.host_budget.arena(self.device).allocate(t.shape, t.dtype) for t in pair))
+        table = self.table and self.table.put(*pair, (block.keys, block.values), len(self.blocks), end)
         if table is None:
-            for room, tensor in zip((slab.keys, slab.values), pair, strict=True):
-                room.copy_(tensor, non_blocking=True)
-        return slab, table
+            for target, tensor in zip((block.keys, block.values), pair, strict=True):
+                target.copy_(tensor, non_blocking=True)
+        return block, table
 
     @property
-    def copies_nbytes(self) -> int:
-        return self.copies.nbytes if self.copies else 0
+    def device_nbytes(self) -> int:
+        return self.device_lru.nbytes if self.device_lru else 0
 
     def keys(self) -> list[Tensor]:
-        """Of all slabs, [kv_heads, n, dim] each, for a processor to read."""
-        self._settle()
-        return [slab.keys for slab in self.slabs]
+        """Of all blocks, [kv_heads, n, dim] each, readable by the CPU."""
+        self._synchronize()
+        return [block.keys for block in self.blocks]
 
-    def _settle(self) -> None:
-        """Wait for what is still on its way home."""
+    def _synchronize(self) -> None:
+        """Wait for copies to the host that are under way."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def fetch(self, index: Tensor, unit: int = 1, front: Pair | None = None) -> Pair:
+    def gather(self, index: Tensor, unit: int = 1, prefix: Pair | None = None) -> Pair:
         """Tokens by number, ascending, [1 or kv_heads, k] -> keys and values [kv_heads, k, dim] on the device
 
-        unit: tokens come in whole blocks of so many, which may stay on the device for the next time
-        front: keys and values [kv_heads, f, dim] that stand before them -> [kv_heads, f + k, dim]
+        unit: the tokens are whole units of this size, which may be cached on the device
+        prefix: keys and values [kv_heads, f, dim] put before them -> [kv_heads, f + k, dim]
         """
-        first = (self.slabs[0].keys, self.slabs[0].values)
+        first = (self.blocks[0].keys, self.blocks[0].values)
         if not index.shape[1]:
-            return front or tuple(t[:, :0].to(self.device) for t in first)
-        if self.table and (pair := self.table.fetch(index, len(self.slabs), first, front)):
+            return prefix or tuple(t[:, :0].to(self.device) for t in first)
+        if self.table and (pair := self.table.gather(index, len(self.blocks), first, prefix)):
             return pair
-        pair = self._read(index, unit)
-        return tuple(torch.cat(both, 1) for both in zip(front, pair, strict=True)) if front else pair
+        pair = self._gather_on_cpu(index, unit)
+        return tuple(torch.cat(both, 1) for both in zip(prefix, pair, strict=True)) if prefix else pair
 
-    def _read(self, index: Tensor, unit: int) -> Pair:
-        """`fetch` by a processor."""
-        self._settle()
-        if self.copies is None and self.device.type != "cpu":  # a CPU needs none
-            self.copies = Copies(self.device)
-        if self.copies and unit > 1 and len(index) == 1:
-            firsts = index[0, ::unit].tolist()
-            return self.copies.get([self._name(first, unit) for first in firsts], unit, self._block)
-        if self.device.type == "cpu" and len(self.slabs) == 1:
-            return self._gathered(self.slabs[0], index)
+    def _gather_on_cpu(self, index: Tensor, unit: int) -> Pair:
+        self._synchronize()
+        if self.device_lru is None and self.device.type != "cpu":  # useless on a CPU
+            self.device_lru = DeviceLRU(self.device)
+        if self.device_lru and unit > 1 and len(index) == 1:
+            names = [self._unit_name(first, unit) for first in index[0, ::unit].tolist()]
+            return self.device_lru.get(names, unit, self._read_unit)
+        if self.device.type == "cpu" and len(self.blocks) == 1:
+            return self._gather_block(self.blocks[0], index)
         if len(index) == 1:
-            return self._runs(index[0].tolist())
-        heads = [self._runs(row, slice(h, h + 1)) for h, row in enumerate(index.tolist())]
+            return self._gather_runs(index[0].tolist())
+        heads = [self._gather_runs(row, slice(h, h + 1)) for h, row in enumerate(index.tolist())]
         return tuple(torch.cat(same) for same in zip(*heads, strict=True))
 
-    def _name(self, first: int, unit: int) -> Name:
-        """A block, and the slab its last token is in: stores that share this slab share all that came before it."""
-        return first, unit, self.slabs[bisect_right(self.ends, first + unit - 1)]
+    def _unit_name(self, first: int, unit: int) -> UnitName:
+        """A unit, and the block of its last token: stores that share this block share all blocks before it."""
+        return first, unit, self.blocks[bisect_right(self.ends, first + unit - 1)]
 
-    def _block(self, name: Name) -> Pair:
+    def _read_unit(self, name: UnitName) -> Pair:
         first, unit, _ = name
-        return self._runs(list(range(first, first + unit)), at_home=True)
+        return self._gather_runs(list(range(first, first + unit)), on_host=True)
 
-    def everything(self) -> Pair:
-        self._settle()
+    def gather_all(self) -> Pair:
+        self._synchronize()
         return tuple(
-            torch.cat([getattr(slab, part) for slab in self.slabs], 1).to(self.device) for part in ("keys", "values")
+            torch.cat([getattr(block, part) for block in self.blocks], 1).to(self.device) for part in ("keys", "values")
         )
 
-    def _gathered(self, slab: Slab, index: Tensor) -> Pair:
-        index = index.expand(len(slab.keys), -1)[..., None]
-        return tuple(t.gather(1, index.expand(-1, -1, t.shape[-1])) for t in (slab.keys, slab.values))
+    def _gather_block(self, block: HostBlock, index: Tensor) -> Pair:
+        index = index.expand(len(block.keys), -1)[..., None]
+        return tuple(t.gather(1, index.expand(-1, -1, t.shape[-1])) for t in (block.keys, block.values))
 
-    def _runs(self, numbers: list[int], heads: slice = slice(None), at_home: bool = False) -> Pair:
-        """Stretches of neighbouring tokens, copied as they lie; at_home: not to the device yet."""
+    def _gather_runs(self, numbers: list[int], heads: slice = slice(None), on_host: bool = False) -> Pair:
+        """Runs of neighbouring tokens as slices; on_host: not copied to the device."""
         pieces: tuple[list[Tensor], list[Tensor]] = ([], [])
         for first, last in runs(numbers):
             while first < last:
-                slab = bisect_right(self.ends, first)
-                before = self.ends[slab - 1] if slab else 0
-                stop = min(last, self.ends[slab])
-                for part, into in zip((self.slabs[slab].keys, self.slabs[slab].values), pieces, strict=True):
+                block = bisect_right(self.ends, first)
+                before = self.ends[block - 1] if block else 0
+                stop = min(last, self.ends[block])
+                for part, into in zip((self.blocks[block].keys, self.blocks[block].values), pieces, strict=True):
                     into.append(part[heads, first - before : stop - before])
                 first = stop
-        home = [torch.cat(part, 1) for part in pieces]
-        return tuple(home if at_home else [t.to(self.device) for t in home])
+        joined = [torch.cat(part, 1) for part in pieces]
+        return tuple(joined if on_host else [t.to(self.device) for t in joined])
 
 
 def runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as stretches [first, last). 3 4 5 9 -> (3, 6) (9, 10)"""
+    """Ascending numbers as runs [first, last). 3 4 5 9 -> (3, 6) (9, 10)"""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][1] == number:

@@ -1,7 +1,7 @@
-"""One layer of one row of a cache that drops nothing: what is near, and what is put away.
+"""One layer of one row of a retrieval cache: near tokens on the device, all others offloaded.
 
-A shelf is never changed. Every forward pass makes new ones, so a pass that is cut short has done nothing, and copies of
-a cache share all they can.
+States are immutable. Every forward pass makes new ones, so an interrupted pass has changed nothing, and forks of a
+cache share tensors.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.storage.offload.host import Host, Pair
+from kvkeep.storage.offload.host import HostStore, Pair
 
 
-class Pile:
-    """A tensor that only ever becomes longer, in a buffer with room. Never changed: who has less shares the buffer."""
+class AppendBuffer:
+    """A tensor that only grows, in a buffer with room. Immutable: a shorter one shares the buffer of a longer one."""
 
     def __init__(self, buffer: Tensor, count: int, filled: list[int]) -> None:
-        self.buffer, self.count, self.filled = buffer, count, filled  # filled: by whoever has most
+        self.buffer, self.count, self.filled = buffer, count, filled  # filled: by the longest that shares it
 
     @classmethod
-    def like(cls, new: Tensor, dtype: torch.dtype) -> Pile:
-        """An empty one for such, whose numbers are kept as this type."""
+    def empty_like(cls, new: Tensor, dtype: torch.dtype) -> AppendBuffer:
         return cls(new[:, :0].to(dtype), 0, [0])
 
-    def more(self, new: int) -> Pile:
-        """With room for more at its end, to be filled at once."""
+    def grow(self, new: int) -> AppendBuffer:
+        """Longer by `new`, uninitialized: the caller fills `last(new)`."""
         end, buffer, filled = self.count + new, self.buffer, self.filled
         if filled[0] != self.count or end > buffer.shape[1]:
             shape = buffer.shape[0], max(32, end + end // 4), *buffer.shape[2:]
-            with torch.inference_mode(False):  # it outlives the pass that needs it
+            with torch.inference_mode(False):  # it outlives the forward pass
                 buffer, filled = torch.empty(shape, dtype=buffer.dtype, device=buffer.device), [0]
             buffer.narrow(1, 0, self.count).copy_(self.all)
         filled[0] = end
-        return Pile(buffer, end, filled)
+        return AppendBuffer(buffer, end, filled)
 
     def last(self, count: int) -> Tensor:
         return self.buffer.narrow(1, self.count - count, count)
@@ -50,87 +49,88 @@ class Pile:
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """What was fetched last, still on the device."""
+class Retrieved:
+    """The tokens retrieved last, still on the device."""
 
-    probe: Tensor | None  # who asked
-    index: Tensor  # [1 or kv_heads, k] numbers of the tokens put away
-    pair: Pair | None  # keys and values [kv_heads, k, dim]; None while they are on their way
+    query: Tensor | None  # the pooled query they were retrieved for
+    index: Tensor  # [1 or kv_heads, k] numbers of the offloaded tokens
+    pair: Pair | None  # keys and values [kv_heads, k, dim]; None until they are gathered
 
 
 @dataclass(frozen=True)
-class Shelf:
-    near: Pair  # keys as they came and values, [kv_heads, n, dim]: the newest tokens, without a gap
-    host: Host
+class LayerState:
+    near: Pair  # keys as the model made them and values, [kv_heads, n, dim]: the newest tokens, contiguous
+    host: HostStore
     seen: int = 0
     mass: Tensor | None = None  # [n] or [heads, n] attention the near tokens got, if units have representatives
-    sinks: Pair | None = None  # the first tokens, once any token is put away
-    about: Pile | None = None  # descriptions of the units put away, [1 or kv_heads, units, …]
-    even: int = 0  # tokens of every unit, if all have as many
-    sizes: tuple[Tensor, ...] = ()  # tokens of each unit, if not, [1 or kv_heads, units] each
-    where: tuple[Tensor, ...] = ()  # where the tokens put away stood, unless in order, [1 or kv_heads, n] each
+    sinks: Pair | None = None  # the first tokens, once any token is offloaded
+    unit_index: AppendBuffer | None = None  # index entries of the offloaded units, [1 or kv_heads, units, …]
+    unit_size: int = 0  # tokens of every unit, if uniform
+    unit_sizes: tuple[Tensor, ...] = ()  # tokens of each unit, if not, [1 or kv_heads, units] each
+    offloaded_positions: tuple[Tensor, ...] = ()  # of the offloaded tokens, if units are scattered, [1 or kv_heads, n]
     moments: Any = None  # of all queries so far
-    worth: Tensor | None = None  # [1, units] of the units to the window read last, if density matters
-    density: tuple[float, int] | None = None  # mean entropy of the matches while writing, over how many steps
-    fetched: Fetched | None = None
+    scores: Tensor | None = None  # [1, units] of the units for the window prefilled last, if layers share by density
+    density: tuple[float, int] | None = None  # mean entropy of the scores while decoding, over how many steps
+    retrieved: Retrieved | None = None
 
-    def but(self, **changes: Any) -> Shelf:
-        """`dataclasses.replace` in a fifth of its time: several times for every layer of every window."""
-        twin = object.__new__(Shelf)
-        twin.__dict__.update(self.__dict__, **changes)
-        return twin
+    def replace(self, **changes: Any) -> LayerState:
+        """`dataclasses.replace` in a fifth of its time: several calls for every layer of every window."""
+        changed = object.__new__(LayerState)
+        changed.__dict__.update(self.__dict__, **changes)
+        return changed
 
     @property
-    def nearby(self) -> int:
+    def num_near(self) -> int:
         return self.near[0].shape[1]
 
     @property
-    def first(self) -> int:
-        """Where the oldest near token stands in the text."""
-        return self.seen - self.nearby
+    def near_start(self) -> int:
+        """Position of the oldest near token."""
+        return self.seen - self.num_near
 
     @property
-    def each_size(self) -> tuple[Tensor, ...]:
-        """Tokens of each unit, told one by one even where all have as many."""
-        if not self.even:
-            return self.sizes
-        return (torch.full((1, self.host.tokens // self.even), self.even, device=self.near[0].device),)
+    def each_unit_size(self) -> tuple[Tensor, ...]:
+        """Tokens of each unit, one by one even where sizes are uniform."""
+        if not self.unit_size:
+            return self.unit_sizes
+        return (torch.full((1, self.host.tokens // self.unit_size), self.unit_size, device=self.near[0].device),)
 
     @property
     def device_tokens(self) -> int:
         """Tokens per key head on the device."""
         sinks = self.sinks[0].shape[1] if self.sinks else 0
-        return self.nearby + sinks + (self.fetched.index.shape[1] if self.fetched else 0)
+        return self.num_near + sinks + (self.retrieved.index.shape[1] if self.retrieved else 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values on the device."""
-        pairs = [self.near, *filter(None, [self.sinks, self.fetched and self.fetched.pair])]
-        return sum(t.nbytes for pair in pairs for t in pair) + self.host.copies_nbytes
+        pairs = [self.near, *filter(None, [self.sinks, self.retrieved and self.retrieved.pair])]
+        return sum(t.nbytes for pair in pairs for t in pair) + self.host.device_nbytes
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of what is known of tokens and units, beside them."""
-        known = [self.about, *self.sizes, *self.where, self.mass, self.worth]
-        return sum(t.nbytes for t in known if t is not None)
+        """Bytes stored about tokens and units, besides keys and values."""
+        stored = [self.unit_index, *self.unit_sizes, *self.offloaded_positions, self.mass, self.scores]
+        return sum(t.nbytes for t in stored if t is not None)
 
     def positions(self) -> list[list[int]]:
-        """Where the tokens last attended to stood in the text, per key head, ascending."""
-        near = list(range(self.first, self.seen))
+        """Of the tokens last attended to, per key head, ascending."""
+        near = list(range(self.near_start, self.seen))
         sinks = list(range(self.sinks[0].shape[1] if self.sinks else 0))
-        fetched: list[list[int]] = [[]]
-        if self.fetched is not None and not self.where:
-            fetched = (self.fetched.index + len(sinks)).tolist()
-        elif self.fetched is not None:
-            where = torch.cat(self.where, 1)
-            index = self.fetched.index.to(where.device).expand(max(len(where), len(self.fetched.index)), -1)
-            fetched = where.expand(len(index), -1).gather(1, index).sort(1).values.tolist()
+        far: list[list[int]] = [[]]
+        if self.retrieved is not None and not self.offloaded_positions:
+            far = (self.retrieved.index + len(sinks)).tolist()
+        elif self.retrieved is not None:
+            offloaded = torch.cat(self.offloaded_positions, 1)
+            index = self.retrieved.index.to(offloaded.device)
+            index = index.expand(max(len(offloaded), len(index)), -1)
+            far = offloaded.expand(len(index), -1).gather(1, index).sort(1).values.tolist()
         heads = len(self.near[0])
-        return [sinks + fetched[h % len(fetched)] + near for h in range(heads)]
+        return [sinks + far[h % len(far)] + near for h in range(heads)]
 
 
-def grown(pieces: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
-    """One piece more, joined with those no longer than it: few pieces, each number copied few times."""
+def append_merged(pieces: tuple[Tensor, ...], new: Tensor) -> tuple[Tensor, ...]:
+    """One piece more, concatenated with those no longer than it: few pieces, each number copied few times."""
     held = [*pieces, new]
     while len(held) > 1 and held[-2].shape[1] <= held[-1].shape[1]:
         held[-2:] = [torch.cat(held[-2:], 1)]

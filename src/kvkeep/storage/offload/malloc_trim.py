@@ -1,4 +1,4 @@
-"""Giving free memory back to the system: tokens that stay among tensors that go leave an allocator full of holes."""
+"""Returns free memory to the system: kept tokens between freed tensors leave the allocator fragmented."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 
 
 def trim() -> None:
-    """A few milliseconds; does nothing where the C library has no such call (it is glibc's)."""
+    """Takes a few milliseconds; does nothing where the C library has no such call (it is glibc's)."""
     if call := _malloc_trim():
         call(0)
 

@@ -103,6 +103,6 @@ def counter(tokenizer: Any) -> Callable[[str], int]:
     """Tokens of a text, without those a tokenizer puts around it."""
     if isinstance(tokenizer, str) or not hasattr(tokenizer, "encode"):
         raise BadParameter(f"{type(tokenizer).__name__} cannot count tokens; give a tokenizer with encode(text).")
-    if callable(tokenizer):  # one of transformers', which would warn of texts beyond its model's window
+    if callable(tokenizer):  # one of transformers', which would warn of texts beyond its model's context length
         return lambda text: len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     return lambda text: len(tokenizer.encode(text))
