@@ -184,11 +184,11 @@ def test_a_whole_reading_in_kernels_says_what_torch_says(monkeypatch, per_head):
 
     for kernels in (False, True):
         cache = kvkeep.Cache(model, "actqkv", 64, window=16, sinks=3, chunk=8, per_head=per_head)
-        cache.retrieval.question[0] = question
+        cache.backend.question[0] = question
         with monkeypatch.context() as here:
             here.setattr(KernelDispatch, "uses_kernel", uses_kernel if kernels else lambda *_: False)
             if kernels:
-                here.setattr(cache.retrieval, "_empty", with_store(cache.retrieval))
+                here.setattr(cache.backend, "_empty", with_store(cache.backend))
             else:
                 here.setattr(HostBlockTable, "new", lambda device: None)
             steps = ((0, 96), (96, 120), (120, 121), (121, 122), (122, 135))

@@ -201,14 +201,14 @@ def test_a_cache_that_reads_itself_says_what_another_does(monkeypatch):
     ids = torch.randperm(64, generator=torch.Generator().manual_seed(0))[None].repeat(1, 3).to(DEVICE)
     model = make_llama(vocab_size=64, num_hidden_layers=2).to(DEVICE)
     caches = [kvkeep.Cache(model, "actqkv", 64, window=16, chunk=8) for _ in range(2)]
-    monkeypatch.setattr(caches[0].retrieval, "_empty", with_store(caches[0].retrieval))
+    monkeypatch.setattr(caches[0].backend, "_empty", with_store(caches[0].backend))
     if GPU:
         monkeypatch.setattr(HostBlockTable, "new", lambda device: None)  # the other one fetches by a processor
     for first, last in ((0, 128), (128, 150), *((t, t + 1) for t in range(150, 156))):
         got, want = (model(ids[:, first:last], past_key_values=each).logits for each in caches)
         assert got.equal(want)
     assert caches[0].kept(0) == caches[1].kept(0)
-    hosts = [cache.retrieval.states[0][0].host for cache in caches]
+    hosts = [cache.backend.states[0][0].host for cache in caches]
     assert hosts[0].table and not hosts[1].table and hosts[0].tokens == hosts[1].tokens > 64
     twins = [cache.fork() for cache in caches]
     for each in (caches, twins):

@@ -71,18 +71,18 @@ def test_recency_chooses_alike_in_pieces_of_any_size(tiny):
 
 def test_prefill_in_pieces_never_holds_more_than_budget_and_piece(tiny):
     cache, most = kvkeep.Cache(tiny, "snapkv", 32), 0
-    keep = type(cache.store[0]).append
+    keep = type(cache.backend.store[0]).append
 
     def spy(layer, *args):
         nonlocal most
         keep(layer, *args)
         most = max(most, *layer.lengths)
 
-    type(cache.store[0]).append = spy
+    type(cache.backend.store[0]).append = spy
     try:
         tiny.generate(IDS, past_key_values=cache, prefill_chunk_size=16, max_new_tokens=1)
     finally:
-        type(cache.store[0]).append = keep
+        type(cache.backend.store[0]).append = keep
     assert most == 48
 
 
@@ -355,7 +355,7 @@ def test_assisted_generation_is_refused_before_a_token_is_read(tiny, spec, guess
 def test_padding_is_put_before_the_queries_and_comes_back_to_its_columns():
     queries = torch.arange(1.0, 2 * 3 * 6 * 4 + 1).view(2, 3, 6, 4)
     columns = [torch.tensor([2, 3, 4, 5]), torch.tensor([0, 4])]
-    layout = BatchLayout([4, 2], columns, [torch.arange(4), torch.arange(2)], [True, True])
+    layout = BatchLayout([4, 2], columns, [torch.arange(4), torch.arange(2)], [True, True], [0, 0])
     packed = layout.pack(queries)
     assert torch.equal(packed[0, :, 2:], queries[0, :, 2:]) and not packed[0, :, :2].any()
     assert torch.equal(packed[1, :, 4:], queries[1][:, [0, 4]]) and not packed[1, :, :4].any()

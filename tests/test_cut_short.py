@@ -14,7 +14,7 @@ from families import SIZES, WINDOW, build, prompt, randomised
 from torch import nn
 
 import kvkeep
-from kvkeep.cache import cache as home
+from kvkeep.cache import eviction as home
 from kvkeep.errors import CacheMisuse
 
 IDS = prompt(100, seed=1)
@@ -107,11 +107,11 @@ def test_only_queries_of_the_failed_step_are_forgotten(monkeypatch: pytest.Monke
         patch.setattr(home, "segment_attention", fails_at(3))
         read(model, cache, start=65, end=66)
     read(model, cache, clean, start=65, end=67)
-    assert {len(steps) for steps in cache.query_buffer.steps.values()} == {7}
+    assert {len(steps) for steps in cache.backend.query_buffer.steps.values()} == {7}
     for each in (cache, clean):
-        each.query_buffer.merge_steps()
-    for who, queries in clean.query_buffer.queries.items():
-        torch.testing.assert_close(cache.query_buffer.queries[who], queries)
+        each.backend.query_buffer.merge_steps()
+    for who, queries in clean.backend.query_buffer.queries.items():
+        torch.testing.assert_close(cache.backend.query_buffer.queries[who], queries)
 
 
 # layers left to transformers

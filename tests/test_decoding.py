@@ -47,7 +47,7 @@ def kept_at_every_step(model, *args, **options):
 
 def peek(cache):
     """Positions held, without putting anything in order."""
-    layer = cache.store[0]
+    layer = cache.backend.store[0]
     if layer.free_slots is None:
         return cache.kept(0)[0]
     positions = layer.flat.token_positions.clone()
@@ -115,15 +115,15 @@ def test_ahakv_adds_a_steps_row_as_it_is(recent_only, fast):
     model = one_layer(8, 4)
     options = {"value_pool": 1, "recent": 7, "recent_only": recent_only}  # a budget that never binds: no step gain
     cache = kvkeep.Cache(model, "ahakv", 200, **options)
-    cache.step_evictor.can_append = cache.step_evictor.can_append if fast else lambda *_: False
+    cache.backend.step_evictor.can_append = cache.backend.step_evictor.can_append if fast else lambda *_: False
     for start, stop in ((0, 60), (60, 61), (61, 62), (62, 63)):
         model(IDS[:, start:stop], past_key_values=cache)
-    values = cache.store[0].dense(0).values.square().sum(-1)[:, :60]
+    values = cache.backend.store[0].dense(0).values.square().sum(-1)[:, :60]
     model.set_attn_implementation("eager")
     rows = model(IDS[:, :63], output_attentions=True).attentions[0][0].view(4, 2, 63, 63).mean(1)
     want = rows[:, 60:].sum(1)
     want[:, :60] += rows[:, 53 if recent_only else 0 : 60, :60].sum(1) * values / values.amax(1, keepdim=True)
-    torch.testing.assert_close(cache.store[0].dense(0).token_state[..., 0], want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(cache.backend.store[0].dense(0).token_state[..., 0], want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("how, factor", [("replace", 2.0), ("multiply", 0.5)])

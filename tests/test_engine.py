@@ -169,7 +169,7 @@ def test_a_megabyte_without_a_sentence_end(chat):
     assert marks.sum() == 0
     one = engine(chat, "sentencekv", 64)
     one.generate("x" * 900, max_new_tokens=3)
-    units = torch.cat(one.cache.retrieval.states[0][0].unit_sizes, 1)
+    units = torch.cat(one.cache.backend.states[0][0].unit_sizes, 1)
     assert units.max() <= 8 and one.cache.report().kept_per_head <= 64
 
 

@@ -52,7 +52,7 @@ def test_a_shared_reading_is_a_reading(chat, spec):
     model, words = chat
     ids = words(CONTEXT, return_tensors="pt").input_ids
     alone, together, other = (kvkeep.Cache(model, spec, 64) for _ in range(3))
-    if together.retrieval and not together.retrieval.fits(ids.shape[1]):  # its first pass is not the model's attention
+    if together.method.retrieval and not together.backend.fits(ids.shape[1]):  # its first pass is not the model's attention
         with pytest.raises(CacheMisuse, match="cannot share|kvkeep.Engine"):
             prefill_shared(model, ids, [kvkeep.Cache(model, "full"), together])
         return
@@ -335,7 +335,7 @@ def test_methods_that_can_use_a_question_are_told_it_when_it_is_known(chat, prot
 
     def noting(engine, question, tokens):
         tell(engine, question, tokens)
-        told.append((engine.method.name, question, len(engine.token_ids), bool(engine.cache.retrieval.question)))
+        told.append((engine.method.name, question, len(engine.token_ids), bool(engine.cache.backend.question)))
 
     monkeypatch.setattr(kvkeep.Engine, "set_question", noting)
     grid = Grid(("snapkv", "infllm", "qllm", "actqkv", "quest"), (80,), (protocol,))

@@ -152,13 +152,13 @@ def test_gravity_is_hidden_at_the_end_of_each_head(lengths, near, mode):
 def test_ahakv_notes_the_same_however_a_step_is_done(family, options):
     model = build(family, "eager")
     fast, general = (kvkeep.Cache(model, "ahakv", 24, recent=4, **options) for _ in range(2))
-    general.step_evictor.supported, general.step_evictor.can_append = False, lambda *_: False
+    general.backend.step_evictor.supported, general.backend.step_evictor.can_append = False, lambda *_: False
     for cache in (fast, general):
         model(prompt(60, rows=2), past_key_values=cache)
         for token in prompt(8, rows=2, seed=2).split(1, 1):
             model(token, past_key_values=cache)
     for layer in fast.compressed_layers:
         assert fast.kept(layer) == general.kept(layer)
-        for a, b in zip(fast.store[layer].row(1), general.store[layer].row(1), strict=True):
+        for a, b in zip(fast.backend.store[layer].row(1), general.backend.store[layer].row(1), strict=True):
             order = a.token_positions.argsort()
             torch.testing.assert_close(a.token_state[order], b.token_state, atol=1e-5, rtol=1e-4)

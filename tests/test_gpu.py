@@ -45,8 +45,8 @@ def test_device_memory_is_constant_in_the_length(spec):
         engine.generate("".join(chr(97 + i * i % 23) for i in range(length)), max_new_tokens=2)
         report = engine.cache.report()
         most[length] = torch.cuda.max_memory_allocated() - report.index_bytes
-        assert all(block.keys.is_pinned() for block in engine.cache.retrieval.states[0][0].host.blocks)
-        assert all(rows[0].host.table for rows in engine.cache.retrieval.states.values())  # fetched by the kernel
+        assert all(block.keys.is_pinned() for block in engine.cache.backend.states[0][0].host.blocks)
+        assert all(rows[0].host.table for rows in engine.cache.backend.states.values())  # fetched by the kernel
         del engine
     assert most[8000] <= 1.1 * most[2000]
 

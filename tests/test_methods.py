@@ -152,7 +152,7 @@ def test_h2o_in_pieces_remembers_every_query(piece):
     model.set_attn_implementation("eager")
     weights = model(ids, output_attentions=True).attentions[0][0]
     expected = weights.sum(1).view(4, 2, -1).mean(1)
-    torch.testing.assert_close(cache.store[0].dense(0).token_state[..., 0], expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(cache.backend.store[0].dense(0).token_state[..., 0], expected, atol=1e-4, rtol=0)
 
 
 def test_the_mass_of_a_long_text_is_summed_in_blocks(monkeypatch):

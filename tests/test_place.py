@@ -73,7 +73,7 @@ def test_frequencies_that_change_with_length_are_refused():
 
 
 def places(cache, layer=0):
-    return [head.rope_positions.tolist() for head in cache.store[layer].row(0)]
+    return [head.rope_positions.tolist() for head in cache.backend.store[layer].row(0)]
 
 
 @pytest.mark.core

@@ -34,7 +34,7 @@ def moved(cache, sizes):
     tokens take depends on how they are shared out, by less than a slot for each segment."""
     if not cache.method.heads.needs_scores:
         return 0
-    rooms = [layer.room for layer in cache.store.values()]
+    rooms = [layer.room for layer in cache.backend.store.values()]
     return sum(len(room) - 1 for room in rooms) * sizes[-1] / sum(map(sum, rooms))
 
 

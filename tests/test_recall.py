@@ -80,7 +80,7 @@ def test_reading_and_writing_equal_the_replay(kind, per_head, setting, heads, kv
     question = None
     if kind in ("actqkv", "qllm") and setting != "no sinks":
         question = np.random.default_rng(0).normal(size=(3, k.shape[0] * k.shape[2]))
-        cache.retrieval.question[0] = torch.tensor(question, dtype=torch.float32)
+        cache.backend.question[0] = torch.tensor(question, dtype=torch.float32)
     scale = model.model.layers[0].self_attn.scaling
     want, chosen = reading.replay(
         kind,
@@ -112,7 +112,7 @@ def test_reading_and_writing_equal_the_replay(kind, per_head, setting, heads, kv
 
 def offload_everything(cache, budget):
     """As if the budget had been exceeded, without having attended to less."""
-    retrieval = cache.retrieval
+    retrieval = cache.backend
     for index, rows in retrieval.states.items():
         for row, state in enumerate(rows):
             layer, nothing = LayerRetriever(retrieval, index, row, None, True), state.near[0][:, :0]
@@ -129,10 +129,10 @@ def test_fetching_everything_is_full_attention(spec):
     want = model(IDS[:, :150]).logits
     cache = kvkeep.Cache(model, method, 1000)
     if method.retrieval.needs:
-        cache.retrieval.set_token_marks(0, torch.arange(150) % 7 == 6)
+        cache.backend.set_token_marks(0, torch.arange(150) % 7 == 6)
     got = [model(IDS[:, :100], past_key_values=cache).logits]
     offload_everything(cache, 48)
-    away = cache.retrieval.states[0][0].host.tokens
+    away = cache.backend.states[0][0].host.tokens
     got += [model(IDS[:, 100:120], past_key_values=cache).logits]
     got += [model(IDS[:, t : t + 1], past_key_values=cache).logits for t in range(120, 150)]
     assert away >= 40 and cache.kept(0)[0] == [list(range(150))] * 4
@@ -162,7 +162,7 @@ def test_the_device_holds_the_budget_and_the_host_the_rest(spec):
         mean = sum(held) / len(held)
         assert mean <= budget and (spec == "actqkv" or max(held) <= budget), (t, held)
     each = report.full_bytes // 300  # of one token, all layers and heads
-    states = [rows[0] for rows in cache.retrieval.states.values()]
+    states = [rows[0] for rows in cache.backend.states.values()]
     near = sum(s.num_near + s.sinks[0].shape[1] for s in states) * each // len(states)
     assert report.host_bytes + near == report.full_bytes  # everything, exactly once
     assert "offloaded" in str(report) and cache.get_seq_length() == 300
@@ -183,13 +183,13 @@ def test_the_device_holds_the_budget_after_every_prompt(spec, budget):
     model = llama(num_hidden_layers=2)
     for pieces in ((budget + 1,), (250,), (400,), (150, 2, 90, 40, 33)):
         cache = kvkeep.Cache(model, spec, budget)
-        if cache.retrieval.config.needs:
-            cache.retrieval.set_token_marks(0, (torch.arange(400) % 7 == 6).float())
+        if cache.backend.config.needs:
+            cache.backend.set_token_marks(0, (torch.arange(400) % 7 == 6).float())
         start = 0
         for piece in pieces:
             model(IDS[:, start : start + piece], past_key_values=cache)
             start += piece
-            for (state,) in cache.retrieval.states.values():
+            for (state,) in cache.backend.states.values():
                 sinks = state.sinks[0].shape[1] if state.sinks else 0
                 held = tokens_in_memory(state)
                 assert held <= budget + sinks  # those fetched lie behind a copy of the sinks
@@ -246,7 +246,7 @@ def test_layers_share_what_they_fetch_and_never_more():
     seen = set()
     for t in range(300, 340):
         model(IDS[:, t : t + 1], past_key_values=cache)
-        fetched = [rows[0].retrieved.index.shape[1] for rows in cache.retrieval.states.values()]
+        fetched = [rows[0].retrieved.index.shape[1] for rows in cache.backend.states.values()]
         assert sum(fetched) <= 4 * 52
         seen.add(tuple(fetched))
     assert len(seen) > 1 and any(len(set(each)) > 1 for each in seen)  # some layers do get more than others
@@ -275,16 +275,16 @@ def test_what_the_first_written_token_fetched_stays(spec):
     options = {} if spec == "sentencekv" else {"tokens": 4}
     cache = kvkeep.Cache(model, spec, budget, once=True, **options)
     if spec == "sentencekv":
-        cache.retrieval.set_token_marks(0, torch.arange(400) % 7 == 6)
+        cache.backend.set_token_marks(0, torch.arange(400) % 7 == 6)
     outputs(model, cache, prompt, prompt + 1)
-    state, first = cache.retrieval.states[0][0], cache.kept(0)[0]
+    state, first = cache.backend.states[0][0], cache.kept(0)[0]
     assert prompt in first[0] and state.device_tokens <= budget and state.retrieved.index.shape[1] > 0
     noted = []
     hook = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: noted.append(args[0][0]))
     for t in range(prompt + 1, total):
         model(IDS[:, t : t + 1], past_key_values=cache)
         assert cache.kept(0)[0] == [[*row, *range(prompt + 1, t + 1)] for row in first]
-        assert cache.retrieval.states[0][0].retrieved.index is state.retrieved.index
+        assert cache.backend.states[0][0].retrieved.index is state.retrieved.index
     hook.remove()
     q, k, v = seen_by(model, IDS[:, :total])
     for h, head in enumerate(torch.cat(noted)[-1].view(8, -1).double().numpy()):
@@ -293,7 +293,7 @@ def test_what_the_first_written_token_fetched_stays(spec):
         assert np.abs(weights @ v[h // 2][tokens] / weights.sum() - head).max() < 1e-4
     model(IDS[:, total : total + 20], past_key_values=cache)  # another prompt: all of it is read, then chosen anew
     model(IDS[:, total + 20 : total + 21], past_key_values=cache)
-    again = cache.retrieval.states[0][0]
+    again = cache.backend.states[0][0]
     assert again.device_tokens <= budget and again.retrieved.index is not state.retrieved.index
 
 
@@ -303,10 +303,10 @@ def test_tokenselect_asks_again_only_for_another_question():
     for similar in (-1.0, 2.0):
         cache = kvkeep.Cache(model, "tokenselect", 64, similar=similar, window=16)
         model(IDS[:, :200], past_key_values=cache)
-        first = cache.retrieval.states[0][0].retrieved
+        first = cache.backend.states[0][0].retrieved
         for t in range(200, 205):
             model(IDS[:, t : t + 1], past_key_values=cache)
-        counts[similar] = cache.retrieval.states[0][0].retrieved.index is first.index
+        counts[similar] = cache.backend.states[0][0].retrieved.index is first.index
     assert counts == {-1.0: True, 2.0: False}
 
 
@@ -390,20 +390,20 @@ def test_what_was_said_of_a_pass_that_was_cut_short_is_forgotten():
     engine, other = (kvkeep.Engine(model, words, "sentencekv", 64) for _ in range(2))
     for one in (engine, other):
         one.prefill(text[:200])
-    attend = engine.cache.retrieval.attend
+    attend = engine.cache.backend.attend
 
     def interrupted(index, *how):
         if index == 1:
             raise KeyboardInterrupt
         return attend(index, *how)
 
-    engine.cache.retrieval.attend = interrupted
+    engine.cache.backend.attend = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.extend(text[200:209])
-    engine.cache.retrieval.attend = attend
+    engine.cache.backend.attend = attend
     for one in (engine, other):
         one.extend(text[200:240])
-    assert engine.cache.retrieval.marks[0].equal(other.cache.retrieval.marks[0])
+    assert engine.cache.backend.marks[0].equal(other.cache.backend.marks[0])
     assert [engine.cache.kept(layer) for layer in (0, 1)] == [other.cache.kept(layer) for layer in (0, 1)]
 
 

@@ -32,8 +32,8 @@ LEGAL = [spec for spec in MODIFIED if is_legal(spec)]
 
 def make_cache(model, spec, budget, schedule=None):
     cache = kvkeep.Cache(model, spec, budget, schedule=schedule)
-    if cache.retrieval and cache.retrieval.config.needs:
-        cache.retrieval.set_token_marks(0, (torch.arange(IDS.shape[1]) % 7 == 6).float())
+    if cache.method.retrieval and cache.method.retrieval.needs:
+        cache.backend.set_token_marks(0, (torch.arange(IDS.shape[1]) % 7 == 6).float())
     return cache
 
 
@@ -69,7 +69,7 @@ def test_every_combination_decodes(spec, state):
         assert held == [PROMPT + step for step in range(STEPS + 1)]
         want = model(IDS[:, : PROMPT + STEPS]).logits
         torch.testing.assert_close(torch.cat(logits, 1), want, atol=1e-4, rtol=0)
-    elif cache.retrieval:
+    elif cache.method.retrieval:
         assert max(held) <= budget
     else:
         want = [held_after(cache.method, budget, step) for step in range(STEPS + 1)]
@@ -83,13 +83,13 @@ def test_a_quick_step_remembers_what_a_slow_one_does(spec, budget, monkeypatch):
     model = make_llama(num_hidden_layers=LAYERS).double()
     quick, slow = (make_cache(model, spec, budget, 5) for _ in range(2))
     for way in ("can_evict_one", "can_append"):
-        monkeypatch.setattr(slow.step_evictor, way, lambda *_: False)
+        monkeypatch.setattr(slow.backend.step_evictor, way, lambda *_: False)
     for ids in passes():
         got, want = (model(ids, past_key_values=cache).logits for cache in (quick, slow))
         torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     assert [quick.kept(i) for i in range(LAYERS)] == [slow.kept(i) for i in range(LAYERS)]
     for index in range(LAYERS):
-        notes = [cache.store[index].dense(0).token_state for cache in (quick, slow)]
+        notes = [cache.backend.store[index].dense(0).token_state for cache in (quick, slow)]
         torch.testing.assert_close(*notes, atol=1e-5, rtol=1e-5)
 
 

@@ -105,6 +105,6 @@ def test_packs_waste_at_most_half():
 
 def test_what_many_rows_hold_is_never_shared(tiny):
     cache, _ = kept(make_llama(), torch.arange(50)[None], "snapkv:window=8", 20)
-    before = cache.store[0].flat.keys.clone()
+    before = cache.backend.store[0].flat.keys.clone()
     PooledBatch(cache.model, [cache, cache], room=2).extend(torch.zeros(2, 2, dtype=torch.long))
-    assert cache.store[0].flat.keys.equal(before) and cache.seen == 50
+    assert cache.backend.store[0].flat.keys.equal(before) and cache.seen == 50

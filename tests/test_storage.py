@@ -34,16 +34,16 @@ def fed(model, spec, budget, ids=IDS, steps=0, **how):
 
 
 def codes(cache):
-    return [t.clone() for layer in cache.store.values() for t in layer.quantized.kv.tensors]
+    return [t.clone() for layer in cache.backend.store.values() for t in layer.quantized.kv.tensors]
 
 
 def numbers(cache):
-    return [t for layer in cache.store.values() for row in layer.all_rows() for head in row for t in head.parts[:2]]
+    return [t for layer in cache.backend.store.values() for row in layer.all_rows() for head in row for t in head.parts[:2]]
 
 
 def choices(cache):
     """Every token of the first row that is kept: layer, head, position."""
-    return {(i, h, where) for i in cache.store for h, head in enumerate(cache.kept(i)[0]) for where in head}
+    return {(i, h, where) for i in cache.backend.store for h, head in enumerate(cache.kept(i)[0]) for where in head}
 
 
 def same(ours, theirs):
@@ -58,7 +58,7 @@ def test_fewer_bytes_and_nearly_the_same_words(tiny, spec):
         cache, got = fed(tiny, spec, 128, steps=70, storage=storage)
         assert (got - want).abs().max() <= BOUND[storage]
         assert [cache.kept(i) for i in range(4)] == [plain.kept(i) for i in range(4)]
-        assert all(layer.is_quantized for layer in cache.store.values())
+        assert all(layer.is_quantized for layer in cache.backend.store.values())
         ours, theirs = cache.report(), plain.report()
         assert ours.bytes == cache.nbytes <= {"int8": 0.6, "int4": 0.48}[storage] * theirs.bytes
         assert (ours.full_bytes, ours.tokens) == (theirs.full_bytes, theirs.tokens)
@@ -99,7 +99,7 @@ def test_a_step_is_attention_over_what_is_stored(tiny, storage, steps):
     new, (output, _) = seen[0]
     levels = {"int8": 255, "int4": 15}[storage]
     for head in range(8):
-        kept = plain.store[0].row(0)[head // 2]
+        kept = plain.backend.store[0].row(0)[head // 2]
         keys, values = kept.keys.double().tolist(), kept.values.double().tolist()
         whole = len(keys) // 32 * 32
         assert len(keys) == 80 + steps
@@ -160,7 +160,7 @@ def test_a_pool_takes_codes_as_they_are_and_packs_the_rest(tiny):
         pool = RowPool(model, 2, 2000, 200, "int8")
         pool.admit(1, cache, 30)
         assert pool.allocated[1][0] == (0, 4 * 96)
-        layer, room = stored.store[0], pool.buffers[0]
+        layer, room = stored.backend.store[0], pool.buffers[0]
         for head in range(4):
             first, mine = layer.quantized.firsts[head], head * 3
             assert torch.equal(layer.quantized.kv.key_scales[first : first + 2], room.kv.key_scales[mine : mine + 2])
@@ -169,7 +169,7 @@ def test_a_pool_takes_codes_as_they_are_and_packs_the_rest(tiny):
         assert torch.equal(room.tails[0][1, :, :6], layer.quantized.tail_keys[0, :, :6])
     pool = RowPool(model, 1, 2000, 200)  # numbers are what a pool without storage gets
     pool.admit(0, stored, 30)
-    assert torch.equal(pool.buffers[0].keys[:70], stored.store[0].row(0)[0].keys)
+    assert torch.equal(pool.buffers[0].keys[:70], stored.backend.store[0].row(0)[0].keys)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -209,10 +209,10 @@ def test_a_group_is_packed_once(tiny):
     model = tiny.bfloat16()
     cache = kvkeep.Cache(model, "full", storage="int4")
     model(IDS[:, :70].repeat(2, 1), past_key_values=cache)
-    before = [head.keys[:64].clone() for head in cache.store[2].row(1)]
+    before = [head.keys[:64].clone() for head in cache.backend.store[2].row(1)]
     for part in (IDS[:, :1], IDS[:, 70:110], *IDS[:, :40].split(1, 1), IDS[:, 5:7]):
         model(part.repeat(2, 1), past_key_values=cache)
-        assert all(torch.equal(head.keys[:64], old) for head, old in zip(cache.store[2].row(1), before, strict=True))
+        assert all(torch.equal(head.keys[:64], old) for head, old in zip(cache.backend.store[2].row(1), before, strict=True))
     every = numbers(cache)
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.reorder_cache(torch.tensor([1, 0]))
@@ -225,30 +225,30 @@ def test_a_group_is_packed_once(tiny):
 def test_a_second_prompt_is_read_over_what_is_stored(tiny, spec):
     """What stays is packed with new neighbours, or moved with the old ones; both are packed anew."""
     (plain, _), (cache, _) = (fed(tiny, spec, 96, IDS[:, :200], storage=storage) for storage in (None, "int8"))
-    before = [head.rope_positions for head in cache.store[0].row(0)]
+    before = [head.rope_positions for head in cache.backend.store[0].row(0)]
     for part in (IDS[:, 200:260], *IDS[:, :3].split(1, 1), IDS[:, 260:], IDS[:, :1]):
         alike = choices(cache) == choices(plain)
         want, got = (tiny(part, past_key_values=each).logits for each in (plain, cache))
         assert not alike or (got - want).abs().max() <= BOUND["int8"]
     assert len(choices(cache) ^ choices(plain)) <= 0.02 * len(choices(plain))  # votes that are nearly equal may turn
-    assert cache.report().tokens == plain.report().tokens and all(layer.is_quantized for layer in cache.store.values())
+    assert cache.report().tokens == plain.report().tokens and all(layer.is_quantized for layer in cache.backend.store.values())
     if before[0] is not None:
-        first = cache.store[0].row(0)[0]
+        first = cache.backend.store[0].row(0)[0]
         assert first.token_positions[:32].tolist() == list(range(32)) and not torch.equal(first.rope_positions[:32], before[0][:32])
 
 
 def test_rows_change_places_with_their_codes(tiny):
     ids = torch.cat([IDS[:, :100], IDS[:, 100:200], IDS[:, 200:300]])  # the same positions, other tokens
     cache, _ = fed(tiny, "full", None, ids, storage="int8")
-    before = [head.keys for row in cache.store[1].all_rows() for head in row]
+    before = [head.keys for row in cache.backend.store[1].all_rows() for head in row]
     cache.batch_select_indices(torch.tensor([2, 0, 2]))
-    after = [head.keys for row in cache.store[1].all_rows() for head in row]
+    after = [head.keys for row in cache.backend.store[1].all_rows() for head in row]
     assert same(after, before[8:] + before[:4] + before[8:])
     cache.batch_repeat_interleave(2)
-    assert cache.store[1].rows == 6 and all(layer.is_quantized for layer in cache.store.values())
+    assert cache.backend.store[1].rows == 6 and all(layer.is_quantized for layer in cache.backend.store.values())
     beams = kvkeep.Cache(tiny, "snapkv", 64, storage="int8")
     out = tiny.generate(IDS[:, :90], past_key_values=beams, num_beams=3, max_new_tokens=40, pad_token_id=0)
-    assert out.shape[1] > 90 and beams.store[0].is_quantized
+    assert out.shape[1] > 90 and beams.backend.store[0].is_quantized
 
 
 def test_padded_rows_are_what_they_would_be_alone(tiny):
@@ -307,7 +307,7 @@ def test_a_prompt_cut_short_before_anybody_competes_is_forgotten(tiny, monkeypat
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(cache.attention_check, "check", stop)  # what it appended is there, nobody has competed
         tiny(IDS[:, :50], past_key_values=cache)
-    assert not cache.store[0].is_quantized
+    assert not cache.backend.store[0].is_quantized
     for part in (IDS[:, :1], IDS[:, :1], IDS[:, 50:80], IDS[:, :1]):
         want = tiny(part, past_key_values=twin).logits
         assert torch.equal(tiny(part, past_key_values=cache).logits, want)
@@ -340,8 +340,8 @@ def test_a_step_over_codes_is_a_step_over_the_numbers_they_stand_for(name):
     cache, _ = fed(model, "snapkv:window=8", 60, ids, steps=8, storage="int4")
     plain, _ = fed(model, "snapkv:window=8", 60, ids, steps=8)
     plain.copy_hf_layers(cache)
-    for i, layer in plain.store.items():
-        for mine, theirs in zip(layer.row(0), cache.store[i].row(0), strict=True):
+    for i, layer in plain.backend.store.items():
+        for mine, theirs in zip(layer.row(0), cache.backend.store[i].row(0), strict=True):
             assert not torch.equal(mine.keys[:64], theirs.keys[:64])
             mine.keys.copy_(theirs.keys), mine.values.copy_(theirs.values)
     for t in range(20):

@@ -784,7 +784,7 @@ def test_kept_tokens_stay_in_order(method, model):
     for more in (1, 1, 25):
         logits(model, tokens(more, more), cache)
         assert all(head == sorted(set(head)) for layer in row(cache) for head in layer)
-    held = cache.store[0].row(0)[1].keys
+    held = cache.backend.store[0].row(0)[1].keys
     assert held.shape[0] == len(cache.kept(0)[0][1])
 
 
@@ -836,7 +836,7 @@ def test_positions_live_where_the_layers_keys_live(model):
     for index, device in enumerate(("cpu", "meta", "meta")):
         q, kv = torch.zeros(1, 4, 5, 16, device=device), torch.zeros(1, 2, 5, 16, device=device)
         cache.attend(index, AttentionCall(q, kv, kv, None, lambda q=q: (q.transpose(1, 2), None), 0.25, None, None))
-    for store in cache.store.values():
+    for store in cache.backend.store.values():
         assert store.flat.token_positions.device == store.flat.keys.device
 
 
@@ -985,7 +985,7 @@ def test_bfloat16_model(method):
     assert torch.equal(logits(model, ids, roomy), logits(model, ids, stock))
     for n in (1, 9):
         assert (logits(model, tokens(n), roomy) - logits(model, tokens(n), stock)).abs().max() < 0.15
-    assert roomy.store[0].flat.keys.dtype == torch.bfloat16
+    assert roomy.backend.store[0].flat.keys.dtype == torch.bfloat16
     tight = kvkeep.Cache(model, method, budget=12)
     assert model.generate(ids, past_key_values=tight, max_new_tokens=4, do_sample=False).shape == (1, 54)
 
@@ -1261,8 +1261,8 @@ def test_forward_with_gradients_enabled_is_silent(model):
                 model(tokens(n), past_key_values=cache)
     finally:
         torch.set_warn_always(always)
-    assert not cache.store[0].flat.keys.requires_grad and not any(
-        q.requires_grad for q in cache.query_buffer.queries.values()
+    assert not cache.backend.store[0].flat.keys.requires_grad and not any(
+        q.requires_grad for q in cache.backend.query_buffer.queries.values()
     )
 
 

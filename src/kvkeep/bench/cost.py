@@ -181,7 +181,7 @@ class Compressed:
 
     def step_seconds(self, cache: Cache, context: int, rows: int, steps: int) -> tuple[float, str]:
         room = steps + SPARE
-        most = max(max(layer.row_lengths(0)) for layer in cache.store.values()) + room
+        most = max(max(layer.row_lengths(0)) for layer in cache.backend.store.values()) + room
         pool = RowPool(self.model, rows, rows * slots_needed(cache, room), most, self.storage)
         logits = torch.zeros(self.model.config.get_text_config().vocab_size, device=self.model.device)
         batch = Scheduler(self.model, lambda ids: (cache, logits), set(), pool)

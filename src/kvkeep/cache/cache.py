@@ -19,25 +19,22 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import serialize
-from kvkeep.cache.eviction import Evictor
+from kvkeep.cache.backend import CacheBackend
+from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.padding import BatchLayout, PaddingTracker
-from kvkeep.cache.query_buffer import QueryBuffer
 from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.self_check import AttentionCheck
-from kvkeep.cache.step_eviction import StepEvictor
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.schedule import Schedule, as_schedule
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
-from kvkeep.kernels.torch.reference import segment_attention
-from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
+from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import CompressedLayer, HFCacheAdapter, context_length, key_shape
 from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
 from kvkeep.model.rope import rotations
 from kvkeep.storage.offload.disk import DiskStore
 from kvkeep.storage.offload.host import HostMemoryBudget
-from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
 
 
 class Cache(HFCacheAdapter):
@@ -75,127 +72,62 @@ class Cache(HFCacheAdapter):
         self._init_state()
 
     def _init_state(self) -> None:
-        self.store = {i: RaggedLayer(self.bits) for i in self.compressed_layers}
         self.tracker = PaddingTracker(partial(self.method.tokens, self.budget), self.method.schedule)
         self.layout: BatchLayout | None = None  # of the current forward pass
+        self.in_forward = False  # from the mask, or the first layer, to the last
         self.attention_check = AttentionCheck(self.name)
-        self.peak_bytes = 0  # the most keys and values at once, as far as measured
-        decoding = self.method.schedule.every is not None
-        self.query_buffer = QueryBuffer(self.method, self.compressed_layers, decoding)
-        self.step_evictor = StepEvictor(self.method, self.budget, self.rotations, self.context_length)
-        # in a forward pass: the state of each layer before it, None where it cannot be restored
-        self.layer_snapshots: dict[int, LayerSnapshot | None] | None = None
-        self.evictor = Evictor(self.method, self.budget, self.store, self.rotations, self.context_length)
-        self.retrieval: RetrievalBackend | None = None
+        self.backend = self._new_backend()
+
+    def _new_backend(self) -> CacheBackend:
+        how = self.method, self.budget, self.compressed_layers, self.rotations
         if self.method.retrieval:
-            layers = self.compressed_layers
-            self.retrieval = RetrievalBackend(self.method, self.budget, self.rotations, layers, self.host_budget)
+            return RetrievalBackend(*how, self.host_budget, self.attention_check)
+        return EvictingBackend(*how, self.context_length, self.bits, self.attention_check)
 
     @property
     def seen(self) -> int:
         return self.tracker.padded_length
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """All that happens in one layer of one forward pass: append, attend, evict."""
+        """All that happens in one layer of one forward pass."""
         if index == self.compressed_layers[0]:
             self._begin(call)
-        layout = self.layout.to(call.key.device)
-        layer = self.store[index]
-        self.layer_snapshots[index] = layer.snapshot()
-        if self.retrieval:
-            result = self.retrieval.attend(index, call, layout)
-            self.attention_check.check(index, call, layout, layer)
-        elif self.tracker.frozen:
-            result = call.to_hf_output(self._attend_over_cache(layer, call, layout))
-            self.attention_check.check(index, call, layout, layer)
-        elif self.step_evictor.can_evict_one(layer, layout):
-            result = call.to_hf_output(self.step_evictor.insert_and_attend(index, layer, call))
-        elif self.step_evictor.can_append(layer, layout):
-            result = call.to_hf_output(self.step_evictor.append_and_attend(index, layer, call, layout))
-        else:
-            result, lse = self._attend(layer, call, layout)
-            self.attention_check.check(index, call, layout, layer)
-            self._evict(index, call, layout, layer, lse)
-        layer.quantize()
+        result = self.backend.attend(index, call, self.layout.to(call.key.device))
         if index == self.compressed_layers[-1]:
             self._commit(call)
         return result
 
-    def _attend(
-        self, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout
-    ) -> tuple[tuple[Tensor, Tensor | None], Tensor | None]:
-        """The output of attention, and each query's log-sum-exp where the method uses it and the kernel returns it."""
-        if layer:
-            return call.to_hf_output(self._attend_over_cache(layer, call, layout)), None
-        with_lse = attend_with_lse(call) if self.method.memory and self.method.memory.sees_all else None
-        return with_lse or (call.hf_attention(), None)
-
-    @torch.no_grad()  # kept tokens carry no graph; with learned sinks, scores would
-    def _evict(
-        self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer, lse: Tensor | None
-    ) -> None:
-        """Evict from the rows of `evict_now`; update the token state or the queries of the others."""
-        if not layer or any(layout.evict_now) or self.method.memory:
-            self.layer_snapshots[index] = None  # evicted tokens cannot be restored
-            rows = self.query_buffer.observe(index, call, layout, self.tracker.seen, layer, lse)
-            self.attention_check.check_nan(row.tokens.keys for row in rows)
-            uncompressed = self.evictor.evict(index, rows)
-            self.peak_bytes = max(self.peak_bytes, self.nbytes + uncompressed)
-        else:
-            self.query_buffer.append_step(index, call.query, layout)
-
     def begin_forward(self) -> None:
         self._rollback()
-        self.layer_snapshots = {}
+        self.in_forward = True
         for layer in self.hf_layers:
             if isinstance(layer, UsageTrackedLayer):
                 layer.used = False
 
     def check_ready(self, layer: CompressedLayer) -> None:
         super().check_ready(layer)
-        if self.layer_snapshots is None:  # the mask was not made through this cache
-            self.layer_snapshots = {}
+        self.in_forward = True  # even where the mask was not made through this cache
 
     def _begin(self, call: AttentionCall) -> None:
         """At the first compressed layer: tell the new tokens from padding."""
-        if self.layer_snapshots:  # of a forward pass through a cache that wraps this one
+        if self.backend.is_dirty:  # of a forward pass through a cache that wraps this one
             self._rollback()
         rows, _, q, _ = call.query.shape
         self.layout = self.tracker.next_layout(rows, q, call.padding, call.key.device)
-        self.query_buffer.begin(self.layout.counts)
-        if self.layout.is_step:
-            self.step_evictor.begin(self.layout, self.tracker.seen)
-        if self.retrieval:
-            self.retrieval.begin()
-        self.layer_snapshots = {}
+        self.backend.begin(self.layout)
+        self.in_forward = True
 
     def _rollback(self) -> None:
         """Undo a forward pass that was cut short, if there was one; raise where that is impossible."""
-        snapshots = self.layer_snapshots or {}
-        in_step = all(has_seen(layer, self.seen, self.layer_snapshots is None) for layer in self.hf_layers)
-        if not in_step or (self.seen and None in snapshots.values()):
+        in_step = all(has_seen(layer, self.seen, not self.in_forward) for layer in self.hf_layers)
+        if not in_step or (self.seen and not self.backend.can_rollback):
             raise CacheMisuse(
                 "an earlier forward pass was cut short and left this cache unusable; reset() it or make a new one."
             )
-        if snapshots and not self.seen:
+        if self.backend.is_dirty and not self.seen:
             return self.reset()
-        for index, snapshot in snapshots.items():
-            if self.store[index]:
-                self.store[index].restore(snapshot)
-        self.query_buffer.rollback()
-        self.step_evictor.clear()
-        self.evictor.clear()
-        self.layer_snapshots = None
-
-    def _attend_over_cache(self, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout) -> Tensor:
-        layer.append(call.key.detach(), call.value.detach(), layout.positions, layout.token_columns)
-        if layer.is_quantized:
-            return layer.quantized.attend(call.query, call.scale, call.softcap, call.sink_logits)
-        output = segment_attention(
-            layout.pack(call.query), layer.flat.keys, layer.flat.values, layer.segments, layout.counts,
-            call.scale, call.softcap, call.sink_logits,
-        )  # fmt: skip
-        return layout.unpack(output)
+        self.backend.rollback()
+        self.in_forward = False
 
     def _commit(self, call: AttentionCall) -> None:
         """After the last compressed layer: count the tokens of this forward pass."""
@@ -205,14 +137,9 @@ class Cache(HFCacheAdapter):
             if not self.seen:
                 self.reset()
             raise
-        self.step_evictor.commit()
-        if self.retrieval:
-            self.retrieval.commit()
-            self.peak_bytes = max(self.peak_bytes, self.nbytes)
+        self.backend.commit()
         self.tracker.commit(self.layout, call.query.shape[2], call.padding)
-        self.query_buffer.commit()
-        self.layer_snapshots = self.layout = None
-        self.evictor.clear()
+        self.layout, self.in_forward = None, False
 
     def reset(self) -> None:
         """Empty the cache."""
@@ -221,35 +148,20 @@ class Cache(HFCacheAdapter):
 
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Token positions of the kept tokens: [row][key head] -> ascending, padding not counted."""
-        if layer not in self.store:
+        if layer not in self.compressed_layers:
             raise CacheMisuse(f"layer {layer} is not compressed; the compressed ones are {self.compressed_layers}.")
-        if self.retrieval:
-            return [state.positions() for state in self.retrieval.states.get(layer, [])]
-        return [[head.tolist() for head in row] for row in self.store[layer].positions()]
+        return [[head.tolist() for head in row] for row in self.backend.positions(layer)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values of the compressed layers, measured on their storages, with scales and mins."""
-        if self.retrieval:
-            return sum(state.nbytes for rows in self.retrieval.states.values() for state in rows)
-        return sum(layer.nbytes for layer in self.store.values())
+        return self.backend.nbytes
 
     def report(self) -> Report:
         """What the cache holds, and what a full cache would hold."""
-        facts = self.method.name, self.budget, self.tracker.seen
-        if self.retrieval:
-            report = Report.of_retrieval(*facts, self.retrieval.states, self.peak_bytes)
-        else:
-            layers = [self.store[i] for i in self.compressed_layers]
-            report = Report.of(*facts, layers, self.query_buffer.nbytes, self.peak_bytes)
-        positions = [self._positions(i) for i in self.compressed_layers] if self.tracker.has_parts else []
-        return replace(report, kept=kept_by_part(self.tracker.parts, report.kept_per_head, positions))
-
-    def _positions(self, layer: int) -> list[list[Tensor]]:
-        """Token positions of the tokens a layer attends to: [row][key head] -> [n]"""
-        if self.retrieval:
-            return [[torch.tensor(head) for head in row] for row in self.kept(layer)]
-        return self.store[layer].positions()
+        report = self.backend.report(self.tracker.seen)
+        layers = [self.backend.positions(i) for i in self.compressed_layers] if self.tracker.has_parts else []
+        return replace(report, kept=kept_by_part(self.tracker.parts, report.kept_per_head, layers))
 
     def __repr__(self) -> str:
         report, name = self.report(), type(self).__name__
@@ -263,22 +175,16 @@ class Cache(HFCacheAdapter):
         self._rollback()
         fork = type(self)(self.model, self.method, self.budget, storage=self.storage)
         fork.copy_hf_layers(self)
-        fork.store.update({i: layer.copy() for i, layer in self.store.items()})
-        self.query_buffer.merge_steps()
-        fork.query_buffer.queries = {key: queries.clone() for key, queries in self.query_buffer.queries.items()}
-        if self.retrieval:
-            fork.share_host_budget(self.host_budget)  # blocks both hold count once
-            fork.retrieval.states = {i: list(rows) for i, rows in self.retrieval.states.items()}
-            fork.retrieval.marks, fork.retrieval.question = list(self.retrieval.marks), dict(self.retrieval.question)
-        fork.peak_bytes = self.peak_bytes
+        fork.host_budget = self.host_budget  # blocks both hold count once
         fork.tracker, fork.attention_check.checked = copy.copy(self.tracker), set(self.attention_check.checked)
+        fork.backend = self.backend.fork()
+        fork.backend.attention_check = fork.attention_check
         return fork
 
     def share_host_budget(self, host_budget: HostMemoryBudget) -> None:
-        """Count offloaded tokens against the same limit as other caches."""
+        """Count offloaded tokens against the same limit as other caches. Before the first forward pass."""
         self.host_budget = host_budget
-        if self.retrieval:
-            self.retrieval.host_budget = host_budget
+        self.backend = self._new_backend()
 
     def __deepcopy__(self, memo: dict) -> Cache:
         return self.fork()
@@ -301,12 +207,7 @@ class Cache(HFCacheAdapter):
         """Keep these rows, in this order, repeats allowed."""
         if not self.tracker.seen:
             return
-        for layer in self.store.values():
-            if layer:
-                layer.select_rows(rows)
-        self.query_buffer.select_rows(rows)
-        if self.retrieval:
-            self.retrieval.select_rows(rows)
+        self.backend.select_rows(rows)
         self.tracker.select_rows(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -1,118 +1,150 @@
-"""Eviction after a prefill: every layer's tokens are scored, and the kept ones stored.
+"""The eviction backend: one layer of one forward pass appends, attends, and evicts where that is due.
 
-Most methods select layer by layer, so only one layer is ever held uncompressed. A method that compares layers
-(`layer_weight`) needs all of them first; its layers stay pending here, uncompressed, until the last one.
+A prefill evicts each row down to its budget, scored by the row's newest queries (evictor.py); a decode step over a full
+cache replaces one token in place (step_eviction.py), or appends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
+from kvkeep.cache.evictor import Evictor
+from kvkeep.cache.padding import BatchLayout
+from kvkeep.cache.query_buffer import QueryBuffer
+from kvkeep.cache.report import Report
+from kvkeep.cache.self_check import AttentionCheck
+from kvkeep.cache.step_eviction import StepEvictor
 from kvkeep.compress.method import Method
-from kvkeep.compress.pipeline import compress, layer_budgets, update_token_state
-from kvkeep.compress.positions import PlacementInput
+from kvkeep.kernels.torch.reference import segment_attention
+from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 from kvkeep.model.rope import Rotation
-from kvkeep.storage.ragged import RaggedLayer
-from kvkeep.types import Observation, Selection, Tokens
-
-
-@dataclass(frozen=True)
-class EvictionCandidate:
-    """One row of one layer, and all its tokens. observation is None for a row without new tokens."""
-
-    observation: Observation | None
-    tokens: Tokens
-    lengths: Sequence[int]
-    evict_now: bool  # False: only its token state is updated
+from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
 
 
 @dataclass
-class Evictor:
+class EvictingBackend:
+    """Keeps each layer's tokens in ragged buffers: append, attend, and evict down to the budget when that is due."""
+
     method: Method
     budget: int | float
-    store: dict[int, RaggedLayer]
+    layers: list[int]
     rotations: dict[int, Rotation | None]
     context_length: int
+    bits: int | None
+    attention_check: AttentionCheck
 
     def __post_init__(self) -> None:
-        self.pending: dict[int, list[EvictionCandidate]] = {}
-        self.selections: dict[int, Selection | None] = {}  # row -> the selection that following layers reuse
+        self.store = {i: RaggedLayer(self.bits) for i in self.layers}
+        self.query_buffer = QueryBuffer(self.method, self.layers, decoding=self.method.schedule.every is not None)
+        self.step_evictor = StepEvictor(self.method, self.budget, self.rotations, self.context_length)
+        self.evictor = Evictor(self.method, self.budget, self.store, self.rotations, self.context_length)
+        self.snapshots: dict[int, LayerSnapshot | None] = {}  # before the forward pass; None: cannot be restored
+        self.peak_bytes = 0
 
-    def evict(self, index: int, rows: list[EvictionCandidate]) -> int:
-        """Evict from this layer, or from all layers at the last one. -> bytes of keys and values held uncompressed"""
-        rows = [self._update_token_state(row) for row in rows]
-        if self.method.layers.layer_weight is None:
-            self._evict_layer(index, rows, [None] * len(rows))
-            return _bytes([rows])
-        self.pending[index] = rows
-        uncompressed = _bytes(self.pending.values())
-        if len(self.pending) == len(self.store):
-            pending, self.pending = self.pending, {}
-            each = [self._layer_budgets([layer[row] for layer in pending.values()]) for row in range(len(rows))]
-            for i, layer in enumerate(pending):
-                self._evict_layer(layer, pending[layer], [budgets and budgets[i] for budgets in each])
-        return uncompressed
+    def begin(self, layout: BatchLayout) -> None:
+        self.snapshots = {}
+        self.query_buffer.begin(layout.counts)
+        if layout.is_step:
+            self.step_evictor.begin(layout)
 
-    def _update_token_state(self, row: EvictionCandidate) -> EvictionCandidate:
-        if row.observation is None or self.method.memory is None:
-            return row
-        observation = update_token_state(row.observation, self.method, self._tokens(row.observation))
-        return replace(row, observation=observation, tokens=replace(row.tokens, token_state=observation.token_state))
+    def attend(self, index: int, call: AttentionCall, layout: BatchLayout) -> tuple[Tensor, Tensor | None]:
+        layer = self.store[index]
+        self.snapshots[index] = layer.snapshot()
+        if layout.frozen:
+            result = call.to_hf_output(self._attend_over_cache(layer, call, layout))
+            self.attention_check.check(index, call, layout, layer)
+        elif self.step_evictor.can_evict_one(layer, layout):
+            result = call.to_hf_output(self.step_evictor.insert_and_attend(index, layer, call))
+        elif self.step_evictor.can_append(layer, layout):
+            result = call.to_hf_output(self.step_evictor.append_and_attend(index, layer, call, layout))
+        else:
+            result, lse = self._attend(layer, call, layout)
+            self.attention_check.check(index, call, layout, layer)
+            self._evict(index, call, layout, layer, lse)
+        layer.quantize()
+        return result
 
-    def _tokens(self, observation: Observation) -> int:
-        return self.method.tokens(self.budget, observation.seq_len)
+    def _attend(
+        self, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout
+    ) -> tuple[tuple[Tensor, Tensor | None], Tensor | None]:
+        """The output of attention, and each query's log-sum-exp where the method uses it and the kernel returns it."""
+        if layer:
+            return call.to_hf_output(self._attend_over_cache(layer, call, layout)), None
+        with_lse = attend_with_lse(call) if self.method.memory and self.method.memory.sees_all else None
+        return with_lse or (call.hf_attention(), None)
 
-    def _layer_budgets(self, layers: list[EvictionCandidate]) -> list[int] | None:
-        """One row's budget in every layer."""
-        if not layers[0].evict_now:
-            return None
-        budget = self._tokens(layers[0].observation)
-        weights = [float(self.method.layers.layer_weight(layer.observation, budget)) for layer in layers]
-        return layer_budgets(self.method, budget, layers[0].observation.seq_len, weights)
+    def _attend_over_cache(self, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout) -> Tensor:
+        layer.append(call.key.detach(), call.value.detach(), layout.positions, layout.token_columns)
+        if layer.is_quantized:
+            return layer.quantized.attend(call.query, call.scale, call.softcap, call.sink_logits)
+        output = segment_attention(
+            layout.pack(call.query), layer.flat.keys, layer.flat.values, layer.segments, layout.counts,
+            call.scale, call.softcap, call.sink_logits,
+        )  # fmt: skip
+        return layout.unpack(output)
 
-    def _evict_layer(self, index: int, rows: list[EvictionCandidate], budgets: Sequence[int | None]) -> None:
-        stored = []
-        for number, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
-            selection = self._select(number, row.observation, budget) if row.evict_now else None
-            kept = gather_kept(row.tokens, row.lengths, selection)
-            stored.append(self._place(index, row.observation, kept) if selection and self.method.placement else kept)
-        self.store[index].fill(stored)
+    @torch.no_grad()  # kept tokens carry no graph; with learned sinks, scores would
+    def _evict(
+        self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer, lse: Tensor | None
+    ) -> None:
+        """Evict from the rows of `evict_now`; update the token state or the queries of the others."""
+        if not layer or any(layout.evict_now) or self.method.memory:
+            self.snapshots[index] = None  # evicted tokens cannot be restored
+            rows = self.query_buffer.observe(index, call, layout, layer, lse)
+            self.attention_check.check_nan(row.tokens.keys for row in rows)
+            uncompressed = self.evictor.evict(index, rows)
+            self.peak_bytes = max(self.peak_bytes, self.nbytes + uncompressed)
+        else:
+            self.query_buffer.append_step(index, call.query, layout)
 
-    def _select(self, row: int, observation: Observation, layer_budget: int | None) -> Selection | None:
-        if observation.layer % self.method.reuse == 0:
-            self.selections[row] = compress(observation, self.method, self._tokens(observation), layer_budget)
-        return self.selections[row]
+    def commit(self) -> None:
+        self.step_evictor.commit()
+        self.query_buffer.commit()
+        self.evictor.clear()
+        self.snapshots = {}
 
-    def _place(self, index: int, observation: Observation, heads: list[Tokens]) -> list[Tokens]:
-        """Rotate the kept keys to the positions the method gives them."""
-        budget, rotation, placed = self._tokens(observation), self.rotations[index], []
-        for head in heads:
-            where = PlacementInput(head.token_positions, observation.seq_len, budget, self.context_length)
-            positions = self.method.placement(where)
-            by = positions - head.rope_positions
-            keys = rotation.rotate(head.keys, by) if rotation else head.keys
-            placed.append(replace(head, keys=keys, rope_positions=positions.to(head.rope_positions.dtype)))
-        return placed
+    @property
+    def is_dirty(self) -> bool:
+        return bool(self.snapshots)
 
-    def clear(self) -> None:
-        """Drop what is pending of a forward pass that ended, completed or not."""
-        self.pending, self.selections = {}, {}
+    @property
+    def can_rollback(self) -> bool:
+        return None not in self.snapshots.values()
 
+    def rollback(self) -> None:
+        for index, snapshot in self.snapshots.items():
+            if self.store[index]:
+                self.store[index].restore(snapshot)
+        self.query_buffer.rollback()
+        self.step_evictor.clear()
+        self.evictor.clear()
+        self.snapshots = {}
 
-def _bytes(layers: Iterable[list[EvictionCandidate]]) -> int:
-    return sum(row.tokens.keys.nbytes + row.tokens.values.nbytes for rows in layers for row in rows)
+    def select_rows(self, rows: Sequence[int]) -> None:
+        for layer in self.store.values():
+            if layer:
+                layer.select_rows(rows)
+        self.query_buffer.select_rows(rows)
 
+    def fork(self) -> EvictingBackend:
+        fork = replace(self)
+        fork.store.update({i: layer.copy() for i, layer in self.store.items()})
+        self.query_buffer.merge_steps()
+        fork.query_buffer.queries = {key: queries.clone() for key, queries in self.query_buffer.queries.items()}
+        fork.peak_bytes = self.peak_bytes
+        return fork
 
-def gather_kept(tokens: Tokens, lengths: Sequence[int], selection: Selection | None) -> list[Tokens]:
-    """Each key head's selected tokens; None: all. A reused selection may be on another device."""
-    if selection is None:
-        return [tokens.map(lambda t, h=h, n=n: t[h, :n]) for h, n in enumerate(lengths)]
-    index = selection.index.to(tokens.keys.device)
-    if len(set(selection.lengths)) == 1:
-        heads = torch.arange(len(selection.lengths), device=index.device)[:, None]
-        kept = tokens.map(lambda t: t[heads, index])
-        return [kept.map(lambda t, h=h: t[h]) for h in range(len(selection.lengths))]
-    return [tokens.map(lambda t, h=h, n=n: t[h][index[h, :n]]) for h, n in enumerate(selection.lengths)]
+    def positions(self, layer: int) -> list[list[Tensor]]:
+        return self.store[layer].positions()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.store.values())
+
+    def report(self, tokens_seen: Sequence[int]) -> Report:
+        layers = [self.store[i] for i in self.layers]
+        return Report.of(self.method.name, self.budget, tokens_seen, layers, self.query_buffer.nbytes, self.peak_bytes)

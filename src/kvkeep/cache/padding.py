@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ class BatchLayout:
     token_columns: list[Tensor] | None  # None: no row is padded
     positions: list[Tensor]
     evict_now: list[bool]  # rows to be brought back within their budget after this pass
+    seen: list[int]  # tokens of each row before this pass
+    frozen: bool = False  # nothing is evicted any more
 
     @property
     def is_step(self) -> bool:
@@ -53,7 +55,7 @@ class BatchLayout:
         if self.positions[0].device == device:
             return self
         columns = None if self.token_columns is None else [c.to(device) for c in self.token_columns]
-        return BatchLayout(self.counts, columns, [p.to(device) for p in self.positions], self.evict_now)
+        return replace(self, token_columns=columns, positions=[p.to(device) for p in self.positions])
 
 
 class PaddingTracker:
@@ -81,7 +83,7 @@ class PaddingTracker:
             torch.arange(s, s + n, dtype=torch.int32, device=device) for s, n in zip(self.seen, counts, strict=True)
         ]
         evict_now = [self._should_evict(row, count) for row, count in enumerate(counts)]
-        return BatchLayout(counts, columns, positions, evict_now)
+        return BatchLayout(counts, columns, positions, evict_now, self.seen, self.frozen)
 
     def _should_evict(self, row: int, count: int) -> bool:
         """After a prefill always, after a decode step when the schedule says so."""

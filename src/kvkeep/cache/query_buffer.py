@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.cache.eviction import EvictionCandidate
+from kvkeep.cache.evictor import EvictionCandidate
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.method import Method
 from kvkeep.model.hf_attention import AttentionCall
@@ -87,11 +87,10 @@ class QueryBuffer:
         index: int,
         call: AttentionCall,
         layout: BatchLayout,
-        seen: Sequence[int],
         layer: RaggedLayer,
         lse: Tensor | None = None,
     ) -> list[EvictionCandidate]:
-        """Every row of a layer, new tokens included. seen: tokens of each row before them; lse [rows, heads, q]"""
+        """Every row of a layer, new tokens included. lse [rows, heads, q]"""
         if index in self.steps:
             self.merge_steps()
         rows = []
@@ -102,10 +101,10 @@ class QueryBuffer:
                 rows.append(EvictionCandidate(None, tokens, lengths, False))
                 continue
             queries = layout.unpad(call.query, row).detach()
-            if count > 1 or not seen[row] or self.decoding:
+            if count > 1 or not layout.seen[row] or self.decoding:
                 queries = self._append(index, row, queries)
             observation = Observation(
-                queries, tokens.keys, tokens.values, tokens.token_positions, tuple(lengths), seen[row] + count, count,
+                queries, tokens.keys, tokens.values, tokens.token_positions, tuple(lengths), layout.seen[row] + count, count,
                 call.scale, call.softcap, call.sink_logits, tokens.token_state, self.layers.index(index),
                 len(self.layers), None if lse is None else lse[row], call.memo if len(layout.counts) == 1 else None,
             )  # fmt: skip

@@ -7,7 +7,7 @@ units, the best are gathered, and one softmax goes over sinks, retrieved and nea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from kvkeep.cache.padding import BatchLayout
+from kvkeep.cache.report import Report
 from kvkeep.cache.rope_shift import RopeShift
+from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.compress.method import Method
 from kvkeep.compress.retrieval.config import RetrievalConfig
 from kvkeep.compress.retrieval.index import EachToken, OffloadedTokens, RetrievalQuery
@@ -33,9 +35,10 @@ from kvkeep.storage.offload.layer_state import AppendBuffer, LayerState, Retriev
 class RetrievalBackend:
     method: Method
     budget: int | float
+    layers: list[int]
     rotations: dict[int, Rotation | None]
-    compressed_layers: list[int]
     host_budget: HostMemoryBudget
+    attention_check: AttentionCheck
 
     def __post_init__(self) -> None:
         self.config = self.method.retrieval
@@ -45,6 +48,7 @@ class RetrievalBackend:
         self.quota_left: dict[int, int] = {}  # row -> tokens that later layers may still retrieve in this step
         self.marks: list[Tensor] = []  # per row, one mark for each token
         self.question: dict[int, Tensor] = {}  # layer -> [x, kv_heads * dim] queries of the question
+        self.peak_bytes = 0
 
     def attend(self, index: int, call: AttentionCall, layout: BatchLayout) -> tuple[Tensor, Tensor | None]:
         """The result of an attention function, for one layer of one forward pass."""
@@ -59,9 +63,10 @@ class RetrievalBackend:
             outputs.append(output)
             after.append(state)
         self.new_states[index] = after
-        if use_hf:
-            return call.hf_attention()
-        return call.to_hf_output(self._pad(outputs, call.query, call.value.shape[-1], layout))
+        output = None if use_hf else self._pad(outputs, call.query, call.value.shape[-1], layout)
+        result = call.hf_attention() if output is None else call.to_hf_output(output)
+        self.attention_check.check(index, call, layout)
+        return result
 
     def fits(self, count: int) -> bool:
         """Whether the model's own attention can do a first pass of this many tokens."""
@@ -121,14 +126,22 @@ class RetrievalBackend:
             )
         return marks
 
-    def begin(self) -> None:
-        """A forward pass begins; what an interrupted one left is dropped."""
+    def begin(self, layout: BatchLayout) -> None:
         self.new_states, self.quota_left = {}, {}
         self.rope_shift.begin()
 
     def commit(self) -> None:
-        """The forward pass went through all layers: its states become the cache's."""
         self.states.update(self.new_states)
+        self.new_states = {}
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+    @property
+    def is_dirty(self) -> bool:
+        return bool(self.new_states)
+
+    can_rollback = True
+
+    def rollback(self) -> None:
         self.new_states = {}
 
     def densities(self, layers: Sequence[int], row: int) -> list[float | None]:
@@ -145,6 +158,22 @@ class RetrievalBackend:
     def select_rows(self, rows: Sequence[int]) -> None:
         self.states = {i: [states[row] for row in rows] for i, states in self.states.items()}
         self.marks = [self.marks[row] for row in rows] if self.marks else []
+
+    def fork(self) -> RetrievalBackend:
+        fork = replace(self)
+        fork.states = {i: list(rows) for i, rows in self.states.items()}
+        fork.marks, fork.question, fork.peak_bytes = list(self.marks), dict(self.question), self.peak_bytes
+        return fork
+
+    def positions(self, layer: int) -> list[list[Tensor]]:
+        return [[torch.tensor(head) for head in state.positions()] for state in self.states.get(layer, [])]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for rows in self.states.values() for state in rows)
+
+    def report(self, tokens_seen: Sequence[int]) -> Report:
+        return Report.of_retrieval(self.method.name, self.budget, tokens_seen, self.states, self.peak_bytes)
 
 
 class PrefillChunk:
@@ -353,7 +382,7 @@ class LayerRetriever:
         """While decoding, layers share the quota of all of them; ActQKV's information density."""
         if not self.decoding:
             return state.replace(scores=scores), quota
-        now, layers = self.backend.density(scores), self.backend.compressed_layers
+        now, layers = self.backend.density(scores), self.backend.layers
         left = self.backend.quota_left.setdefault(self.row, len(layers) * quota)
         later = self.backend.densities(layers[layers.index(self.index) + 1 :], self.row)
         unit = self.config.chunking.uniform_size(budget)

@@ -25,7 +25,7 @@ class AttentionCheck:
         self.errors: list[Tensor] = []
         self.has_nan: list[Tensor] = []
 
-    def check(self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer) -> None:
+    def check(self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer | None = None) -> None:
         """Compare the row with most new tokens, over what its layer holds or, if that is empty, over the new tokens."""
         row = max(range(len(layout.counts)), key=layout.counts.__getitem__)
         if index in self.checked or not layout.counts[row]:

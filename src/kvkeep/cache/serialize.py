@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from kvkeep.cache.backend import CacheState
 from kvkeep.cache.validate import CODES, PARTS, SHAPE, TAILS, check, check_context
 from kvkeep.compress.parse import parse
 from kvkeep.compress.schedule import Schedule
@@ -19,30 +20,29 @@ from kvkeep.storage import checkpoint
 from kvkeep.storage.quantized import QuantizedLayer
 from kvkeep.types import Tokens
 
-if TYPE_CHECKING:
-    from kvkeep.cache.cache import Cache
+C = TypeVar("C", bound=CacheState)
 
 
-def save(cache: Cache, path: str | Path, **more: Any) -> None:
+def save(cache: CacheState, path: str | Path, **more: Any) -> None:
     """more: facts to save beside the cache's own"""
-    if cache.layer_snapshots is not None:
+    if cache.in_forward:
         raise CacheMisuse("a forward pass on this cache was cut short; reset() it, or go on with it, before saving.")
-    if cache.retrieval:
+    if cache.method.retrieval:
         raise CacheMisuse(f"a cache of '{cache.method.name}' cannot be saved yet: offloaded tokens are not written.")
     named = replace(parse(cache.method.name, **cache.method.parameters), schedule=cache.method.schedule)
     if named != cache.method:
         raise CacheMisuse(
             f"'{cache.method.name}' is not a named method, so a file could not say how to go on; use a named one."
         )
-    cache.query_buffer.merge_steps()
-    for layer in cache.store.values():
+    cache.backend.query_buffer.merge_steps()
+    for layer in cache.backend.store.values():
         layer.restore_order()
     tensors = {
         f"layer.{i}.{name}": part
-        for i, layer in cache.store.items() if layer
+        for i, layer in cache.backend.store.items() if layer
         for name, part in zip(PARTS, layer.flat.parts, strict=True) if part is not None
     }  # fmt: skip
-    coded = {i: layer.quantized for i, layer in cache.store.items() if layer.quantized}
+    coded = {i: layer.quantized for i, layer in cache.backend.store.items() if layer.quantized}
     tensors |= {f"layer.{i}.{name}": getattr(each.kv, name) for i, each in coded.items() for name in CODES}
     tensors |= {f"layer.{i}.{name}": getattr(each, name) for i, each in coded.items() for name in TAILS}
     facts = {
@@ -56,17 +56,17 @@ def save(cache: Cache, path: str | Path, **more: Any) -> None:
         "kept": cache.tracker.kept,
         "padded_length": cache.tracker.padded_length,
         "prompt": cache.tracker.prompt,
-        "peak_bytes": cache.peak_bytes,
+        "peak_bytes": cache.backend.peak_bytes,
         "schedule": cache.method.schedule.every,
         "storage": cache.storage,
         "quantized": {str(i): {name: getattr(each, name) for name in ("firsts", "room")} for i, each in coded.items()},
-        "layers": {str(i): _shape(layer) for i, layer in cache.store.items()},
+        "layers": {str(i): _shape(layer) for i, layer in cache.backend.store.items()},
         "hf_layers": _hf_layers(cache, tensors),
         **more,
     }
     if cache.tracker.attention_mask is not None:
         tensors["attention_mask"] = cache.tracker.attention_mask
-    tensors |= {f"queries.{i}.{row}": queries for (i, row), queries in cache.query_buffer.queries.items()}
+    tensors |= {f"queries.{i}.{row}": queries for (i, row), queries in cache.backend.query_buffer.queries.items()}
     checkpoint.write(path, tensors, facts)
 
 
@@ -74,7 +74,7 @@ def _shape(layer: Any) -> dict[str, Any]:
     return {name: getattr(layer, name) for name in SHAPE}
 
 
-def _hf_layers(cache: Cache, tensors: dict[str, Tensor]) -> dict[str, int]:
+def _hf_layers(cache: CacheState, tensors: dict[str, Tensor]) -> dict[str, int]:
     """Add the tensors of sliding-window layers. -> their lengths"""
     lengths = {}
     for i, layer in enumerate(cache.layers):
@@ -84,11 +84,11 @@ def _hf_layers(cache: Cache, tensors: dict[str, Tensor]) -> dict[str, int]:
     return lengths
 
 
-def load(kind: type[Cache], path: str | Path, model: Any) -> Cache:
+def load(kind: type[C], path: str | Path, model: Any) -> C:
     return _load(kind, path, model)[0]
 
 
-def load_context(kind: type[Cache], path: str | Path, model: Any) -> tuple[Cache, dict[str, Any]]:
+def load_context(kind: type[C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
     """A cache of a context, and the context."""
     cache, facts = _load(kind, path, model)
     if "context" not in facts:
@@ -100,7 +100,7 @@ def load_context(kind: type[Cache], path: str | Path, model: Any) -> tuple[Cache
     return cache, facts["context"]
 
 
-def _load(kind: type[Cache], path: str | Path, model: Any) -> tuple[Cache, dict[str, Any]]:
+def _load(kind: type[C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
     tensors, facts = checkpoint.read(path)
     if facts.get("dtype") != str(model.dtype):
         raise BadCacheFile(
@@ -118,13 +118,13 @@ def _load(kind: type[Cache], path: str | Path, model: Any) -> tuple[Cache, dict[
     return cache, facts
 
 
-def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+def _restore(cache: CacheState, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     devices = layer_devices(cache.model)
     tensors = {name: t.to(devices.get(_layer_of(name), cache.model.device)) for name, t in tensors.items()}
     cache.tracker.seen, cache.tracker.kept = facts["seen"], facts["kept"]
-    cache.tracker.padded_length, cache.peak_bytes = facts["padded_length"], facts["peak_bytes"]
+    cache.tracker.padded_length, cache.backend.peak_bytes = facts["padded_length"], facts["peak_bytes"]
     cache.tracker.attention_mask, cache.tracker.prompt = tensors.get("attention_mask"), facts["prompt"]
-    for i, layer in cache.store.items():
+    for i, layer in cache.backend.store.items():
         for name in SHAPE:
             setattr(layer, name, facts["layers"][str(i)][name])
         if layer.lengths:
@@ -136,7 +136,7 @@ def _restore(cache: Cache, tensors: dict[str, Tensor], facts: dict[str, Any]) ->
             layer.quantized = QuantizedLayer(kv, *tails, **groups, lengths=layer.lengths)
     for i, length in facts["hf_layers"].items():
         restore(cache.layers[int(i)], tensors[f"hf_layer.{i}.keys"], tensors[f"hf_layer.{i}.values"], length)
-    cache.query_buffer.queries = {
+    cache.backend.query_buffer.queries = {
         (int(i), int(row)): tensors[name]
         for name in tensors
         if name.startswith("queries.")

@@ -2,7 +2,7 @@
 
 A layer only writes the new token into its free slot and attends; what is evicted is decided after the last layer, for
 layers of one kind in one batch (storage/inplace.py). So a forward pass that is cut short has changed nothing. Only for
-methods whose scorer has `step`, with equal heads and layers; others evict as after a prefill (eviction.py).
+methods whose scorer has `step`, with equal heads and layers; others evict as after a prefill (evictor.py).
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class StepEvictor:
         """Nothing is evicted for the new tokens, but token state has to be updated with their attention."""
         return self.updates_state and bool(layer) and layout.is_step and not any(layout.evict_now) and layer.is_uniform
 
-    def begin(self, layout: BatchLayout, seen: list[int]) -> None:
+    def begin(self, layout: BatchLayout) -> None:
         """What all layers of a forward pass share: each row's length, and the positions of its sinks."""
         self.clear()
         self.positions = torch.cat(layout.positions)
-        self.lengths = [before + 1 for before in seen]
-        moves = self.supported and self.method.placement and self.method.guard.sinks and min(seen) >= self.budget
+        self.lengths = [before + 1 for before in layout.seen]
+        moves = self.supported and self.method.placement and self.method.guard.sinks and min(layout.seen) >= self.budget
         self.rope_positions = self._sink_positions() if moves else None
 
     def _sink_positions(self) -> Tensor | None:

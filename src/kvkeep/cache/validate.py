@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvkeep.cache.backend import CacheState
 from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV
 from kvkeep.model.hf_cache import key_shape, kv_widths
-
-if TYPE_CHECKING:
-    from kvkeep.cache.cache import Cache
 
 SHAPE = ("rows", "kv_heads", "starts", "lengths", "room")
 PARTS = ("keys", "values", "token_positions", "rope_positions", "token_state")
@@ -25,13 +23,13 @@ HALF = (torch.float16, torch.bfloat16)  # dtypes that autocast may give keys
 Tensors = Mapping[str, Tensor]
 
 
-def check(cache: Cache, tensors: Tensors, facts: Mapping[str, Any]) -> None:
+def check(cache: CacheState, tensors: Tensors, facts: Mapping[str, Any]) -> None:
     """Raise ValueError for what no cache can hold. cache: an empty one of the saved model, method and budget"""
     _require(facts["schedule"] is None or type(facts["schedule"]) is int, f"schedule {facts['schedule']!r}")
     _check_counts(facts, tensors.get("attention_mask"))
     layers, quantized = facts["layers"], facts.get("quantized", {})
     _require(set(layers) == {str(i) for i in cache.compressed_layers}, f"layers {', '.join(layers)[:80]}")
-    expected = {str(i) for i in cache.compressed_layers} if cache.bits and facts["seen"] else set()
+    expected = {str(i) for i in cache.compressed_layers} if cache.backend.bits and facts["seen"] else set()
     _require(isinstance(quantized, dict) and set(quantized) == expected, "codes")
     used, widths = {"attention_mask"} & set(tensors), kv_widths(cache.model)
     for i in cache.compressed_layers:
@@ -76,7 +74,7 @@ def _check_counts(facts: Mapping[str, Any], mask: Tensor | None) -> None:
 
 
 def _check_layer(
-    cache: Cache,
+    cache: CacheState,
     i: int,
     shape: dict[str, Any],
     groups: dict[str, Any] | None,
@@ -98,12 +96,14 @@ def _check_layer(
     if not rows:
         return set()
     method, dim, value_dim = cache.method, *_head_dims(cache, i, kv_heads, tensors, widths)
-    kv_dtype = _dtype(cache, tensors[f"layer.{i}.{'tail_keys' if cache.bits else 'keys'}"])
+    kv_dtype = _dtype(cache, tensors[f"layer.{i}.{'tail_keys' if cache.backend.bits else 'keys'}"])
     expected: dict[str, tuple] = {"token_positions": (torch.int32, slots)}
     expected |= {"rope_positions": (None, slots)} if method.placement else {}
     expected |= {"token_state": (torch.float32, slots, method.memory.width)} if method.memory else {}
-    expected |= _quantized_tensors(rows, lengths, groups, cache.bits, kv_dtype, dim, value_dim) if cache.bits else (
-        {"keys": (kv_dtype, slots, dim), "values": (kv_dtype, slots, value_dim)})  # fmt: skip
+    if bits := cache.backend.bits:
+        expected |= _quantized_tensors(rows, lengths, groups, bits, kv_dtype, dim, value_dim)
+    else:
+        expected |= {"keys": (kv_dtype, slots, dim), "values": (kv_dtype, slots, value_dim)}
     for name, (dtype, *shape) in expected.items():
         _check_tensor(f"layer.{i}.{name}", tensors, dtype, shape)
     _check_positions(i, tensors, starts, lengths, [n for n in seen for _ in range(kv_heads)])
@@ -111,10 +111,10 @@ def _check_layer(
 
 
 def _head_dims(
-    cache: Cache, i: int, kv_heads: int, tensors: Tensors, widths: tuple[int, int] | None
+    cache: CacheState, i: int, kv_heads: int, tensors: Tensors, widths: tuple[int, int] | None
 ) -> tuple[int, int]:
     """Sizes of one head's key and value: those of the tensors, if the model can have made them."""
-    names = TAILS if cache.bits else ("keys", "values")
+    names = TAILS if cache.backend.bits else ("keys", "values")
     dim, value_dim = (tensors[f"layer.{i}.{name}"].shape[-1] for name in names)
     heads, size = key_shape(cache.model)
     widths = widths or (heads * size, heads * size)
@@ -123,7 +123,7 @@ def _head_dims(
     return dim, value_dim
 
 
-def _dtype(cache: Cache, tensor: Tensor) -> torch.dtype:
+def _dtype(cache: CacheState, tensor: Tensor) -> torch.dtype:
     _require(tensor.dtype in (cache.model.dtype, *HALF), f"keys of {tensor.dtype}")
     return tensor.dtype
 
@@ -163,7 +163,7 @@ def _check_positions(i: int, tensors: Tensors, starts: list[int], lengths: list[
 
 
 def _check_hf_layers(
-    cache: Cache, facts: Mapping[str, Any], tensors: Tensors, widths: Mapping[int, tuple[int, int]]
+    cache: CacheState, facts: Mapping[str, Any], tensors: Tensors, widths: Mapping[int, tuple[int, int]]
 ) -> set[str]:
     """Layers left to transformers, each of which has seen every token."""
     rows, seen, lengths = len(facts["seen"]), facts["padded_length"], facts["hf_layers"]
@@ -180,15 +180,15 @@ def _check_hf_layers(
     return {f"hf_layer.{i}.{name}" for i in lengths for name in ("keys", "values")}
 
 
-def _check_queries(cache: Cache, facts: Mapping[str, Any], tensors: Tensors) -> set[str]:
+def _check_queries(cache: CacheState, facts: Mapping[str, Any], tensors: Tensors) -> set[str]:
     """Queries of existing rows, no more than the observation window. [heads, w, dim]"""
-    layers, window = cache.compressed_layers, cache.query_buffer.observation_window
+    layers, window = cache.compressed_layers, cache.backend.query_buffer.observation_window
     possible = {f"queries.{i}.{row}": i for i in layers for row in range(len(facts["seen"]))}
     found = {name: i for name, i in possible.items() if name in tensors}
     rows = {name.rpartition(".")[2] for name in found}
     _require(all(f"queries.{i}.{row}" in found for i in layers for row in rows), "queries of some layers only")
     for name, i in found.items():
-        queries, keys = tensors[name], tensors[f"layer.{i}.{'tail_keys' if cache.bits else 'keys'}"]
+        queries, keys = tensors[name], tensors[f"layer.{i}.{'tail_keys' if cache.backend.bits else 'keys'}"]
         shape, kv_heads = queries.shape, facts["layers"][str(i)]["kv_heads"]
         _require(queries.ndim == 3 and shape[-1] == keys.shape[-1] and shape[0] % kv_heads == 0, f"{name} of {shape}")
         _require(0 < shape[1] <= window and queries.dtype == keys.dtype, f"{name} of {shape}")

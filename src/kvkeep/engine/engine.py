@@ -191,17 +191,17 @@ class Engine:
 
     def _continues(self, ids: Tensor) -> bool:
         """Whether these ids begin with those of the cache, no forward pass of which was cut short."""
-        complete = self.cache.layer_snapshots is None and self.cache.seen == len(self.token_ids)
+        complete = not self.cache.in_forward and self.cache.seen == len(self.token_ids)
         return complete and 0 < len(self.token_ids) < len(ids) and ids[: len(self.token_ids)].tolist() == self.token_ids
 
     def set_question(self, question: str, tokens: int) -> None:
         """Capture the question's queries, for a method that retrieves with them, before a prefill of so many tokens."""
-        retrieval = self.cache.retrieval
-        if question.strip() and retrieval and getattr(self.method.retrieval.index, "uses_question", False):
+        retrieval = self.method.retrieval
+        if question.strip() and retrieval and getattr(retrieval.index, "uses_question", False):
             ids = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
             ids = ids.to(execution_device(self.model))
-            edge = self.method.retrieval.sizes(self.cache.method.tokens(self.cache.budget, tokens)).near
-            retrieval.question = capture_question_queries(self.model, ids, self.cache.rotations, edge)
+            edge = retrieval.sizes(self.cache.method.tokens(self.cache.budget, tokens)).near
+            self.cache.backend.question = capture_question_queries(self.model, ids, self.cache.rotations, edge)
 
     def stream_ids(
         self, ids: Tensor, how: Generation, progress: Callable[[Progress], None] | None = None
@@ -279,12 +279,12 @@ class Engine:
     def before_forward(self, ids: Tensor) -> None:
         """Give the cache the text's marks of the next tokens. ids [q]"""
         if self._needs == "sentences":
-            self.cache.retrieval.set_token_marks(0, self.sentences.mark_ends(ids), self.cache.seen)
+            self.cache.backend.set_token_marks(0, self.sentences.mark_ends(ids), self.cache.seen)
 
     def after_forward(self, ids: Tensor, logits: Tensor) -> None:
         """Record tokens that the model has processed. ids [q], logits after each, or after the last"""
         if self._needs == "surprise":
-            self.cache.retrieval.set_token_marks(0, self._surprise(logits, ids))
+            self.cache.backend.set_token_marks(0, self._surprise(logits, ids))
         self.token_ids += ids.tolist()
 
     def _surprise(self, logits: Tensor, ids: Tensor) -> Tensor:

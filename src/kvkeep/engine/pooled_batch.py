@@ -112,7 +112,8 @@ class PooledBatch(HFCacheAdapter):
         self.max_length = self.length + room
         room += MAX_WARMUP_PASSES
         kind = RaggedRows if is_ragged(model) else PaddedRows
-        self.rows = {i: kind.of([cache.store[i].row(0) for cache in caches], room) for i in self.compressed_layers}
+        stores = [cache.backend.store for cache in caches]
+        self.rows = {i: kind.of([store[i].row(0) for store in stores], room) for i in self.compressed_layers}
         self.copy_hf_layers(caches[0])
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):

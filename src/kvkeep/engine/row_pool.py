@@ -85,7 +85,7 @@ class RowPool(HFCacheAdapter):
 
     def sizes(self, cache: Cache, layer: int, room: int) -> list[int]:
         """Slots each key head needs for a cache of one row and `room` more tokens."""
-        return [self.slots(n + room) for n in cache.store[layer].row_lengths(0)]
+        return [self.slots(n + room) for n in cache.backend.store[layer].row_lengths(0)]
 
     def fits(self, cache: Cache, room: int) -> bool:
         """Whether there is space now for a cache of one row and `room` more tokens per key head."""
@@ -96,7 +96,7 @@ class RowPool(HFCacheAdapter):
     def could_fit(self, cache: Cache, room: int) -> bool:
         """Whether there would be space in an empty pool."""
         layers = self.compressed_layers
-        longest = max(max(cache.store[i].row_lengths(0)) for i in layers) + room
+        longest = max(max(cache.backend.store[i].row_lengths(0)) for i in layers) + room
         return longest <= self.longest and all(sum(self.sizes(cache, i, room)) <= self.tokens for i in layers)
 
     def admit(self, row: int, cache: Cache, room: int) -> None:
@@ -104,13 +104,13 @@ class RowPool(HFCacheAdapter):
         if row in self.allocated:
             raise CacheMisuse(f"row {row} is in use.")
         self.allocated[row] = []
-        starts, lengths = {}, {i: cache.store[i].row_lengths(0) for i in self.compressed_layers}
+        starts, lengths = {}, {i: cache.backend.store[i].row_lengths(0) for i in self.compressed_layers}
         for i in self.compressed_layers:
             sizes = self.sizes(cache, i, room)
             start = self.free[i].allocate(sum(sizes))
             self.allocated[row].append((start, sum(sizes)))
             *starts[i], _ = accumulate(sizes, initial=start)
-            self.buffers[i].put(row, starts[i], cache.store[i])
+            self.buffers[i].put(row, starts[i], cache.backend.store[i])
         for device, layers in self.layers_on.items():
             table = self.slot_tables[device]
             table.starts[:, row] = torch.tensor([starts[i] for i in layers]).to(device)
@@ -154,7 +154,7 @@ class RowPool(HFCacheAdapter):
 def slots_needed(cache: Cache, room: int) -> int:
     """Slots of the fullest layer for a cache of one row and `room` more tokens per key head."""
     kind = QuantizedBuffer if cache.bits else RaggedBuffer
-    return max(sum(kind.slots(n + room) for n in layer.row_lengths(0)) for layer in cache.store.values())
+    return max(sum(kind.slots(n + room) for n in layer.row_lengths(0)) for layer in cache.backend.store.values())
 
 
 def row_bytes(model: Any, tokens: int, storage: str | None = None) -> int:

@@ -179,7 +179,7 @@ class Scheduler:
     def _too_large(self, cache: Cache, request: Request) -> str:
         layers, room = self.pool.compressed_layers, request.max_new_tokens
         slots = max(sum(self.pool.sizes(cache, i, room)) for i in layers)
-        most = max(max(cache.store[i].row_lengths(0)) for i in layers) + room
+        most = max(max(cache.backend.store[i].row_lengths(0)) for i in layers) + room
         return (
             f"prompt and answer need {slots} slots of a layer and up to {most} of a "
             f"key head; the pool has {self.pool.tokens} and {self.pool.longest}."

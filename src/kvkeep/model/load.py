@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadParameter, ModelUnavailable
-from kvkeep.model.default_model import DEFAULT, WHEEL, CONTEXT_LENGTH, Say, check_tokenizer, default_folder, fetch_default
+from kvkeep.model.default_model import (
+    CONTEXT_LENGTH,
+    DEFAULT,
+    WHEEL,
+    Say,
+    check_tokenizer,
+    default_folder,
+    fetch_default,
+)
 from kvkeep.model.missing_packages import causes, first_line, missing_package
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")

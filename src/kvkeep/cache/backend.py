@@ -1,0 +1,75 @@
+"""What a cache does with its tokens in one forward pass: one protocol, two backends (eviction.py, retrieval.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kvkeep.cache.padding import BatchLayout, PaddingTracker
+from kvkeep.cache.report import Report
+from kvkeep.cache.self_check import AttentionCheck
+from kvkeep.compress.method import Method
+from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.storage.offload.host import HostMemoryBudget
+
+
+class CacheBackend(Protocol):
+    """`begin`, `attend` for every layer, then `commit`; or `rollback`, where the pass was cut short."""
+
+    peak_bytes: int  # the most keys and values at once, as far as measured
+    attention_check: AttentionCheck
+
+    def begin(self, layout: BatchLayout) -> None:
+        """A forward pass begins."""
+
+    def attend(self, index: int, call: AttentionCall, layout: BatchLayout) -> tuple[Tensor, Tensor | None]:
+        """All that happens in one layer: append, attend, evict or offload. -> the result of an attention function"""
+
+    def commit(self) -> None:
+        """The forward pass went through all layers."""
+
+    @property
+    def is_dirty(self) -> bool:
+        """Layers went through a forward pass that is not committed."""
+
+    @property
+    def can_rollback(self) -> bool:
+        """All layers can be restored to their state before it."""
+
+    def rollback(self) -> None:
+        """Restore them."""
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, repeats allowed."""
+
+    def fork(self) -> CacheBackend:
+        """An independent copy."""
+
+    def positions(self, layer: int) -> list[list[Tensor]]:
+        """Token positions of the tokens a layer attends to: [row][key head] -> [n]"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values on the device, measured on their storages, with scales and mins."""
+
+    def report(self, tokens_seen: Sequence[int]) -> Report:
+        """What is held, but for the parts of the text."""
+
+
+class CacheState(Protocol):
+    """What saving, validating and rewinding need of a `kvkeep.Cache`."""
+
+    model: Any
+    name: str
+    method: Method
+    budget: int | float
+    storage: str | None
+    backend: Any
+    tracker: PaddingTracker
+    host_budget: HostMemoryBudget
+    in_forward: bool
+    layers: list[Any]
+    hf_layers: list[Any]
+    compressed_layers: list[int]

@@ -1,0 +1,118 @@
+"""Eviction after a prefill: every layer's tokens are scored, and the kept ones stored.
+
+Most methods select layer by layer, so only one layer is ever held uncompressed. A method that compares layers
+(`layer_weight`) needs all of them first; its layers stay pending here, uncompressed, until the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvkeep.compress.method import Method
+from kvkeep.compress.pipeline import compress, layer_budgets, update_token_state
+from kvkeep.compress.positions import PlacementInput
+from kvkeep.model.rope import Rotation
+from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.types import Observation, Selection, Tokens
+
+
+@dataclass(frozen=True)
+class EvictionCandidate:
+    """One row of one layer, and all its tokens. observation is None for a row without new tokens."""
+
+    observation: Observation | None
+    tokens: Tokens
+    lengths: Sequence[int]
+    evict_now: bool  # False: only its token state is updated
+
+
+@dataclass
+class Evictor:
+    method: Method
+    budget: int | float
+    store: dict[int, RaggedLayer]
+    rotations: dict[int, Rotation | None]
+    context_length: int
+
+    def __post_init__(self) -> None:
+        self.pending: dict[int, list[EvictionCandidate]] = {}
+        self.selections: dict[int, Selection | None] = {}  # row -> the selection that following layers reuse
+
+    def evict(self, index: int, rows: list[EvictionCandidate]) -> int:
+        """Evict from this layer, or from all layers at the last one. -> bytes of keys and values held uncompressed"""
+        rows = [self._update_token_state(row) for row in rows]
+        if self.method.layers.layer_weight is None:
+            self._evict_layer(index, rows, [None] * len(rows))
+            return _bytes([rows])
+        self.pending[index] = rows
+        uncompressed = _bytes(self.pending.values())
+        if len(self.pending) == len(self.store):
+            pending, self.pending = self.pending, {}
+            each = [self._layer_budgets([layer[row] for layer in pending.values()]) for row in range(len(rows))]
+            for i, layer in enumerate(pending):
+                self._evict_layer(layer, pending[layer], [budgets and budgets[i] for budgets in each])
+        return uncompressed
+
+    def _update_token_state(self, row: EvictionCandidate) -> EvictionCandidate:
+        if row.observation is None or self.method.memory is None:
+            return row
+        observation = update_token_state(row.observation, self.method, self._tokens(row.observation))
+        return replace(row, observation=observation, tokens=replace(row.tokens, token_state=observation.token_state))
+
+    def _tokens(self, observation: Observation) -> int:
+        return self.method.tokens(self.budget, observation.seq_len)
+
+    def _layer_budgets(self, layers: list[EvictionCandidate]) -> list[int] | None:
+        """One row's budget in every layer."""
+        if not layers[0].evict_now:
+            return None
+        budget = self._tokens(layers[0].observation)
+        weights = [float(self.method.layers.layer_weight(layer.observation, budget)) for layer in layers]
+        return layer_budgets(self.method, budget, layers[0].observation.seq_len, weights)
+
+    def _evict_layer(self, index: int, rows: list[EvictionCandidate], budgets: Sequence[int | None]) -> None:
+        stored = []
+        for number, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
+            selection = self._select(number, row.observation, budget) if row.evict_now else None
+            kept = gather_kept(row.tokens, row.lengths, selection)
+            stored.append(self._place(index, row.observation, kept) if selection and self.method.placement else kept)
+        self.store[index].fill(stored)
+
+    def _select(self, row: int, observation: Observation, layer_budget: int | None) -> Selection | None:
+        if observation.layer % self.method.reuse == 0:
+            self.selections[row] = compress(observation, self.method, self._tokens(observation), layer_budget)
+        return self.selections[row]
+
+    def _place(self, index: int, observation: Observation, heads: list[Tokens]) -> list[Tokens]:
+        """Rotate the kept keys to the positions the method gives them."""
+        budget, rotation, placed = self._tokens(observation), self.rotations[index], []
+        for head in heads:
+            where = PlacementInput(head.token_positions, observation.seq_len, budget, self.context_length)
+            positions = self.method.placement(where)
+            by = positions - head.rope_positions
+            keys = rotation.rotate(head.keys, by) if rotation else head.keys
+            placed.append(replace(head, keys=keys, rope_positions=positions.to(head.rope_positions.dtype)))
+        return placed
+
+    def clear(self) -> None:
+        """Drop what is pending of a forward pass that ended, completed or not."""
+        self.pending, self.selections = {}, {}
+
+
+def _bytes(layers: Iterable[list[EvictionCandidate]]) -> int:
+    return sum(row.tokens.keys.nbytes + row.tokens.values.nbytes for rows in layers for row in rows)
+
+
+def gather_kept(tokens: Tokens, lengths: Sequence[int], selection: Selection | None) -> list[Tokens]:
+    """Each key head's selected tokens; None: all. A reused selection may be on another device."""
+    if selection is None:
+        return [tokens.map(lambda t, h=h, n=n: t[h, :n]) for h, n in enumerate(lengths)]
+    index = selection.index.to(tokens.keys.device)
+    if len(set(selection.lengths)) == 1:
+        heads = torch.arange(len(selection.lengths), device=index.device)[:, None]
+        kept = tokens.map(lambda t: t[heads, index])
+        return [kept.map(lambda t, h=h: t[h]) for h in range(len(selection.lengths))]
+    return [tokens.map(lambda t, h=h, n=n: t[h][index[h, :n]]) for h, n in enumerate(selection.lengths)]
