@@ -104,8 +104,11 @@ def test_only_whole_groups_are_written(start, n):
 
 def twice(*tensors):
     """Two copies of the same state, one for each implementation."""
-    return [[QuantizedKV(*(t.clone() for t in x.tensors), x.bits) if isinstance(x, QuantizedKV) else x.clone() for x in tensors]
-            for _ in range(2)]  # fmt: skip
+
+    def copied(x):
+        return QuantizedKV(*(t.clone() for t in x.tensors), x.bits) if isinstance(x, QuantizedKV) else x.clone()
+
+    return [[copied(x) for x in tensors] for _ in range(2)]
 
 
 def same(ours, theirs):

@@ -37,14 +37,14 @@ def test_engines_side_by_side_say_what_each_says_alone(chat, spec):
     alone = [kvkeep.Engine(*chat, spec, budget) for budget in BUDGETS] + [kvkeep.Engine(*chat, "full")]
     for number, engine in enumerate(alone):
         engine.prefill(ids[3 * number :])  # none has read as much as another
-    several = IndependentBatch(alone[0].model, [engine._fork() for engine in alone])
+    several = IndependentBatch(alone[0].model, [engine.sequence.fork() for engine in alone])
     passes = torch.Generator().manual_seed(1)
     for number, tokens in enumerate([5, 1, 1, 1, 4, *[1] * 20]):
         new = torch.randint(3, 60, (len(alone), tokens), generator=passes)
         want = torch.stack([engine.extend(row) for engine, row in zip(alone, new, strict=True)])
         same(several.extend(new), want)
-        assert [where(engine) for engine in several.engines] == [where(engine) for engine in alone]
-        assert [engine.token_ids for engine in several.engines] == [engine.token_ids for engine in alone]
+        assert [where(each) for each in several.sequences] == [where(engine) for engine in alone]
+        assert [each.token_ids for each in several.sequences] == [engine.token_ids for engine in alone]
         if number == 7:  # somebody is done
             several.select_rows([3, 0, 2])
             alone = [alone[i] for i in (3, 0, 2)]
@@ -55,7 +55,7 @@ def test_layers_left_to_transformers_keep_engines_apart():
     alone = [kvkeep.Engine(model, tiny_chat.tokenizer(), "snapkv", budget) for budget in (16, 24)]
     for engine in alone:
         engine.prefill(ids)
-    several = IndependentBatch(alone[0].model, [engine._fork() for engine in alone])
+    several = IndependentBatch(alone[0].model, [engine.sequence.fork() for engine in alone])
     assert not several.shares_forward
     for token in range(5, 12):
         new = torch.tensor([[token], [token + 1]])

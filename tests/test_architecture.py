@@ -66,6 +66,20 @@ def test_readme_shows_every_folder():
     assert shown == {path.parent.name for path in SOURCE.glob("*/__init__.py")}
 
 
+def imports_of_ours() -> dict[str, set[str]]:
+    """Every module and the modules it imports, late imports and those for type checkers included."""
+    name = {path: ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in FILES}
+    modules = set(name.values())
+    return {name[path]: (imported(path) & modules) - {name[path]} for path in FILES}
+
+
+def test_no_import_circle():
+    left = imports_of_ours()
+    while bare := {module for module, needed in left.items() if not needed & left.keys()}:
+        left = {module: needed for module, needed in left.items() if module not in bare}
+    assert not left, f"these import each other, or what does: {sorted(left)}"
+
+
 def test_triton_only_through_dispatch():
     users = {path.relative_to(SOURCE).as_posix() for path in FILES if any("triton" in name for name in imported(path))}
     beside = {user for user in users if not user.startswith("kernels/triton/")}

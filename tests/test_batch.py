@@ -17,6 +17,7 @@ from kvkeep.engine.independent_batch import IndependentBatch
 from kvkeep.engine.row_pool import RowPool
 from kvkeep.engine.sampling import Sampler, sample
 from kvkeep.engine.scheduler import Request, Scheduler
+from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.storage.free_list import FreeList
 
@@ -207,9 +208,9 @@ def test_the_engine_answers_many_as_it_answers_one(spec):
     one, many = (kvkeep.Engine(model, WORDS, spec, 64) for _ in range(2))
     want = [one.generate(prompt, max_new_tokens=7) for prompt in prompts]
     assert many.generate(prompts, max_new_tokens=7, rows=2) == want
-    assert many.generate([]) == [] and can_pool(many) == (spec not in ("h2o", "infllm", "emllm", "sentencekv"))
+    assert many.generate([]) == [] and can_pool(many.sequence) == (spec not in ("h2o", "infllm", "emllm", "sentencekv"))
     drawn = {"max_new_tokens": 7, "temperature": 1.5, "seed": 4}
-    if not can_pool(many):  # a row draws as it would alone
+    if not can_pool(many.sequence):  # a row draws as it would alone
         assert many.generate(prompts, rows=3, **drawn) == [one.generate(prompt, **drawn) for prompt in prompts]
 
 
@@ -226,13 +227,13 @@ def at_once(monkeypatch):
 
 def living(monkeypatch):
     """Counts the engines that have read something, or are about to."""
-    engines, make = weakref.WeakSet(), kvkeep.Engine.new_sequence
+    engines, make = weakref.WeakSet(), SequenceConfig.new_sequence
 
     def counted(self):
         engines.add(twin := make(self))
         return twin
 
-    monkeypatch.setattr(kvkeep.Engine, "new_sequence", counted)
+    monkeypatch.setattr(SequenceConfig, "new_sequence", counted)
     return lambda: len(engines)
 
 
@@ -270,7 +271,7 @@ def test_prompts_share_what_the_host_may_hold(at_once):
 
 @pytest.mark.parametrize("spec", ["h2o", "infllm"])
 def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
-    engine, read, extend = precise(spec), kvkeep.Engine.prefill, IndependentBatch.extend
+    engine, read, extend = precise(spec), Sequence.prefill, IndependentBatch.extend
     want = engine.generate(PROMPTS, max_new_tokens=5)
     alive = living(monkeypatch)
 
@@ -280,15 +281,15 @@ def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
         return read(self, ids, *how)
 
     def feeding(self, ids):
-        if len(ids) > 2 and len(self.engines[0].token_ids) > 154:
+        if len(ids) > 2 and len(self.sequences[0].token_ids) > 154:
             raise torch.OutOfMemoryError("no room for a pass")
         return extend(self, ids)
 
     at_once.clear()
-    monkeypatch.setattr(kvkeep.Engine, "prefill", reading)
+    monkeypatch.setattr(Sequence, "prefill", reading)
     assert engine.generate(PROMPTS, max_new_tokens=5) == want and max(at_once) == 3
     at_once.clear()
-    monkeypatch.setattr(kvkeep.Engine, "prefill", read)
+    monkeypatch.setattr(Sequence, "prefill", read)
     monkeypatch.setattr(IndependentBatch, "extend", feeding)
     assert engine.generate(PROMPTS, max_new_tokens=5) == want and at_once[0] == 4 and at_once[-1] <= 2
     full = Mock(side_effect=torch.OutOfMemoryError("no"))
@@ -302,7 +303,7 @@ def test_a_question_about_several_prompts(monkeypatch):
     how = {"question": "And why is that?", "max_new_tokens": 5}
     want = [engine.generate(prompt, **how) for prompt in PROMPTS]
     assert engine.generate(PROMPTS, **how) == want
-    monkeypatch.setattr(kvkeep.Engine, "set_question", lambda *_: None)
+    monkeypatch.setattr(Sequence, "set_question", lambda *_: None)
     assert engine.generate(PROMPTS, **how) != want  # it matters
 
 

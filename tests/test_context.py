@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvkeep
 from kvkeep.compress.parse import parse
+from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BadCacheFile, BadInput, BadParameter, CacheMisuse, QueryAwareWarning
 from kvkeep.model.chat import context_ids, encode, question_ids
 from kvkeep.model.load import load
@@ -63,7 +64,7 @@ def test_the_default_model_answers_as_generate_does():
     for question in ("Where is the light?", "Who wrote this report?"):
         whole = one.encode(text, question)
         assert context.ask(question, max_new_tokens=8) == one.generate(text, question=question, max_new_tokens=8)
-        assert context._engine.token_ids == whole[: len(context)].tolist() and len(whole) - len(context) < 20
+        assert context._sequence.token_ids == whole[: len(context)].tolist() and len(whole) - len(context) < 20
 
 
 @pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING])
@@ -71,11 +72,11 @@ def test_questions_do_not_disturb_each_other(chat, spec):
     """Asked again, asked of a fork, asked between two pieces of another answer: always the same."""
     context = engine(chat, spec, 100, prefill_chunk_size=64).read(TEXT)
     first = [quietly(context, question) for question in QUESTIONS]
-    held = context._engine.cache.report()
+    held = context._sequence.cache.report()
     again = [quietly(context, question) for question in reversed(QUESTIONS)][::-1]
     twin = context.fork()
     assert first == again == [quietly(twin, question) for question in QUESTIONS]
-    assert context._engine.cache.report() == held and context._engine.cache.seen == len(context)
+    assert context._sequence.cache.report() == held and context._sequence.cache.seen == len(context)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", QueryAwareWarning)
         pieces = context.stream(QUESTIONS[0], **SHORT)
@@ -104,8 +105,8 @@ def test_nothing_of_a_question_or_an_answer_is_dropped(chat, spec, storage):
 
 
 def test_a_method_that_knows_the_question_is_told_it_when_asked(chat, monkeypatch):
-    told, tell = [], kvkeep.Engine.set_question
-    monkeypatch.setattr(kvkeep.Engine, "set_question", lambda self, *args: told.append(args) or tell(self, *args))
+    told, tell = [], Sequence.set_question
+    monkeypatch.setattr(Sequence, "set_question", lambda self, *args: told.append(args) or tell(self, *args))
     context = engine(chat, "qllm", 64, prefill_chunk_size=64).read(TEXT)
     context.ask("Why?", **SHORT)
     assert told == [("Why?", len(context))]
@@ -157,7 +158,7 @@ def test_what_is_read_is_the_beginning_of_every_prompt(chat):
     one = engine(chat)
     context = one.read(TEXT)
     assert context.tokens == len(context) == len(TEXT) + 1  # with the template's <s>
-    assert one.encode(TEXT, "Why?")[: len(context)].tolist() == context._engine.token_ids
+    assert one.encode(TEXT, "Why?")[: len(context)].tolist() == context._sequence.token_ids
 
 
 # questions known and unknown
@@ -203,12 +204,12 @@ def test_a_question_known_before_decides_what_is_kept(chat, spec, storage):
     one, question = engine(chat, spec, 100, storage=storage), QUESTIONS[0]
     context = one.read(TEXT, question=question)
     n, _ = len(context), one.generate(TEXT, question=question, **SHORT)
-    for layer in context._engine.cache.compressed_layers:
-        (mine,), (theirs,) = context._engine.cache.kept(layer), one.cache.kept(layer)
+    for layer in context._sequence.cache.compressed_layers:
+        (mine,), (theirs,) = context._sequence.cache.kept(layer), one.cache.kept(layer)
         assert mine == [[p for p in head if p < n] for head in theirs]
     assert context.ask(question, **SHORT) == context.ask(question, **SHORT)
-    blind = one.read(TEXT)._engine.cache
-    assert any(blind.kept(i) != context._engine.cache.kept(i) for i in blind.compressed_layers)
+    blind = one.read(TEXT)._sequence.cache
+    assert any(blind.kept(i) != context._sequence.cache.kept(i) for i in blind.compressed_layers)
 
 
 def test_layers_that_cannot_take_a_question_back_are_named():

@@ -84,11 +84,10 @@ def test_a_question_known_before_changes_what_is_fetched(chat):
             one = engine(chat, spec, 64, prefill_chunk_size=64)
             one.generate(TEXT, max_new_tokens=1)  # the same text and nothing else
             plain = one.cache.kept(1)
-            one.cache = one._new_cache()
-            one.token_ids = []
-            one.set_question(question, 1024)
-            list(one.stream_ids(one.encode(TEXT, None), Generation(1)))
-            kept[spec, question] = one.cache.kept(1) == plain
+            again = one.config.new_sequence()
+            again.set_question(question, 1024)
+            list(again.generate(one.encode(TEXT, None), Generation(1)))
+            kept[spec, question] = again.cache.kept(1) == plain
     assert kept == {("qllm", "Why?"): False, ("qllm", "zzzz qqqq"): False} | {
         ("infllm", question): True for question in ("Why?", "zzzz qqqq")
     }

@@ -114,7 +114,7 @@ def test_the_pool_stays_within_the_devices_memory(chat, monkeypatch):
     ]
     usual = batch_generate.row_bytes(one.model, 2 * 40 + 4)
     monkeypatch.setattr(batch_generate, "free_device_bytes", lambda _: int(usual / batch_generate.MEMORY_FRACTION) + 1)
-    pool = batch_generate.make_scheduler(one, requests, 2).pool
+    pool = batch_generate.make_scheduler(one.sequence, requests, 2).pool
     assert pool.rows == 1 and sum(room.nbytes for room in pool.buffers.values()) <= usual
 
 

@@ -17,6 +17,7 @@ import torch
 from conftest import EVICTING, RETRIEVING, make_llama
 
 import kvkeep
+from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.shared_prefill import prefill_shared
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse, KvkeepError
 from kvkeep.evaluate.grid import Grid, items, run
@@ -52,7 +53,8 @@ def test_a_shared_reading_is_a_reading(chat, spec):
     model, words = chat
     ids = words(CONTEXT, return_tensors="pt").input_ids
     alone, together, other = (kvkeep.Cache(model, spec, 64) for _ in range(3))
-    if together.method.retrieval and not together.backend.fits(ids.shape[1]):  # its first pass is not the model's attention
+    retrieves = together.method.retrieval  # a first pass that does not fit is not the model's attention
+    if retrieves and not together.backend.fits(ids.shape[1]):
         with pytest.raises(CacheMisuse, match="cannot share|kvkeep.Engine"):
             prefill_shared(model, ids, [kvkeep.Cache(model, "full"), together])
         return
@@ -331,13 +333,14 @@ def test_sharing_changes_times_and_nothing_else(chat, tmp_path):
 @pytest.mark.parametrize("protocol", ["agnostic", "aware"])
 def test_methods_that_can_use_a_question_are_told_it_when_it_is_known(chat, protocol, tmp_path, monkeypatch):
     """Q-LLM without its question would be InfLLM."""
-    told, tell = [], kvkeep.Engine.set_question
+    told, tell = [], Sequence.set_question
 
-    def noting(engine, question, tokens):
-        tell(engine, question, tokens)
-        told.append((engine.method.name, question, len(engine.token_ids), bool(engine.cache.backend.question)))
+    def noting(sequence, question, tokens):
+        tell(sequence, question, tokens)
+        known = getattr(sequence.cache.backend, "question", None)
+        told.append((sequence.config.method.name, question, len(sequence.token_ids), bool(known)))
 
-    monkeypatch.setattr(kvkeep.Engine, "set_question", noting)
+    monkeypatch.setattr(Sequence, "set_question", noting)
     grid = Grid(("snapkv", "infllm", "qllm", "actqkv", "quest"), (80,), (protocol,))
     rows = {row["method"]: row for row in evaluate(chat, [sample()], grid, tmp_path)}
     before = 0 if protocol == "aware" else len(build_prompt(chat[1], sample(), protocol, 1024).context)

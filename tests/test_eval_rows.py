@@ -76,7 +76,7 @@ def test_choices_are_weighed_as_they_would_be_written(spec):
     engine = kvkeep.Engine(model, words, spec, BUDGET)
     after = engine.prefill(torch.tensor(words(CONTEXT).input_ids))
     question, ids = (torch.tensor(words(text).input_ids) for text in ("Which?", " no, it is not"))
-    weighed = loglikelihoods(IndependentBatch(model, [engine._fork()]), after[None], question, ids)
+    weighed = loglikelihoods(IndependentBatch(model, [engine.sequence.fork()]), after[None], question, ids)
     logits, want = engine.extend(question)[-1], 0.0
     for token in ids:
         want += float(logits.log_softmax(-1)[token])

@@ -38,7 +38,8 @@ def codes(cache):
 
 
 def numbers(cache):
-    return [t for layer in cache.backend.store.values() for row in layer.all_rows() for head in row for t in head.parts[:2]]
+    layers = cache.backend.store.values()
+    return [t for layer in layers for row in layer.all_rows() for head in row for t in head.parts[:2]]
 
 
 def choices(cache):
@@ -182,8 +183,8 @@ def test_the_engine_answers_many_as_it_answers_one(spec):
     assert engine.generate(prompts, max_new_tokens=40, rows=2) == want
     assert engine.cache.nbytes < engine.cache.report().kept_per_head * 4 * 0.8 * 2 * 8 * 4  # of 4 heads, 8 numbers each
     requests = [Request(engine.encode(prompt), IncrementalDetokenizer(words), 3) for prompt in prompts]
-    pool = make_scheduler(engine, requests, 2).pool
-    assert all(pool.could_fit(engine.prefill_sequence(request.ids)[0], 3) for request in requests)
+    pool = make_scheduler(engine.sequence, requests, 2).pool
+    assert all(pool.could_fit(engine.config.prefill_sequence(request.ids)[0], 3) for request in requests)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -212,7 +213,8 @@ def test_a_group_is_packed_once(tiny):
     before = [head.keys[:64].clone() for head in cache.backend.store[2].row(1)]
     for part in (IDS[:, :1], IDS[:, 70:110], *IDS[:, :40].split(1, 1), IDS[:, 5:7]):
         model(part.repeat(2, 1), past_key_values=cache)
-        assert all(torch.equal(head.keys[:64], old) for head, old in zip(cache.backend.store[2].row(1), before, strict=True))
+        heads = cache.backend.store[2].row(1)
+        assert all(torch.equal(head.keys[:64], old) for head, old in zip(heads, before, strict=True))
     every = numbers(cache)
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.reorder_cache(torch.tensor([1, 0]))
@@ -231,10 +233,12 @@ def test_a_second_prompt_is_read_over_what_is_stored(tiny, spec):
         want, got = (tiny(part, past_key_values=each).logits for each in (plain, cache))
         assert not alike or (got - want).abs().max() <= BOUND["int8"]
     assert len(choices(cache) ^ choices(plain)) <= 0.02 * len(choices(plain))  # votes that are nearly equal may turn
-    assert cache.report().tokens == plain.report().tokens and all(layer.is_quantized for layer in cache.backend.store.values())
+    assert cache.report().tokens == plain.report().tokens
+    assert all(layer.is_quantized for layer in cache.backend.store.values())
     if before[0] is not None:
         first = cache.backend.store[0].row(0)[0]
-        assert first.token_positions[:32].tolist() == list(range(32)) and not torch.equal(first.rope_positions[:32], before[0][:32])
+        assert first.token_positions[:32].tolist() == list(range(32))
+        assert not torch.equal(first.rope_positions[:32], before[0][:32])
 
 
 def test_rows_change_places_with_their_codes(tiny):
@@ -376,7 +380,7 @@ EVERY_STEP = [name for name in EVICTING if parse(name).schedule.every == 1]
         *[("schedule='prompt'", lambda m, s=s: kvkeep.Cache(m, s, 64, storage="int8")) for s in EVERY_STEP],
         *[("offloads tokens", lambda m, s=s: kvkeep.Cache(m, s, 512, storage="int8")) for s in RETRIEVING],
         ("evicts tokens every 31 steps", lambda m: kvkeep.Cache(m, "snapkv", 64, schedule=31, storage="int4")),
-        ("evicts tokens at every step", lambda m: kvkeep.Engine(m, None, "snapkv", 64, schedule="step", storage="int4")),
+        ("tokens at every step", lambda m: kvkeep.Engine(m, None, "snapkv", 64, schedule="step", storage="int4")),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(tiny, words, call):

@@ -104,8 +104,8 @@ class QueryBuffer:
             if count > 1 or not layout.seen[row] or self.decoding:
                 queries = self._append(index, row, queries)
             observation = Observation(
-                queries, tokens.keys, tokens.values, tokens.token_positions, tuple(lengths), layout.seen[row] + count, count,
-                call.scale, call.softcap, call.sink_logits, tokens.token_state, self.layers.index(index),
+                queries, tokens.keys, tokens.values, tokens.token_positions, tuple(lengths), layout.seen[row] + count,
+                count, call.scale, call.softcap, call.sink_logits, tokens.token_state, self.layers.index(index),
                 len(self.layers), None if lse is None else lse[row], call.memo if len(layout.counts) == 1 else None,
             )  # fmt: skip
             rows.append(EvictionCandidate(observation, tokens, lengths, layout.evict_now[row]))

@@ -13,8 +13,8 @@ import kvkeep
 from kvkeep.cli.inputs import Plan
 from kvkeep.cli.show import Outcome, busy
 from kvkeep.compress.parse import parse
-from kvkeep.engine.engine import check_length
 from kvkeep.engine.progress import Progress
+from kvkeep.engine.sequence import check_length
 from kvkeep.model.chat import encode, with_question
 from kvkeep.model.hf_cache import context_length
 from kvkeep.model.load import load, load_context_length, load_tokenizer, quiet_transformers

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
 
 from kvkeep.cache.report import format_bytes
 from kvkeep.compress.budget.heads import EqualHeads
@@ -15,18 +17,16 @@ from kvkeep.engine.independent_batch import IndependentScheduler
 from kvkeep.engine.row_pool import MEMORY_FRACTION, RowPool, free_device_bytes, row_bytes
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.engine.scheduler import Request, Scheduler
+from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.kernels.torch.quantization import GROUP_SIZE
-from kvkeep.model.chat import eos_token_ids
+from kvkeep.model.chat import encode, eos_token_ids, with_question
 from kvkeep.model.hf_cache import execution_device, key_shape
-
-if TYPE_CHECKING:
-    from kvkeep.engine.engine import Engine
 
 
 def generate_batch(
-    engine: Engine,
-    prompts: Sequence[str],
+    like: Sequence,
+    prompts: Iterable[str],
     *,
     question: str | None = None,
     rows: int = 16,
@@ -34,22 +34,27 @@ def generate_batch(
 ) -> list[str]:
     """Answers to all prompts, `rows` of them decoded at a time; options as in `Engine.stream`, except progress.
 
-    question: asked about every prompt, as in `Engine.stream`
+    like: one of the same configuration, which stays as it is; question: asked about every prompt
     """
+    config = like.config
     check_count("rows", rows, 1, "at least one prompt is answered at a time; give a whole number")
     how = Generation.of(options)
     sampling = how.max_new_tokens, how.temperature, how.top_p, how.top_k
     requests = [
-        Request(engine.encode(prompt, question), IncrementalDetokenizer(engine.tokenizer), *sampling)
+        Request(_encode(config, prompt, question), IncrementalDetokenizer(config.tokenizer), *sampling)
         for prompt in check_prompts(prompts)
     ]
-    _raise(_too_long(engine, request) for request in requests)
-    if requests and can_pool(engine):
-        _generate_pooled(engine, requests, min(rows, len(requests)), how.seed)
+    _raise(_too_long(config, request) for request in requests)
+    if requests and can_pool(like):
+        _generate_pooled(like, requests, min(rows, len(requests)), how.seed)
     elif requests:
-        IndependentScheduler(engine, question, min(rows, len(requests)), how.seed).run(requests)
+        IndependentScheduler(config, question, min(rows, len(requests)), how.seed).run(requests)
     _raise(request.error for request in requests)
     return [request.text for request in requests]
+
+
+def _encode(config: SequenceConfig, prompt: str, question: str | None) -> Tensor:
+    return encode(config.tokenizer, with_question(prompt, question))[0]
 
 
 def check_prompts(prompts: Any) -> list[str]:
@@ -69,52 +74,52 @@ def _raise(errors: Iterable[str]) -> None:
         raise BadInput("; ".join(numbered))
 
 
-def _too_long(engine: Engine, request: Request) -> str:
+def _too_long(config: SequenceConfig, request: Request) -> str:
     try:
-        engine.check_length(len(request.ids), request.max_new_tokens)
+        config.check_length(len(request.ids), request.max_new_tokens)
     except BadInput as error:
         return str(error)
     return ""
 
 
-def _generate_pooled(engine: Engine, requests: Sequence[Request], rows: int, seed: int) -> None:
-    scheduler = make_scheduler(engine, requests, rows, seed)
+def _generate_pooled(like: Sequence, requests: list[Request], rows: int, seed: int) -> None:
+    scheduler = make_scheduler(like, requests, rows, seed)
     for request in requests:
         scheduler.submit(request)
     for _ in scheduler.run():
         pass
 
 
-def can_pool(engine: Engine) -> bool:
+def can_pool(like: Sequence) -> bool:
     """Nothing is retrieved or evicted while answers are decoded, and every layer is compressed."""
-    cache = engine.cache
+    cache = like.cache
     appends_only = cache.method.retrieval is None and cache.method.schedule.every is None
     return appends_only and len(cache.compressed_layers) == len(cache.layers)
 
 
-def make_scheduler(engine: Engine, requests: Sequence[Request], rows: int, seed: int = 0) -> Scheduler:
+def make_scheduler(like: Sequence, requests: list[Request], rows: int, seed: int = 0) -> Scheduler:
     """A pool for `rows` sequences, or as many as fit, each as large as the largest of these requests."""
-    method, (kv_heads, _) = engine.method, key_shape(engine.model)
+    config, method, (kv_heads, _) = like.config, like.config.method, key_shape(like.config.model)
     lengths = [len(request.ids) for request in requests]
-    max_kept = max(min(n, _max_layer_factor(engine) * _kept(engine, n)) for n in lengths)  # layer budgets may differ
+    max_kept = max(min(n, _max_layer_factor(like) * _kept(like, n)) for n in lengths)  # layer budgets may differ
     longest = max_kept if isinstance(method.heads, EqualHeads) else min(max(lengths), max_kept * kv_heads)  # heads too
-    usual = min(max_kept, 2 * max(_kept(engine, n) for n in lengths))
-    room, storage = max(request.max_new_tokens for request in requests), engine.cache.storage
+    usual = min(max_kept, 2 * max(_kept(like, n) for n in lengths))
+    room, storage = max(request.max_new_tokens for request in requests), like.cache.storage
     new = max(room, GROUP_SIZE) if storage else room  # quantized storage takes one group at least
-    fit = _rows_that_fit(engine, usual + new)
+    fit = _rows_that_fit(like, usual + new)
     rows = min(rows, fit)
     slots = max(rows * (usual + new), min(max_kept + new, fit * (usual + new)))  # a larger request waits for others
-    pool = RowPool(engine.model, rows, kv_heads * slots, longest + room, storage)
-    eos = eos_token_ids(engine.model, engine.tokenizer)
-    return Scheduler(engine.model, engine.prefill_sequence, eos, pool, seed)
+    pool = RowPool(config.model, rows, kv_heads * slots, longest + room, storage)
+    eos = eos_token_ids(config.model, config.tokenizer)
+    return Scheduler(config.model, config.prefill_sequence, eos, pool, seed)
 
 
-def _rows_that_fit(engine: Engine, tokens: int) -> int:
+def _rows_that_fit(like: Sequence, tokens: int) -> int:
     """How many sequences of so many tokens per key head fit into the device's free memory."""
-    free = free_device_bytes(execution_device(engine.model))
+    free = free_device_bytes(execution_device(like.config.model))
     if free is None:
         return sys.maxsize
-    usable, each = MEMORY_FRACTION * free, row_bytes(engine.model, tokens, engine.cache.storage)
+    usable, each = MEMORY_FRACTION * free, row_bytes(like.config.model, tokens, like.cache.storage)
     if each > usable:
         raise BadInput(
             f"keys and values of one sequence take {format_bytes(each)}, and {format_bytes(int(usable))} of the "
@@ -123,14 +128,14 @@ def _rows_that_fit(engine: Engine, tokens: int) -> int:
     return int(usable // each)
 
 
-def _max_layer_factor(engine: Engine) -> int:
+def _max_layer_factor(like: Sequence) -> int:
     """The most a layer may get of the mean budget: a pyramid's first twice, a weighted one all layers' budgets."""
-    layers = engine.method.layers
+    layers = like.config.method.layers
     if isinstance(layers, EqualLayers):
         return 1
-    return len(engine.cache.compressed_layers) if layers.layer_weight else 2
+    return len(like.cache.compressed_layers) if layers.layer_weight else 2
 
 
-def _kept(engine: Engine, tokens: int) -> int:
-    method = engine.method
-    return tokens if method.scorer is None else min(tokens, method.tokens(engine.cache.budget, tokens))
+def _kept(like: Sequence, tokens: int) -> int:
+    method = like.config.method
+    return tokens if method.scorer is None else min(tokens, method.tokens(like.cache.budget, tokens))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,43 +20,38 @@ from kvkeep.cache import serialize
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import Report
 from kvkeep.cache.rewind import check_can_rewind, rewind
-from kvkeep.engine.progress import Progress
 from kvkeep.engine.sampling import Generation
+from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
 from kvkeep.errors import BadCacheFile, QueryAwareWarning
 from kvkeep.model.chat import check_text, context_ids, question_ids
-
-if TYPE_CHECKING:
-    from kvkeep.engine.engine import Engine
-
-ProgressCallback = Callable[[Progress], None] | None
 
 
 class Context:
     """The compressed cache of a text. Made by `Engine.read` and `Engine.load_context`."""
 
-    def __init__(self, engine: Engine, text: str, known_questions: frozenset[str] = frozenset()):
-        """engine: one of its own, with the text prefilled; known_questions: those that took part in the selection"""
-        engine.cache.tracker.mark_context()
-        self._engine, self.text, self.known_questions, self._warned = engine, text, known_questions, False
-        self.answer, self._report = engine.answer, engine.cache.report()  # of the last question
+    def __init__(self, sequence: Sequence, text: str, known_questions: frozenset[str] = frozenset()):
+        """sequence: one of its own, with the text prefilled; known_questions: those that took part in the selection"""
+        sequence.cache.tracker.mark_context()
+        self._sequence, self.text, self.known_questions, self._warned = sequence, text, known_questions, False
+        self.answer, self._report = sequence.answer, sequence.cache.report()  # of the last question
 
     @classmethod
-    def read(cls, engine: Engine, text: str, question: str | None, progress: ProgressCallback) -> Context:
-        """engine: one with an empty cache; a question takes part in the selection, and is removed again"""
+    def read(cls, sequence: Sequence, text: str, question: str | None, progress: ProgressCallback) -> Context:
+        """sequence: an empty one; a question takes part in the selection, and is removed again"""
         check_text("text", text)
-        ids, rest = context_ids(engine.tokenizer, text), []
-        engine.check_length(len(ids), 1)
+        ids, rest = context_ids(sequence.config.tokenizer, text), []
+        sequence.config.check_length(len(ids), 1)
         if question is not None:
             check_text("question", question)
-            engine.set_question(question, len(ids))
-            if engine.method.query_aware:
-                check_can_rewind(engine.cache)
-                rest = question_ids(engine.tokenizer, text, question, ids)
-        engine.prefill(torch.tensor(ids + rest), progress)
+            sequence.set_question(question, len(ids))
+            if sequence.config.method.query_aware:
+                check_can_rewind(sequence.cache)
+                rest = question_ids(sequence.config.tokenizer, text, question, ids)
+        sequence.prefill(torch.tensor(ids + rest), progress)
         if rest:
-            rewind(engine.cache, len(ids))
-        engine.token_ids = ids
-        return cls(engine, text, frozenset({question.strip()} if question else ()))
+            rewind(sequence.cache, len(ids))
+        sequence.token_ids = ids
+        return cls(sequence, text, frozenset({question.strip()} if question else ()))
 
     def ask(self, question: str, **options: Any) -> str:
         """The answer to a question about the text; options as in `Engine.stream`."""
@@ -65,22 +61,24 @@ class Context:
         """The same, detokenized incrementally."""
         how = Generation.of(options)
         check_text("question", question)
-        ids = self._engine.token_ids + question_ids(self._engine.tokenizer, self.text, question, self._engine.token_ids)
-        self._engine.check_length(len(ids), how.max_new_tokens)
+        ids = self._sequence.token_ids + question_ids(
+            self._sequence.config.tokenizer, self.text, question, self._sequence.token_ids
+        )
+        self._sequence.config.check_length(len(ids), how.max_new_tokens)
         self._warn(question)
         return self._stream(question, torch.tensor(ids), how, progress)
 
     def _stream(self, question: str, ids: Tensor, how: Generation, progress: ProgressCallback) -> Iterator[str]:
-        engine = self._engine._fork()
+        sequence = self._sequence.fork()
         try:
-            engine.set_question(question, self.tokens)
-            yield from engine.stream_ids(ids, how, progress)
+            sequence.set_question(question, self.tokens)
+            yield from sequence.generate(ids, how, progress)
         finally:
-            self.answer, self._report = engine.answer, engine.cache.report()
+            self.answer, self._report = sequence.answer, sequence.cache.report()
 
     def _warn(self, question: str) -> None:
         """Once, where tokens were evicted without knowing this question."""
-        method, kept = self._engine.method, self._report.kept["context"]
+        method, kept = self._sequence.config.method, self._report.kept["context"]
         if self._warned or not method.query_aware or kept >= self.tokens or question.strip() in self.known_questions:
             return
         self._warned = True
@@ -94,25 +92,25 @@ class Context:
     def fork(self) -> Context:
         """An independent copy."""
         fork = copy.copy(self)
-        fork._engine = self._engine._fork()
+        fork._sequence = self._sequence.fork()
         return fork
 
     def save(self, path: str | Path) -> None:
         """Save it to a folder; model and tokenizer are not part of it."""
-        facts = {"text": self.text, "ids": self._engine.token_ids, "questions": sorted(self.known_questions)}
-        serialize.save(self._engine.cache, path, context=facts)
+        facts = {"text": self.text, "ids": self._sequence.token_ids, "questions": sorted(self.known_questions)}
+        serialize.save(self._sequence.cache, path, context=facts)
 
     @classmethod
-    def load(cls, engine: Engine, path: str | Path) -> Context:
-        engine.cache, found = serialize.load_context(Cache, path, engine.model)
-        engine.method, engine.budget, engine.token_ids = engine.cache.method, engine.cache.budget, found["ids"]
-        if context_ids(engine.tokenizer, found["text"]) != engine.token_ids:
+    def load(cls, config: SequenceConfig, path: str | Path) -> Context:
+        cache, found = serialize.load_context(Cache, path, config.model)
+        if context_ids(config.tokenizer, found["text"]) != found["ids"]:
             raise BadCacheFile(f"{path} was saved with another tokenizer or chat template; load it with that one.")
-        return cls(engine, found["text"], frozenset(found["questions"]))
+        sequence = Sequence(replace(config, method=cache.method, budget=cache.budget), cache, found["ids"])
+        return cls(sequence, found["text"], frozenset(found["questions"]))
 
     def __len__(self) -> int:
         """Tokens of the text, with the chat template's beginning."""
-        return len(self._engine.token_ids)
+        return len(self._sequence.token_ids)
 
     tokens = property(__len__)
 
@@ -121,4 +119,4 @@ class Context:
         return self._report
 
     def __repr__(self) -> str:
-        return repr(self._engine.cache).replace("kvkeep.Cache", "kvkeep.Context", 1)
+        return repr(self._sequence.cache).replace("kvkeep.Cache", "kvkeep.Context", 1)

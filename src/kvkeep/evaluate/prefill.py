@@ -2,12 +2,13 @@
 
 Methods that leave the attention of prefill as the model computes it share one forward pass over the context. Eviction
 methods answer in one batch; nothing of a question or an answer is evicted or counted, whatever the method. Retrieval
-methods, and long answers that have to stay within the budget, get an engine each and are decoded side by side.
+methods, and long answers that have to stay within the budget, get a sequence each and decode as an independent batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,10 +17,10 @@ from torch import Tensor
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import Report
 from kvkeep.compress.parse import parse
-from kvkeep.engine.engine import Engine
 from kvkeep.engine.independent_batch import IndependentBatch
 from kvkeep.engine.pooled_batch import PooledBatch, bin_pack, is_ragged
 from kvkeep.engine.progress import now
+from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.engine.shared_prefill import prefill_shared
 from kvkeep.model.hf_cache import context_length, execution_device
 
@@ -34,7 +35,7 @@ class AnswerBatch(Protocol):
     def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
         """ids [rows, q] -> logits of the last `keep` tokens, 0: of all [rows, keep, vocabulary]"""
 
-    def select_rows(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Seq[int]) -> None:
         """Drop the other rows."""
 
 
@@ -48,11 +49,11 @@ class PrefilledContext:
     logits: Tensor  # after the last token [vocabulary]
     prefill_s: float
     prefill_configs: int  # that shared the prefill
-    engine: Engine | None = None  # of a config that is decoded by an engine of its own
+    sequence: Sequence | None = None  # of a config that is decoded by a sequence of its own
 
 
 def prefill(
-    model: Any, tokenizer: Any, ids: Tensor, configs: Sequence[Config], long: bool, share: bool, question: str = ""
+    model: Any, tokenizer: Any, ids: Tensor, configs: Seq[Config], long: bool, share: bool, question: str = ""
 ) -> list[PrefilledContext]:
     """Prefill a context with every config. ids [n]; question: where it is known before prefill"""
     too_long = len(ids) > context_length(model)  # left to methods that bound what a query attends to
@@ -71,22 +72,22 @@ def _has_retrieval_window(config: Config) -> bool:
     return retrieval is not None and retrieval.window is not None
 
 
-def _prefill_shared(model: Any, tokenizer: Any, ids: Tensor, configs: Sequence[Config]) -> list[PrefilledContext]:
+def _prefill_shared(model: Any, tokenizer: Any, ids: Tensor, configs: Seq[Config]) -> list[PrefilledContext]:
     began = now(model.device)
-    engines = [_engine(model, tokenizer, config) if parse(config[0]).retrieval else None for config in configs]
+    sequences = [_sequence(model, tokenizer, config) if parse(config[0]).retrieval else None for config in configs]
     caches = [
-        engine.cache if engine else Cache(model, method, budget, schedule="prompt")
-        for engine, (method, budget) in zip(engines, configs, strict=True)
+        sequence.cache if sequence else Cache(model, method, budget, schedule="prompt")
+        for sequence, (method, budget) in zip(sequences, configs, strict=True)
     ]
-    for engine in filter(None, engines):
-        engine.before_forward(ids)
+    for sequence in filter(None, sequences):
+        sequence.before_forward(ids)
     logits = prefill_shared(model, ids[None].to(execution_device(model)), caches)
-    for engine in filter(None, engines):
-        engine.after_forward(ids, logits[None])
+    for sequence in filter(None, sequences):
+        sequence.after_forward(ids, logits[None])
     seconds = now(model.device) - began
     return [
-        PrefilledContext(config, cache, cache.report(), logits, seconds, len(configs), engine)
-        for config, cache, engine in zip(configs, caches, engines, strict=True)
+        PrefilledContext(config, cache, cache.report(), logits, seconds, len(configs), sequence)
+        for config, cache, sequence in zip(configs, caches, sequences, strict=True)
     ]
 
 
@@ -94,51 +95,54 @@ def _prefill_one(
     model: Any, tokenizer: Any, ids: Tensor, config: Config, long: bool, question: str
 ) -> PrefilledContext:
     began = now(model.device)
-    engine = _engine(model, tokenizer, config, long)
+    sequence = _sequence(model, tokenizer, config, long)
     if question:
-        engine.set_question(question, len(ids))
-    logits = engine.prefill(ids)
-    seconds, own = now(model.device) - began, long or engine.method.retrieval
-    return PrefilledContext(config, engine.cache, engine.cache.report(), logits, seconds, 1, engine if own else None)
+        sequence.set_question(question, len(ids))
+    logits = sequence.prefill(ids)
+    seconds, own = now(model.device) - began, long or sequence.config.method.retrieval
+    return PrefilledContext(
+        config, sequence.cache, sequence.cache.report(), logits, seconds, 1, sequence if own else None
+    )
 
 
-def _engine(model: Any, tokenizer: Any, config: Config, long: bool = True) -> Engine:
+def _sequence(model: Any, tokenizer: Any, config: Config, long: bool = True) -> Sequence:
     """long: the answer has to stay within the budget, too"""
     method = parse(config[0])
     own = method.retrieval or (long and (method.scorer is None or method.schedule.every is not None))
-    return Engine(model, tokenizer, method, config[1], schedule=None if own else "buffer" if long else "prompt")
+    options = {"schedule": None if own else "buffer" if long else "prompt"}
+    return SequenceConfig(model, tokenizer, method, config[1], cache_options=options).new_sequence()
 
 
 def answer_batches(
-    model: Any, contexts: Sequence[PrefilledContext], room: int, share: bool, question: str = ""
+    model: Any, contexts: Seq[PrefilledContext], room: int, share: bool, question: str = ""
 ) -> Iterator[tuple[list[int], AnswerBatch]]:
     """Batches of configs with room for so many tokens, with their indices in `contexts`; made one at a time.
 
     question: where it was not known at prefill
     """
-    pooled = [number for number, context in enumerate(contexts) if context.engine is None]
+    pooled = [number for number, context in enumerate(contexts) if context.sequence is None]
     sizes = [max(n for layer in contexts[number].report.tokens for n in layer[0]) + room for number in pooled]
     for pack in bin_pack(sizes, _max_slots(contexts), is_ragged(model)) if share else [[i] for i in range(len(pooled))]:
         numbers = [pooled[i] for i in pack]
         yield numbers, PooledBatch(model, [contexts[number].cache for number in numbers], room)
-    own = [number for number, context in enumerate(contexts) if context.engine]
+    own = [number for number, context in enumerate(contexts) if context.sequence]
     for numbers in [own] if share and own else [[number] for number in own]:
-        engines = [contexts[number].engine._fork() for number in numbers]
-        for engine in engines if question else ():
-            engine.set_question(question, engine.cache.seen)
-        yield numbers, IndependentBatch(model, engines)
+        sequences = [contexts[number].sequence.fork() for number in numbers]
+        for sequence in sequences if question else ():
+            sequence.set_question(question, sequence.cache.seen)
+        yield numbers, IndependentBatch(model, sequences)
 
 
-def report_after(batch: AnswerBatch, contexts: Sequence[PrefilledContext]) -> Callable[[], list[PrefilledContext]]:
-    """-> call it after the answers: the contexts with new reports, where an engine's cache has grown or evicted"""
-    engines = list(getattr(batch, "engines", ()))  # listed now: finished rows leave the batch
+def report_after(batch: AnswerBatch, contexts: Seq[PrefilledContext]) -> Callable[[], list[PrefilledContext]]:
+    """-> call it after the answers: the contexts with new reports, where a sequence's cache has grown or evicted"""
+    sequences = list(getattr(batch, "sequences", ()))  # listed now: finished rows leave the batch
     return lambda: [
-        replace(context, report=engine.cache.report()) if engine else context
-        for context, engine in zip(contexts, engines or [None] * len(contexts), strict=True)
+        replace(context, report=sequence.cache.report()) if sequence else context
+        for context, sequence in zip(contexts, sequences or [None] * len(contexts), strict=True)
     ]
 
 
-def _max_slots(contexts: Sequence[PrefilledContext]) -> int:
+def _max_slots(contexts: Seq[PrefilledContext]) -> int:
     """Of all layers and key heads, in one batch."""
     report, device = contexts[0].report, contexts[0].logits.device.type
     return AT_ONCE.get(device, AT_ONCE["cpu"]) // max(1, report.full_bytes // report.tokens_seen[0])

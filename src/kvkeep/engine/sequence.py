@@ -1,0 +1,188 @@
+"""One sequence: a cache, the tokens it has seen, and the forward passes that extend it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.cache import Cache
+from kvkeep.compress.method import Method
+from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer, SentenceBoundaries
+from kvkeep.engine.progress import Progress
+from kvkeep.engine.question_queries import capture_question_queries
+from kvkeep.engine.sampling import Generation
+from kvkeep.errors import BadInput
+from kvkeep.model.chat import eos_token_ids
+from kvkeep.model.chunked_mlp import CHUNK_TOKENS, chunked_mlp
+from kvkeep.model.hf_cache import context_length, execution_device
+from kvkeep.storage.offload.malloc_trim import trim
+
+PREFILL_CHUNK_SIZE = 1024  # tokens of a forward pass of a long prompt: what it costs in memory
+GPU_PREFILL_CHUNK_SIZE = 4096  # of retrieval methods: with fewer, a GPU waits for kernel launches
+
+ProgressCallback = Callable[[Progress], None] | None
+
+
+def check_length(method: Method, context_length: int, prompt: int, max_new_tokens: int) -> None:
+    """Refuse a prompt of so many tokens that exceeds the model's context length, unless the method extends it."""
+    over = prompt + max_new_tokens - context_length
+    if over > 0 and not method.extends_context:
+        raise BadInput(
+            f"the prompt has {prompt} tokens and the answer may take {max_new_tokens}, but the model's context "
+            f"length is {context_length} and '{method.name}' keeps token positions: shorten the prompt by {over} "
+            f"tokens, or use a method for any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
+        )
+
+
+@dataclass(frozen=True)
+class SequenceConfig:
+    """What the sequences of an engine have in common."""
+
+    model: Any
+    tokenizer: Any
+    method: Method
+    budget: int | float | None
+    prefill_chunk_size: int | None = None
+    cache_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def sentences(self) -> SentenceBoundaries:
+        return SentenceBoundaries(self.tokenizer)
+
+    def new_sequence(self) -> Sequence:
+        return Sequence(self, Cache(self.model, self.method, self.budget, **self.cache_options))
+
+    def prefill_sequence(self, ids: Tensor) -> tuple[Cache, Tensor]:
+        """A new cache with a prompt prefilled, and the logits after it."""
+        self.check_length(len(ids), 1)
+        sequence = self.new_sequence()
+        return sequence.cache, sequence.prefill(ids)
+
+    def check_length(self, prompt: int, max_new_tokens: int) -> None:
+        """Refuse what exceeds the model's context length, unless the method extends it."""
+        check_length(self.method, context_length(self.model), prompt, max_new_tokens)
+
+
+class Sequence:
+    """Prefill a prompt, extend it by tokens, or generate an answer."""
+
+    def __init__(self, config: SequenceConfig, cache: Cache, token_ids: list[int] | None = None):
+        self.config, self.cache = config, cache
+        self.token_ids = token_ids or []  # the tokens the cache has seen
+        self.answer = Answer(IncrementalDetokenizer(config.tokenizer), 0)
+        self.has_prefill = False  # `prefill` or `extend` were called, and no answer was generated since
+        self.last_logits: Tensor | None = None  # after the last token, where the method needs surprise
+
+    def fork(self) -> Sequence:
+        """An independent copy."""
+        fork = copy.copy(self)
+        fork.cache, fork.token_ids = self.cache.fork(), list(self.token_ids)
+        return fork
+
+    def set_question(self, question: str, tokens: int) -> None:
+        """Capture the question's queries, for a method that retrieves with them, before a prefill of so many tokens."""
+        retrieval, model = self.config.method.retrieval, self.config.model
+        if question.strip() and retrieval and getattr(retrieval.index, "uses_question", False):
+            ids = self.config.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+            edge = retrieval.sizes(self.config.method.tokens(self.cache.budget, tokens)).near
+            queries = capture_question_queries(model, ids.to(execution_device(model)), self.cache.rotations, edge)
+            self.cache.backend.question = queries
+
+    def generate(self, ids: Tensor, how: Generation, progress: ProgressCallback = None) -> Iterator[str]:
+        """Prefill the ids the cache does not hold yet, and decode an answer. ids [n]"""
+        config, sampler = self.config, how.sampler
+        config.check_length(len(ids), how.max_new_tokens)
+        logits = self.prefill(ids, progress)
+        self.has_prefill = False
+        detokenizer, eos = IncrementalDetokenizer(config.tokenizer), eos_token_ids(config.model, config.tokenizer)
+        self.answer = Answer(detokenizer, len(ids))
+        for number in range(how.max_new_tokens):
+            token = sampler(logits)
+            if token in eos:
+                break
+            if text := detokenizer.add(token):
+                yield text
+            if number + 1 < how.max_new_tokens:
+                logits = self.forward(torch.tensor([token]))[-1]
+        if rest := detokenizer.finish():
+            yield rest
+
+    def prefill(self, ids: Tensor, progress: ProgressCallback = None) -> Tensor:
+        """Prefill the ids the cache does not hold yet, in chunks. ids [n] -> logits after the last one [vocabulary]"""
+        began, start = time.perf_counter(), len(self.token_ids)
+        size = self.chunk_size(len(ids))
+        logits = None
+        for first in range(start, len(ids), size):
+            logits = self.forward(ids[first : first + size])[-1].clone()
+            if self.config.method.retrieval:
+                trim()
+            if progress:
+                progress(Progress(min(first + size, len(ids)) - start, len(ids) - start, time.perf_counter() - began))
+        assert logits is not None
+        self.cache.tracker.mark_prompt()
+        self.has_prefill = True
+        return logits
+
+    def chunk_size(self, tokens: int) -> int:
+        """Tokens of one forward pass of a prefill of so many."""
+        config, retrieval = self.config, self.config.method.retrieval
+        if retrieval and retrieval.needs == "surprise":  # known only after a pass, needed before tokens are offloaded
+            near = retrieval.sizes(config.method.tokens(self.cache.budget, tokens)).near
+            return min(config.prefill_chunk_size or PREFILL_CHUNK_SIZE, near)
+        if config.prefill_chunk_size:
+            return config.prefill_chunk_size
+        if retrieval and retrieval.window:
+            size = GPU_PREFILL_CHUNK_SIZE if config.model.device.type == "cuda" else PREFILL_CHUNK_SIZE
+            return max(1, size // retrieval.window) * retrieval.window
+        return tokens if tokens <= context_length(config.model) else PREFILL_CHUNK_SIZE
+
+    def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
+        """Append tokens. ids [q] -> logits of the last `keep` of them, 0: of all [keep, vocabulary]"""
+        self.has_prefill = True
+        size = self.chunk_size(len(ids))
+        return torch.cat([self.forward(ids[first : first + size], keep) for first in range(0, len(ids), size)])[-keep:]
+
+    def forward(self, ids: Tensor, keep: int = 1) -> Tensor:
+        """One forward pass."""
+        model = self.config.model
+        self.before_forward(ids)
+        with torch.inference_mode(), chunked_mlp(model) if len(ids) > CHUNK_TOKENS else nullcontext():
+            batch = ids[None].to(execution_device(model))
+            shown = 0 if self._needs == "surprise" else keep
+            logits = model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]
+        self.after_forward(ids, logits)
+        return logits[-keep:]
+
+    @property
+    def _needs(self) -> str:
+        retrieval = self.config.method.retrieval
+        return retrieval.needs if retrieval else ""
+
+    def before_forward(self, ids: Tensor) -> None:
+        """Give the cache the text's marks of the next tokens. ids [q]"""
+        if self._needs == "sentences":
+            self.cache.backend.set_token_marks(0, self.config.sentences.mark_ends(ids), self.cache.seen)
+
+    def after_forward(self, ids: Tensor, logits: Tensor) -> None:
+        """Record tokens that the model has processed. ids [q], logits after each, or after the last"""
+        if self._needs == "surprise":
+            self.cache.backend.set_token_marks(0, self._surprise(logits, ids))
+        self.token_ids += ids.tolist()
+
+    def _surprise(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """-ln of each token's probability; the very first token counts as no surprise. [n]"""
+        before = self.last_logits if self.token_ids else None
+        self.last_logits = logits[-1:].float()
+        rows = logits[:-1].float() if before is None else torch.cat([before, logits[:-1].float()])
+        surprise = rows[:, 0]
+        if len(rows):
+            surprise = -rows.log_softmax(-1).gather(1, ids[-len(rows) :, None].to(rows.device))[:, 0]
+        return torch.cat([surprise.new_zeros(len(ids) - len(surprise)), surprise]).cpu()
