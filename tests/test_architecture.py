@@ -91,6 +91,13 @@ def test_no_file_name_twice():
     assert not [name for name, count in names.items() if count > 1 and name not in ("__init__.py", "__main__.py")]
 
 
+def test_the_map_names_files_that_are_there():
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    folders = "|".join(path.parent.name for path in SOURCE.glob("*/__init__.py"))
+    named = set(re.findall(rf"(?:{folders})/[\w/]*\.py", text))
+    assert len(named) > 20 and not [name for name in named if not (SOURCE / name).is_file()]
+
+
 def test_importing_costs_next_to_nothing():
     code = "import transformers, time; t = time.perf_counter(); import kvkeep; print(time.perf_counter() - t)"
     spent = min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3))

@@ -175,7 +175,7 @@ def test_a_report_prints_and_counts(tiny):
         (BadParameter, "allocated among layers already", lambda m: kvkeep.Cache(m, "pyramidkv+cake", 64)),
         (BadParameter, "tau1=0.0", lambda m: kvkeep.Cache(m, "snapkv+cake", 64, tau1=0.0)),
         (BadParameter, "no scores", lambda m: kvkeep.Cache(m, "streamingllm+adakv", 64)),
-        (BadParameter, "no budget to share", lambda m: kvkeep.Cache(m, "full+pyramid", 64)),
+        (BadParameter, "no budget to allocate", lambda m: kvkeep.Cache(m, "full+pyramid", 64)),
     ],
 )
 def test_bad_words_are_answered_with_the_way_out(tiny, error, words, call):
