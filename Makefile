@@ -44,7 +44,7 @@ first-run:  ## an empty environment, no extras, a fresh model folder, one questi
 	rm -rf .venv-first
 
 gpu-test:  ## on a machine with a GPU and torch: the kernels, and other GPU code
-	PYTHONPATH=src python -m pytest -q tests/kernel_cases.py tests/kernel_cases_more.py tests/kernel_cases_packed.py tests/kernel_cases_gather.py tests/kernel_cases_apart.py tests/test_gpu.py tests/test_slots.py
+	PYTHONPATH=src python -m pytest -q tests/kernels/*_cases.py tests/test_gpu.py tests/engine/test_pooled_batch.py tests/kernels/test_reference.py
 
 lint: .venv/.dev  ## ruff
 	.venv/bin/ruff check .

@@ -29,6 +29,14 @@ def tiny() -> LlamaForCausalLM:
     return make_llama()
 
 
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    """A small random model, attentive enough that dropping tokens shows in its logits."""
+    from masked_reference import build
+
+    return build()
+
+
 @pytest.fixture(autouse=True)
 def no_gradients():
     with torch.no_grad():

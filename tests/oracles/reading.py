@@ -1,4 +1,4 @@
-"""Reading a long prompt in windows and looking up what was put away (METHODS.md: system 4; infllm, qllm, tokenselect).
+"""Reading a long prompt in windows and retrieving what was offloaded (METHODS.md: system 4; infllm, qllm, tokenselect).
 
 One layer, one sequence, float64. Queries [heads, N, d], keys and values [kv_heads, N, d], all WITHOUT rotation; the
 first `prompt` tokens are read in windows, the others one at a time. Tokens [0, sinks) are the sinks, unit b (a chunk;
@@ -37,7 +37,7 @@ class Step:
     put_away: int = 0
     far: list = field(default_factory=list)
     near: list = field(default_factory=list)
-    chosen: list | None = None  # units, ascending; None: nothing has been put away
+    chosen: list | None = None  # units, ascending; None: nothing has been offloaded
     scores: list | None = None  # of every unit
     representatives: list | None = None  # of every chunk, true token numbers; per head [R][heads], best first
 
@@ -220,7 +220,7 @@ def replay(
     **options,
 ):
     """(outputs [heads, N, d], chosen). chosen[w]: the units window w fetched, ascending, counted from 0 at token
-    `sinks`; None where nothing has been put away. `question`: [x, kv_heads·d], joined, at the edge. `options`:
+    `sinks`; None where nothing has been offloaded. `question`: [x, kv_heads·d], joined, at the edge. `options`:
     per_head, question_weight, question_match, mix_all (see replay_steps and representatives.py)."""
     reading = (prompt, budget, sinks, local, window, chunk, representatives, question, beta, writing_counts)
     outputs, steps, _ = replay_steps(kind, q, k, v, inv_freq, scale, *reading, **options)

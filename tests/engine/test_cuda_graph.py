@@ -1,0 +1,47 @@
+"""What cannot be compiled is captured without, and what cannot be captured runs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from families import build
+
+from kvkeep.engine.cuda_graph import CudaGraphRunner
+from kvkeep.model import compile
+
+
+@pytest.fixture
+def eagerly(monkeypatch):
+    """Compiled as far as Python goes: no C++ compiler needed, and fast."""
+    compiled = []
+
+    def compile_(function):
+        compiled.append(function)
+        return torch_compile(function, backend="eager")
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_)
+    compile._compiled.cache_clear()
+    yield compiled
+    compile._compiled.cache_clear()
+
+
+def test_what_cannot_be_compiled_is_captured_without_and_what_cannot_be_captured_runs(monkeypatch, eagerly):
+    model, tries = build("llama", "eager"), []
+
+    def capture(self):
+        tries.append(any("forward" in vars(part) for part in model.modules()))
+        if tries[-1] or fails:
+            raise RuntimeError("no compiler\nat all")
+        self.graph, self.result = SimpleNamespace(replay=lambda: None), "replayed"
+
+    monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    fails = False
+    with pytest.warns(UserWarning, match="with its small operations compiled .no compiler.; it runs without"):
+        assert CudaGraphRunner(lambda: "run", model)() == "replayed"
+    assert tries == [True, False]
+    fails = True
+    with pytest.warns(UserWarning) as told:
+        assert CudaGraphRunner(lambda: "run", model)() == "run"
+    assert len(told) == 2 and "in a CUDA graph (no compiler); it runs without" in str(told[1].message)

@@ -1,0 +1,36 @@
+"""Methods that prefill as the model does share a prefill, and others do not."""
+
+import pytest
+import tiny_chat
+import torch
+from conftest import RETRIEVING
+
+from kvkeep.evaluate.prefill import answer_batches, prefill
+
+TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 17 == 0 else "") for i in range(260))
+BUDGETS = (70, 120, 200)
+
+
+@pytest.fixture(scope="module")
+def chat():
+    model = tiny_chat.model().double()  # a batch rounds otherwise than a row: too little to change what is fetched
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 20  # what is fetched matters
+    return model, tiny_chat.tokenizer()
+
+
+def same(one, other):
+    torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+def test_methods_that_read_as_the_model_does_share_a_reading_and_others_do_not(chat):
+    ids = chat[1](TEXT, return_tensors="pt").input_ids[0]
+    cells = [(spec, budget) for spec in RETRIEVING for budget in BUDGETS] + [("full", None), ("snapkv", 70)]
+    shared, alone = (prefill(*chat, ids, cells, False, share) for share in (True, False))
+    together = [one for one in shared if not (retrieval := one.cache.method.retrieval) or retrieval.window is None]
+    for one, other in zip(shared, alone, strict=True):
+        assert one.config == other.config and one.report == other.report
+        same(one.logits, other.logits)
+        assert one.prefill_configs == (len(together) if one in together else 1) and other.prefill_configs == 1
+    batches = [numbers for numbers, _ in answer_batches(chat[0], shared, 8, True)]
+    assert sorted(sum(batches, [])) == list(range(len(cells))) and len(batches) == 2

@@ -1,0 +1,39 @@
+"""Triton's kernels equal torch's functions: on a GPU where there is one, else in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+CASES = [
+    "decode_cases.py",
+    "scoring_cases.py",
+    "quantized_decode_cases.py",
+    "host_gather_cases.py",
+    "retrieval_attention_cases.py",
+]
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_kernels_equal_the_reference(cases):
+    """In a process of its own: whether Triton interprets is decided when it is imported."""
+    pytest.importorskip("triton")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        str(Path(__file__).with_name(cases)),
+    ]
+    environment = os.environ | ({} if GPU else {"TRITON_INTERPRET": "1"})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout

@@ -1,0 +1,67 @@
+"""Bytes are those of kept tokens, counted by key head; the rest is freed."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from masked_reference import HARD, kept, logits, prefilled, row, tokens
+from torch import Tensor, nn
+
+
+@pytest.mark.core
+@pytest.mark.trap(7)
+def test_storage_holds_key_heads_not_query_heads(model):
+    """The cache stores Hk heads, so memory shrinks by the stated ratio."""
+    cache = prefilled(model)
+    assert cache.report().kv_heads == 2 and all(len(layer[0]) == 2 for layer in kept(cache))
+    assert cache.nbytes == 24 * 3 * 2 * (16 + 16) * 4
+
+
+def reachable(root) -> dict[int, int]:
+    """Bytes by address of every tensor storage reachable from an object's own data, the model excepted."""
+    found, todo, done = {}, [root], set()
+    while todo:
+        thing = todo.pop()
+        if id(thing) in done or isinstance(thing, nn.Module):
+            continue
+        done.add(id(thing))
+        if isinstance(thing, Tensor):
+            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, dict):
+            todo += list(thing.values())
+        elif isinstance(thing, list | tuple | set):
+            todo += list(thing)
+        elif hasattr(thing, "__dict__"):
+            todo += list(vars(thing).values())
+    return found
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("method", HARD)
+def test_bytes_are_those_of_kept_tokens_and_the_rest_is_freed(method, model):
+    """nbytes is within 2 % of kept tokens × bytes, through decoding; nothing else holds the keys that were dropped."""
+    n, budget, each = 700, 130, (16 + 16) * 4
+    cache = prefilled(model, method, budget, tokens(n))
+    for _ in range(5):
+        held = sum(len(head) for layer in row(cache) for head in layer)
+        assert held * each <= cache.nbytes <= 1.02 * held * each
+        logits(model, tokens(1), cache)
+    gc.collect()
+    owned = reachable(cache)
+    index = cache.report().index_bytes
+    assert sum(owned.values()) <= cache.nbytes + index + 4096
+    layer_of_keys = n * 2 * 16 * 4
+    alive = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.shape[-1:] == (16,)]
+    held = [t.shape for t in alive if t.untyped_storage().nbytes() >= layer_of_keys]
+    assert not held, f"full keys are still held: {held}"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("method", HARD)
+def test_everything_a_compressed_context_holds_is_accounted_for(method, model):
+    """Right after a prompt, all the cache's storages together are what the report says, within 2 %."""
+    cache = prefilled(model, method, 24, tokens(300))
+    report = cache.report()
+    told = sum(v for k, v in report.as_dict().items() if k.endswith("bytes") and k != "full_bytes")
+    assert sum(reachable(cache).values()) <= 1.02 * told
