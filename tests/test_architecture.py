@@ -11,11 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvkeep"
-LOW = {"types", "errors", "registry"}
+LOW = {"types", "errors", "plugins", "registry"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
-    "registry": {"errors"},
+    "plugins": set(),
+    "registry": {"errors", "plugins"},
     "kernels": {"types"},
     "compress": LOW | {"kernels"},
     "storage": {"types", "errors", "kernels"},
@@ -25,6 +26,7 @@ MAY_IMPORT = {
     "bench": LOW | {"compress", "model", "cache", "engine"},
     "evaluate": LOW | {"compress", "model", "cache", "engine"},
     "cli": LOW | {"kernels", "storage", "compress", "model", "cache", "engine", "bench", "evaluate"},
+    "__main__": {"cli"},
 }
 
 

@@ -99,7 +99,7 @@ def test_slots_go_on_in_a_graph_where_they_were():
         got = rows.extend(IDS[:, t : t + 1].expand(len(rows.tokens), 1))[:, -1]
         mine = [row[t] for row in want] if t <= 14 else [want[2][t], want[0][t]]
         assert (got - torch.stack(mine)).abs().max() < 1e-3
-        assert (rows.step is not None and rows.step.graph is not None) == (7 <= t <= 14 or t >= 22)
+        assert (rows.runner is not None and rows.runner.graph is not None) == (7 <= t <= 14 or t >= 22)
         if t == 14:
             rows.select_rows([2, 0])
 

@@ -1,12 +1,14 @@
-"""A dictionary of names that suggests the nearest known name for an unknown one."""
+"""Dictionaries of names that suggest the nearest known name for an unknown one, and take more from other packages."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any
 
-from kvkeep.errors import UnknownName
+from kvkeep.errors import BadParameter, UnknownName
+from kvkeep.plugins import load
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -15,12 +17,27 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
+def check_new(kind: str, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that is taken, or that could not be written in "name:key=value+modifier,name"."""
+    if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
+        raise BadParameter(f"{name!r} cannot name a {kind}; use letters, digits, '_', '-' and '.' only.")
+    if name in known:
+        raise BadParameter(f"there is a {kind} named '{name}' already; use another name.")
+
+
 class Registry(dict):
-    """Registered names of one kind: methods, modifiers, tasks."""
+    """Registered names of one kind: methods, modifiers, tasks; plugins: the entry points that add to them."""
 
-    def __init__(self, kind: str, *args, **kwargs):
+    def __init__(self, kind: str, *args, plugins: str = "", **kwargs):
         super().__init__(*args, **kwargs)
-        self.kind = kind
+        self.kind, self.plugins = kind, plugins
 
-    def __missing__(self, name: str) -> NoReturn:
+    def load_plugins(self) -> None:
+        if self.plugins:
+            load(self.plugins)
+
+    def __missing__(self, name: str) -> Any:
+        self.load_plugins()
+        if name in self:
+            return self[name]
         raise UnknownName(f"no {self.kind} named '{name}'.{did_you_mean(name, self)} Known: {', '.join(self)}.")

@@ -20,7 +20,7 @@ from kvkeep.cache.rope_shift import RopeShift
 from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.compress.method import Method
 from kvkeep.compress.retrieval.config import RetrievalConfig
-from kvkeep.compress.retrieval.index import EachToken, OffloadedTokens, RetrievalQuery
+from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery
 from kvkeep.compress.retrieval.query import concat_heads, weighted_query
 from kvkeep.compress.retrieval.topk import by_unit, density, density_share, select_uniform_units, select_units
 from kvkeep.errors import CacheMisuse
@@ -235,7 +235,7 @@ class LayerRetriever:
             state = self.offload(state, chunk, budget)
         far_queries = chunk.far_queries(start, end, sizes.near)
         vector = None
-        if config.index.needs_moments:
+        if "moments" in config.index.needs:
             with_question = config.index.question_in_window and not self.decoding
             question = self.backend.question.get(self.index) if with_question else None
             kv_heads = len(chunk.near[0])
@@ -255,10 +255,10 @@ class LayerRetriever:
         begin, num_near = state.near_start - chunk.first, seen - state.near_start
         near = chunk.near[0].narrow(1, begin, num_near), chunk.near[1].narrow(1, begin, num_near)
         output = mass = None
-        band = sizes.near if config.index.needs_mass else 0
+        band = sizes.near if "mass" in config.index.needs else 0
         if band or not skip_output:
             far_q, call = far_queries if config.far_positions == "edge" else q, self.call
-            rest = call.scale, call.softcap, call.sink_logits, band, state.mass, config.index.per_head
+            rest = call.scale, call.softcap, call.sink_logits, band, state.mass, "mass_per_head" in config.index.needs
             output, mass = two_region_attention(q, far_q, far, near, *rest)
         return output, state.replace(near=near, mass=mass, seen=seen)
 
@@ -357,8 +357,8 @@ class LayerRetriever:
             return state
         question = self.backend.question.get(self.index)
         query = RetrievalQuery(queries, kv_heads, self.call.scale, state.moments, question, not self.decoding, vector)
-        unit_index = state.host.keys() if isinstance(config.index, EachToken) else state.unit_index.all
-        uniform = state.unit_size and not config.index.needs_sizes and not config.neighbours
+        unit_index = state.host.keys() if "keys" in config.index.needs else state.unit_index.all
+        uniform = state.unit_size and "sizes" not in config.index.needs and not config.neighbours
         scores = config.index.score(query, unit_index, None if uniform else torch.cat(state.each_unit_size, 1))
         quota = self._quota(state, budget)
         if config.density:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import is_dataclass, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
 from kvkeep.cache.validate import CODES, PARTS, SHAPE, TAILS, check, check_context
+from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.schedule import Schedule
-from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError
+from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError, UnknownName
 from kvkeep.kernels.torch.quantization import QuantizedKV
 from kvkeep.model.hf_cache import CompressedLayer, fingerprint, layer_devices
 from kvkeep.model.hf_layers import layer_tensors, restore
@@ -29,11 +32,7 @@ def save(cache: CacheState, path: str | Path, **more: Any) -> None:
         raise CacheMisuse("a forward pass on this cache was cut short; reset() it, or go on with it, before saving.")
     if cache.method.retrieval:
         raise CacheMisuse(f"a cache of '{cache.method.name}' cannot be saved yet: offloaded tokens are not written.")
-    named = replace(parse(cache.method.name, **cache.method.parameters), schedule=cache.method.schedule)
-    if named != cache.method:
-        raise CacheMisuse(
-            f"'{cache.method.name}' is not a named method, so a file could not say how to go on; use a named one."
-        )
+    _check_named(cache.method)
     cache.backend.query_buffer.merge_steps()
     for layer in cache.backend.store.values():
         layer.restore_order()
@@ -84,6 +83,30 @@ def _hf_layers(cache: CacheState, tensors: dict[str, Tensor]) -> dict[str, int]:
     return lengths
 
 
+def _check_named(method: Method) -> None:
+    """Refuse a method that its name and parameters do not make again."""
+    try:
+        named = replace(parse(method.name, **method.parameters), schedule=method.schedule)
+    except UnknownName:
+        named = None
+    if not _alike(named, method):
+        raise CacheMisuse(
+            f"'{method.name}' is not a named method, so a file could not say how to go on; use a named one, or name "
+            "yours: kvkeep.register_method. Its parts must be equal whenever it is made: no function inside a function."
+        )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Equal; parts whose class does not say when two are equal, if all they hold is."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.equal(other)
+    says_nothing = type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__") and not isinstance(one, FunctionType)
+    if type(one) is not type(other) or not (is_dataclass(one) or says_nothing):
+        return one == other
+    held, other_held = vars(one), vars(other)
+    return held.keys() == other_held.keys() and all(_alike(held[name], other_held[name]) for name in held)
+
+
 def load(kind: type[C], path: str | Path, model: Any) -> C:
     return _load(kind, path, model)[0]
 
@@ -109,13 +132,26 @@ def _load(kind: type[C], path: str | Path, model: Any) -> tuple[C, dict[str, Any
     if facts.get("model") != fingerprint(model):
         raise BadCacheFile(f"{path} was saved with another model ({facts.get('model_class')}); load it with that one.")
     try:
-        method = replace(parse(facts["method"], **facts["parameters"]), schedule=Schedule(facts["schedule"]))
+        method = replace(_parse(path, facts), schedule=Schedule(facts["schedule"]))
         cache = kind(model, method, facts["budget"], storage=facts.get("storage"))
         check(cache, tensors, facts)
+    except BadCacheFile:
+        raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, KvkeepError) as e:
         raise BadCacheFile(f"{path} does not describe a cache this version understands ({e}); save it again.") from e
     _restore(cache, tensors, facts)
     return cache, facts
+
+
+def _parse(path: str | Path, facts: dict[str, Any]) -> Method:
+    try:
+        return parse(facts["method"], **facts["parameters"])
+    except UnknownName as e:
+        name = re.split("[:+]", facts["method"])[0]
+        raise BadCacheFile(
+            f"{path} is a cache of '{facts['method']}', but {e} If '{name}' is a method of your own or of another "
+            f"package, import that package, or kvkeep.register_method('{name}') it, and load again."
+        ) from e
 
 
 def _restore(cache: CacheState, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from kvkeep.compress.budget.heads import EqualHeads
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.method import Method
 from kvkeep.compress.positions import PlacementInput
+from kvkeep.compress.protocols import ScorerTraits, StepMemory, StepScorer
 from kvkeep.kernels.torch.reference import decode_attention_with_probs, dense_attention
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.rope import Rotation
@@ -65,12 +66,12 @@ class StepEvictor:
 
     def __post_init__(self) -> None:
         memory = self.method.memory
-        self.updates_state = memory is not None and isinstance(self.budget, int) and hasattr(memory, "step")
+        self.updates_state = isinstance(memory, StepMemory) and isinstance(self.budget, int)
         # token state is made of attention, even where the scorer itself needs none
-        self.needs_attention = memory is not None or getattr(self.method.scorer, "needs_attention", True)
+        self.needs_attention = memory is not None or ScorerTraits.of(self.method.scorer).needs_attention
         self.supported = (
             isinstance(self.budget, int)
-            and hasattr(self.method.scorer, "step")
+            and isinstance(self.method.scorer, StepScorer)
             and (memory is None or self.updates_state)
             and self.method.group is None
             and self.method.reuse == 1

@@ -11,11 +11,33 @@ from typing import Any
 from kvkeep.compress.budget.heads import EqualHeads
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.guard import Guard
+from kvkeep.compress.protocols import (
+    Chunking,
+    Grouping,
+    HeadAllocator,
+    LayerAllocator,
+    Placement,
+    Scorer,
+    ScorerTraits,
+    StepMemory,
+    StepScorer,
+    TokenMemory,
+    check_index,
+    check_part,
+)
 from kvkeep.compress.retrieval.config import RetrievalConfig
 from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.torch.quantization import GROUP_SIZE
 
+PARTS = (  # field, what it has to be, and what if it has `step`
+    ("scorer", Scorer, StepScorer),
+    ("group", Grouping, Grouping),
+    ("heads", HeadAllocator, HeadAllocator),
+    ("layers", LayerAllocator, LayerAllocator),
+    ("memory", TokenMemory, StepMemory),
+    ("placement", Placement, Placement),
+)
 STORAGE = {None: None, "int8": 8, "int4": 4}  # bits per number
 
 
@@ -23,14 +45,14 @@ STORAGE = {None: None, "int8": 8, "int4": 4}  # bits per number
 class Method:
     """A recipe: scorer × guard × grouping × head and layer budgets × memory × placement × schedule, or retrieval."""
 
-    name: str
-    scorer: Callable | None  # None: nothing is evicted
+    name: str = ""
+    scorer: Scorer | None = None  # None: nothing is evicted
     guard: Guard = Guard()
-    group: Callable | None = None  # None: tokens are selected one by one
-    heads: Callable = EqualHeads()
-    layers: Callable = EqualLayers()
-    memory: Callable | None = None  # updates the token_state stored with each token, given new queries
-    placement: Callable | None = None  # RoPE positions of kept keys; None: their own
+    group: Grouping | None = None  # None: tokens are selected one by one
+    heads: HeadAllocator = EqualHeads()
+    layers: LayerAllocator = EqualLayers()
+    memory: TokenMemory | None = None  # updates the token_state stored with each token, given new queries
+    placement: Placement | None = None  # RoPE positions of kept keys; None: their own
     observation_window: int = 0  # number of newest queries the scorer sees; a memory with sees_all sees every query
     schedule: Schedule = Schedule()  # when to evict while decoding
     reuse: int = 1  # this many consecutive layers share the selection of the first
@@ -58,24 +80,46 @@ class Method:
         return self.retrieval is None and self.scorer is not None and self.observation_window > 0
 
     def __post_init__(self) -> None:
+        try:
+            self._check_parts()
+        except BadParameter as error:
+            raise BadParameter(f"'{self.name}': {error}" if self.name else str(error)) from None
         if self.reuse < 1:
             raise BadParameter(f"reuse={self.reuse} must be 1 (every layer selects) or more.")
-        if getattr(self.heads, "needs_scores", False) and getattr(self.scorer, "signed", False):
+        if getattr(self.heads, "needs_scores", False) and ScorerTraits.of(self.scorer).signed:
             raise BadParameter(
-                f"'{self.name}' cannot work: raw logits of different heads are not on one scale; use votes=softmax."
+                f"{self._called} cannot work: raw logits of different heads are not on one scale; use votes=softmax."
             )
+
+    def _check_parts(self) -> None:
+        """Raise for a part that lacks something, before the first prefill or decode step needs it."""
+        for role, protocol, with_step in PARTS:
+            part = getattr(self, role)
+            if part is not None:
+                check_part(part, with_step if getattr(part, "step", None) else protocol, role)
+        for role, kind in (("guard", Guard), ("schedule", Schedule), ("retrieval", RetrievalConfig)):
+            value = getattr(self, role)
+            if not isinstance(value, kind) and (role != "retrieval" or value is not None):
+                raise BadParameter(f"{role}={value!r} is not a {kind.__name__}.")
+        if self.retrieval is not None:
+            check_part(self.retrieval.chunking, Chunking, "chunking")
+            check_index(self.retrieval.index)
+
+    @property
+    def _called(self) -> str:
+        return f"'{self.name}'" if self.name else "this method"
 
     def check(self, budget: int | float | None) -> int | float:
         """Refuse a budget too small for what this method always keeps; methods that keep everything need none."""
         if budget is None and (self.scorer or self.retrieval):
-            raise BadParameter(f"'{self.name}' needs a budget: tokens per key head (512) or a fraction (0.1).")
+            raise BadParameter(f"{self._called} needs a budget: tokens per key head (512) or a fraction (0.1).")
         budget = 1.0 if budget is None else budget
         budget = check_budget(budget)
         if isinstance(budget, int):
             (self.retrieval or self.guard).check(budget, self.name)
         elif self.retrieval and self.retrieval.needs == "surprise":
             raise BadParameter(
-                f"'{self.name}' prefills in chunks of the near window, so it needs a budget in tokens, not {budget}."
+                f"{self._called} prefills in chunks of the near window, so it needs a budget in tokens, not {budget}."
             )
         return budget
 
@@ -87,14 +131,14 @@ class Method:
             return None
         if self.retrieval is not None:
             raise BadParameter(
-                f"storage='{storage}' cannot work with '{self.name}', which offloads tokens and retrieves them: "
+                f"storage='{storage}' cannot work with {self._called}, which offloads tokens and retrieves them: "
                 "use storage=None, or an eviction method such as 'kvkeep' or 'snapkv'."
             )
         if self.schedule.every is not None and self.schedule.every < GROUP_SIZE:
             often = "at every step" if self.schedule.every == 1 else f"every {self.schedule.every} steps"
             raise BadParameter(
-                f"storage='{storage}' quantizes {GROUP_SIZE} tokens together, but '{self.name}' evicts tokens {often}; "
-                f"use schedule='prompt', or a buffer of {GROUP_SIZE} or more."
+                f"storage='{storage}' quantizes {GROUP_SIZE} tokens together, but {self._called} evicts tokens "
+                f"{often}; use schedule='prompt', or a buffer of {GROUP_SIZE} or more."
             )
         return STORAGE[storage]
 

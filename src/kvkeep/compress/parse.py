@@ -9,8 +9,9 @@ from typing import Any
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.method import Method, Preset
 from kvkeep.compress.presets import METHODS, MODIFIERS
+from kvkeep.compress.protocols import Clustering, ScorerTraits
 from kvkeep.errors import BadParameter
-from kvkeep.registry import Registry, did_you_mean
+from kvkeep.registry import did_you_mean
 
 
 def parse(spec: str | Method, /, **parameters: Any) -> Method:
@@ -101,16 +102,16 @@ def _apply_modifier(method: Method, modifier: str, change: Any, base: str) -> Me
     if callable(change):
         if method.scorer is None:
             raise BadParameter(f"{spec}: '{base}' keeps everything, so there is nothing to select.")
-        if not getattr(method.scorer, "has_scores", True):
+        if not ScorerTraits.of(method.scorer).has_scores:
             raise BadParameter(f"{spec}: '{base}' orders tokens by age; there are no scores to change.")
         change = change(method)
     if "retrieval" in change:
-        if not hasattr(method.group, "members"):
+        if not isinstance(method.group, Clustering):
             raise BadParameter(f"{spec}: '{base}' has no clusters to offload; 'protokv+recall' does.")
         return replace(method, scorer=None, group=None, observation_window=0, retrieval=change["retrieval"](method))
     if method.scorer is None:
         raise BadParameter(f"{spec}: '{base}' keeps everything, so there is no budget to allocate.")
-    if not getattr(method.scorer, "has_scores", True) and getattr(change.get("heads"), "needs_scores", False):
+    if not ScorerTraits.of(method.scorer).has_scores and getattr(change.get("heads"), "needs_scores", False):
         raise BadParameter(f"{spec}: '{base}' orders tokens by age and has no scores to compare heads by.")
     if "layers" in change and not isinstance(method.layers, EqualLayers):
         raise BadParameter(f"{spec}: the budget is allocated among layers already.")
@@ -119,10 +120,5 @@ def _apply_modifier(method: Method, modifier: str, change: Any, base: str) -> Me
             f"{spec}: reuse={method.reuse} lets layers share one selection, '{modifier}' gives them different budgets; "
             "set reuse=1."
         )
-    window = max(method.observation_window, getattr(change.get("layers"), "window", 0))
+    window = max(method.observation_window, change["layers"].window if "layers" in change else 0)
     return replace(method, observation_window=window, **change)
-
-
-def catalogue() -> Registry:
-    """Every registered method with its default parameters."""
-    return Registry("method", {name: parse(name) for name in METHODS})

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from kvkeep.compress.attention import token_mask
 from kvkeep.compress.method import Method
+from kvkeep.compress.protocols import ScorerTraits
 from kvkeep.compress.select import select
 from kvkeep.types import Observation, Selection
 
@@ -29,8 +30,8 @@ def compress(seen: Observation, method: Method, budget: int, layer_budget: int |
         layer_budget = layer_budgets(method, budget, seen.seq_len, [1.0] * seen.layers)[seen.layer]
     if all(n <= layer_budget for n in seen.lengths):
         return None
-    cache_key = getattr(method.scorer, "cache_key", lambda budget: None)(budget)
-    scores = seen.memoize(cache_key and (method.scorer, cache_key), lambda: method.scorer(seen, budget))
+    scorer, cache_key = method.scorer, ScorerTraits.of(method.scorer).cache_key(budget)
+    scores = seen.memoize(cache_key and (scorer, cache_key), lambda: scorer(seen, budget))
     forced, tokens = method.guard.fit_to(budget)(seen, budget), token_mask(seen)
     units = method.group(seen, scores, tokens & ~forced) if method.group else None
     scores = scores.masked_fill(~tokens, float("-inf"))

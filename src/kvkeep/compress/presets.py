@@ -330,7 +330,7 @@ METHODS = Registry("method", {
         sentencekv, "arXiv:2504.00970", "everything; sentences are retrieved by their mean key, for every token",
         f"nothing is evicted first; the query alone retrieves, not its sentence's mean; {FIRST}",
     ),
-})  # fmt: skip
+}, plugins="kvkeep.methods")  # fmt: skip
 
 MODIFIERS = Registry("modifier", {
     "adakv": Preset(

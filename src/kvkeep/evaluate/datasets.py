@@ -52,11 +52,13 @@ def data_folder() -> Path:
     return default_folder().parents[1] / "data"
 
 
-def missing_package(name: str) -> str:
-    """Why a task cannot be downloaded, where that needs a package that is not installed; "" otherwise."""
+def why_unavailable(name: str) -> str:
+    """Why a task cannot be downloaded: no source, or a package that is not installed; "" otherwise."""
     place = name if name in SOURCES else f"short/{name}"
     source = SOURCES.get(place)
-    if source is None or source.file or (data_folder() / f"{place}.jsonl").is_file() or find_spec("datasets"):
+    if source is None:  # a file of a folder: `fetch` knows those that are there
+        return "" if "/" in name else f"has no dataset on the hub; give a folder with {name}.jsonl: --data DIR"
+    if source.file or (data_folder() / f"{place}.jsonl").is_file() or find_spec("datasets"):
         return ""
     return f"is read from {source.repo} with `datasets`, which is missing (pip install 'kvkeep[eval]')"
 

@@ -6,18 +6,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kvkeep.errors import KvkeepError, NoData, UnknownName
+from kvkeep import plugins
+from kvkeep.errors import BadInput, KvkeepError, NoData, UnknownName
 from kvkeep.evaluate import datasets
-from kvkeep.evaluate.datasets import SOURCES, fetch
+from kvkeep.evaluate.datasets import SOURCES, Source, fetch
+from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.longbench import CHINESE
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
 from kvkeep.evaluate.tasks.needle import DEPTHS, needle
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
 from kvkeep.evaluate.tasks.ruler import available, ruler
-from kvkeep.registry import did_you_mean
+from kvkeep.registry import check_new, did_you_mean
 
 SHORT = ("arc_easy", "openbookqa", "wic", "winogrande")
 READ = {
@@ -29,7 +31,25 @@ PROBLEMS = [name for name in READ if name not in SHORT]
 NEEDLES = {"needle": "sandwich", "needle_number": "number"}
 MADE = (*NEEDLES, *infinitebench.MADE)  # passkey is generated, infinitebench/passkey comes from a file
 RULER_SAMPLES = 100  # of each task and length without --limit; officially 500
+PLUGINS = "kvkeep.tasks"
+Read = TypeVar("Read", bound=Callable[[Path], list[Sample]])
 FOLDERS = {"longbench": longbench.longbench, "infinitebench": infinitebench.infinitebench}
+
+
+def register_task(name: str, source: Source | None = None) -> Callable[[Read], Read]:
+    """Make a task known by name: a decorator for a function from a file of JSON lines to its samples.
+
+    source: the dataset on the hub that the file is made of; without one, `--data DIR` has to hold NAME.jsonl.
+    """
+    check_new("task", name, _known())
+
+    def register(read: Read) -> Read:
+        READ[name] = read
+        if source is not None:
+            SOURCES[name] = source
+        return read
+
+    return register
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,11 @@ class Sources:
 
 def names() -> list[str]:
     """Tasks and groups; longbench/… and infinitebench/… take the name of a file."""
+    plugins.load(PLUGINS)
+    return _known()
+
+
+def _known() -> list[str]:
     return ["ruler", "niah", *RULER, *MADE, "short", *READ, *FOLDERS]
 
 
@@ -86,7 +111,7 @@ def why_unavailable(name: str, sources: Sources) -> str:
     if name.startswith("longbench/") and _stem(name) in CHINESE and find_spec("jieba") is None:
         return "is scored with jieba, which is missing (pip install 'kvkeep[eval]')"
     if sources.data is None:
-        return datasets.missing_package(name)
+        return datasets.why_unavailable(name)
     path = _file(name, sources.data)
     return "" if path else f"has no file {_stem(name)}.jsonl in {str(sources.data)!r} or its folders"
 
@@ -143,8 +168,17 @@ def _task(name: str, path: Path | None, tokenizer: Any, sources: Sources) -> lis
     if name in NEEDLES:
         depths = _spread(DEPTHS, sources.limit)
         return needle(tokenizer, sources.lengths, depths, sources.haystack, NEEDLES[name], seed=sources.seed)
-    read = _reader(name)(path)[: sources.limit]
+    read = _checked(name, _reader(name)(path))[: sources.limit]
     return [_with_reasoning(sample) for sample in read] if name in PROBLEMS else read
+
+
+def _checked(name: str, read: Any) -> list[Sample]:
+    """What a reader returned, refused before a model is loaded if it cannot be asked or scored."""
+    if not isinstance(read, list) or not all(isinstance(sample, Sample) for sample in read):
+        raise BadInput(f"the reader of the task '{name}' should return a list of Sample, not {read!r:.80}.")
+    for metric in {sample.metric for sample in read}:
+        METRICS[metric]  # raises for an unknown one
+    return read
 
 
 def _spread(values: Sequence[int], count: int | None) -> list[int]:
@@ -162,6 +196,8 @@ def _reader(name: str) -> Callable:
     folder, _, file = name.partition("/")
     if folder in FOLDERS and file:
         return FOLDERS[folder]
+    if name not in READ:
+        plugins.load(PLUGINS)
     if name not in READ:
         raise UnknownName(f"there is no task '{name}'.{did_you_mean(name, names())} Known: {', '.join(names())}.")
     return READ[name]

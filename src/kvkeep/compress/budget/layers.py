@@ -1,6 +1,6 @@
 """Layer budgets: tokens per key head of each layer; the total is layers * budget, exactly.
 
-floor: tokens every layer keeps; tokens: length of the text. An allocator that compares layers has `layer_weight`;
+floor: tokens every layer keeps; tokens: length of the text. An allocator that compares layers has a `layer_weight`;
 eviction then waits for the last layer: until then all layers of the forward pass are held uncompressed.
 """
 
@@ -22,7 +22,7 @@ from kvkeep.types import Observation
 
 @dataclass(frozen=True)
 class EqualLayers:
-    layer_weight = None
+    layer_weight, window = None, 0
 
     def __call__(self, budget: int, floor: int, tokens: int, layers: int) -> list[int]:
         return [budget] * layers
@@ -36,7 +36,7 @@ class Pyramid:
     """
 
     beta: int = 20
-    layer_weight = None
+    layer_weight, window = None, 0
 
     def __post_init__(self) -> None:
         if self.beta < 1:

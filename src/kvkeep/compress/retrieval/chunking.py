@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvkeep.compress.protocols import Clustering
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import assign, means
 from kvkeep.types import Observation
@@ -80,7 +80,7 @@ class Clusters:
 class MethodClusters:
     """The clusters of a method that evicts whole clusters."""
 
-    group: Callable
+    group: Clustering
     pack: int | None = None
     default: int = 128
     contiguous = uniform = False

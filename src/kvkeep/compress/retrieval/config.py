@@ -6,10 +6,10 @@ a window of queries -> one query vector -> score the units -> select units -> ga
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvkeep.compress.protocols import Chunking, RetrievalIndex
 from kvkeep.errors import BadParameter, BudgetTooSmall
 
 
@@ -28,8 +28,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    chunking: Callable  # tokens to offload -> the unit of each
-    index: Callable  # builds the units' index entries, and scores them for queries
+    chunking: Chunking  # tokens to offload -> the unit of each
+    index: RetrievalIndex  # builds the units' index entries, and scores them for queries
     window: int | None = 256  # queries that retrieve together; None: a prompt is prefilled with full attention
     far_positions: Literal["edge", "contiguous", "original"] = "edge"  # of retrieved tokens, relative to a query
     sinks: int | None = None

@@ -1,14 +1,16 @@
 """Index entries of offloaded units, and the units' scores for queries.
 
-An index has `build` (once, when tokens are offloaded) and `score` (for every window of queries). Entries and scores are
-[heads, units, …] where every key head selects for itself, [1, units, …] where all select together; entries are stored
-in the dtype of the keys.
+An index has `build` (once, when tokens are offloaded), `score` (for every window of queries), and says what it `needs`
+(compress/protocols.py). With `uses_question`, an engine gives it the queries of a question it knows. Entries and scores
+are [heads, units, …] where every key head selects for itself, [1, units, …] where all select together; entries are
+stored in the dtype of the keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -141,16 +143,14 @@ class Representatives:
     weight: float = 0.0  # of the question's score beside the window's, in prefill and decoding
     per_head: bool = False
     reverse: bool = False  # the least surprising queries count most
-    needs_mass = True
-    needs_sizes = False
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise BadParameter(f"representatives={self.count}: a chunk needs one at least.")
 
     @property
-    def needs_moments(self) -> bool:
-        return self.bias
+    def needs(self) -> frozenset[str]:
+        return frozenset({"mass", *["mass_per_head"] * self.per_head, *["moments"] * self.bias})
 
     @property
     def uses_question(self) -> bool:
@@ -194,7 +194,7 @@ class EachToken:
     The offloaded keys themselves are the index.
     """
 
-    needs_mass = needs_moments = needs_sizes = per_head = False
+    needs: ClassVar[frozenset[str]] = frozenset({"keys"})
 
     def build(self, tokens: OffloadedTokens) -> None:
         return None
@@ -211,7 +211,7 @@ class EachToken:
 class Bounds:
     """Minimum and maximum of a page's keys, per channel: an upper bound of their product with a query. Quest."""
 
-    needs_mass = needs_moments = needs_sizes = per_head = False
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     def build(self, tokens: OffloadedTokens) -> Tensor:
         """[kv_heads, units, 2, dim]"""
@@ -239,12 +239,11 @@ class Centres:
 
     estimate: bool = False
     threshold: float = 0.0
-    needs_mass = needs_moments = per_head = False
 
     @property
-    def needs_sizes(self) -> bool:
-        """Scores depend on the units' sizes, and some units may not be retrieved at all."""
-        return self.estimate
+    def needs(self) -> frozenset[str]:
+        """With `estimate`, scores depend on the units' sizes, and some units may not be retrieved at all."""
+        return frozenset({"sizes"} if self.estimate else ())
 
     def build(self, tokens: OffloadedTokens) -> Tensor:
         """[kv_heads, units, dim]"""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.compress.method import Method
-from kvkeep.compress.retrieval.index import EachToken, OffloadedTokens, RetrievalQuery
+from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery
 from kvkeep.compress.retrieval.query import Moments, concat_heads
 from kvkeep.compress.retrieval.topk import by_unit, select_units
 from kvkeep.errors import BadParameter
@@ -33,13 +33,12 @@ def retrieve_once(seen: Observation, method: Method, budget: int) -> Selection |
     keys = seen.keys[:, begin:end]
     member = config.chunking.members(keys, None, budget)
     order, size = by_unit(member)
-    mass = _mass(seen, sizes.near, config.index.per_head)[..., begin:end] if config.index.needs_mass else None
-    unit_index = (
-        [keys]
-        if isinstance(config.index, EachToken)
-        else config.index.build(OffloadedTokens(keys, mass, member, size.shape[1]))
-    )
-    moments = Moments.of(concat_heads(seen.queries, seen.kv_heads)) if config.index.needs_moments else None
+    needs, mass = config.index.needs, None
+    if "mass" in needs:
+        mass = _mass(seen, sizes.near, "mass_per_head" in needs)[..., begin:end]
+    built = config.index.build(OffloadedTokens(keys, mass, member, size.shape[1]))
+    unit_index = [keys] if "keys" in needs else built
+    moments = Moments.of(concat_heads(seen.queries, seen.kv_heads)) if "moments" in needs else None
     query = RetrievalQuery(seen.queries[:, -1:], seen.kv_heads, seen.scale, moments, prefill=False)
     scores = config.index.score(query, unit_index, size)
     unit = config.chunking.uniform_size(budget)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvkeep.compress.attention import squared_value_norms, token_mask
 from kvkeep.compress.pooling import check_pool, pool
+from kvkeep.compress.protocols import Scorer, ScorerTraits
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
@@ -17,20 +18,19 @@ from kvkeep.types import Observation
 class ValueNormScorer:
     """power 1: squared norms, as AhaKV; 0.5: norms."""
 
-    scorer: Callable[[Observation, int], Tensor]
+    scorer: Scorer
     power: float = 1.0
     pool: int = 5
 
     def __post_init__(self) -> None:
         check_pool("value_pool", self.pool)
-        if getattr(self.scorer, "signed", False):
+        if ScorerTraits.of(self.scorer).signed:
             raise BadParameter("negative scores cannot be weighted by values; use protokv:votes=softmax.")
         if self.power <= 0:
             raise BadParameter(f"power={self.power} does not favour large values; use more than 0.")
 
-    def cache_key(self, budget: int) -> int | None:
-        cache_key = getattr(self.scorer, "cache_key", None)
-        return cache_key(budget) if cache_key else None
+    def cache_key(self, budget: int) -> Hashable:
+        return ScorerTraits.of(self.scorer).cache_key(budget)
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         tokens = token_mask(seen)
