@@ -13,6 +13,21 @@ PAD_POSITION = 2**31 - 1  # of padding where key heads hold different numbers of
 
 
 @dataclass(frozen=True)
+class Budget:
+    """Tokens per key head: so many, or a fraction of the tokens seen."""
+
+    value: int | float
+
+    @property
+    def is_fixed(self) -> bool:
+        return isinstance(self.value, int)
+
+    def tokens(self, seen: int) -> int:
+        """For a text of `seen` tokens."""
+        return self.value if isinstance(self.value, int) else max(1, int(self.value * seen + 1e-9))
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Keys and values with per-token data: [n, …] for one key head, [kv_heads, n, …] for several."""
 

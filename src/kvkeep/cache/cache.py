@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
 from kvkeep.model.rope import rotations
 from kvkeep.storage.offload.disk import DiskStore
 from kvkeep.storage.offload.host import HostMemoryBudget
+from kvkeep.types import Budget
 
 
 class Cache(HFCacheAdapter):
@@ -72,14 +72,14 @@ class Cache(HFCacheAdapter):
         self._init_state()
 
     def _init_state(self) -> None:
-        self.tracker = PaddingTracker(partial(self.method.tokens, self.budget), self.method.schedule)
+        self.tracker = PaddingTracker(Budget(self.budget), self.method.schedule)
         self.layout: BatchLayout | None = None  # of the current forward pass
         self.in_forward = False  # from the mask, or the first layer, to the last
         self.attention_check = AttentionCheck(self.name)
         self.backend = self._new_backend()
 
     def _new_backend(self) -> CacheBackend:
-        how = self.method, self.budget, self.compressed_layers, self.rotations
+        how = self.method, Budget(self.budget), self.compressed_layers, self.rotations
         if self.method.retrieval:
             return RetrievalBackend(*how, self.host_budget, self.attention_check)
         return EvictingBackend(*how, self.context_length, self.bits, self.attention_check)

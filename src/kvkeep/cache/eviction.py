@@ -23,6 +23,7 @@ from kvkeep.kernels.torch.reference import segment_attention
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 from kvkeep.model.rope import Rotation
 from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
+from kvkeep.types import Budget
 
 
 @dataclass
@@ -30,7 +31,7 @@ class EvictingBackend:
     """Keeps each layer's tokens in ragged buffers: append, attend, and evict down to the budget when that is due."""
 
     method: Method
-    budget: int | float
+    budget: Budget
     layers: list[int]
     rotations: dict[int, Rotation | None]
     context_length: int
@@ -147,4 +148,6 @@ class EvictingBackend:
 
     def report(self, tokens_seen: Sequence[int]) -> Report:
         layers = [self.store[i] for i in self.layers]
-        return Report.of(self.method.name, self.budget, tokens_seen, layers, self.query_buffer.nbytes, self.peak_bytes)
+        return Report.of(
+            self.method.name, self.budget.value, tokens_seen, layers, self.query_buffer.nbytes, self.peak_bytes
+        )

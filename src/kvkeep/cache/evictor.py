@@ -16,7 +16,7 @@ from kvkeep.compress.pipeline import compress, layer_budgets, update_token_state
 from kvkeep.compress.positions import PlacementInput
 from kvkeep.model.rope import Rotation
 from kvkeep.storage.ragged import RaggedLayer
-from kvkeep.types import Observation, Selection, Tokens
+from kvkeep.types import Budget, Observation, Selection, Tokens
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class EvictionCandidate:
 @dataclass
 class Evictor:
     method: Method
-    budget: int | float
+    budget: Budget
     store: dict[int, RaggedLayer]
     rotations: dict[int, Rotation | None]
     context_length: int
@@ -63,7 +63,7 @@ class Evictor:
         return replace(row, observation=observation, tokens=replace(row.tokens, token_state=observation.token_state))
 
     def _tokens(self, observation: Observation) -> int:
-        return self.method.tokens(self.budget, observation.seq_len)
+        return self.budget.tokens(observation.seq_len)
 
     def _layer_budgets(self, layers: list[EvictionCandidate]) -> list[int] | None:
         """One row's budget in every layer."""

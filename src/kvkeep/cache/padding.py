@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import CacheMisuse
+from kvkeep.types import Budget
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,8 @@ class BatchLayout:
 class PaddingTracker:
     """Counts every row's tokens over the life of a cache, and says when a row is evicted from."""
 
-    def __init__(self, tokens: Callable[[int], int], schedule: Schedule) -> None:
-        self.tokens = tokens  # tokens seen by a row -> its budget
-        self.schedule = schedule
+    def __init__(self, budget: Budget, schedule: Schedule) -> None:
+        self.budget, self.schedule = budget, schedule
         self.seen: list[int] = []  # tokens of each row so far, padding excluded
         self.kept: list[int] = []  # of these, how many the budget leaves to each key head on average
         self.padded_length = 0  # tokens of each row so far, padding included
@@ -90,7 +90,7 @@ class PaddingTracker:
         if self.frozen:
             return False
         if count == 1 and self.seen[row]:
-            return self.schedule.evict_now(self.kept[row] + 1, self.tokens(self.seen[row] + 1))
+            return self.schedule.evict_now(self.kept[row] + 1, self.budget.tokens(self.seen[row] + 1))
         return count > 0
 
     def _token_columns(self, padding: Tensor | None, q: int) -> list[Tensor] | None:
@@ -115,7 +115,8 @@ class PaddingTracker:
         self.prompt = [s + n if n > 1 or not s else prompt for s, prompt, n in before]
         self.seen = [s + n for s, n in zip(self.seen, layout.counts, strict=True)]
         held = [h + n for h, n in zip(self.kept, layout.counts, strict=True)]
-        limits = [self.tokens(s) if evict else h for s, h, evict in zip(self.seen, held, layout.evict_now, strict=True)]
+        rows = zip(self.seen, held, layout.evict_now, strict=True)
+        limits = [self.budget.tokens(seen) if evict else kept for seen, kept, evict in rows]
         self.kept = [min(h, limit) for h, limit in zip(held, limits, strict=True)]
         self.padded_length += q
         self.attention_mask = padding if padding is not None else self.attention_mask

@@ -29,12 +29,13 @@ from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.rope import Rotation
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore, Pair
 from kvkeep.storage.offload.layer_state import AppendBuffer, LayerState, Retrieved, append_merged
+from kvkeep.types import Budget
 
 
 @dataclass
 class RetrievalBackend:
     method: Method
-    budget: int | float
+    budget: Budget
     layers: list[int]
     rotations: dict[int, Rotation | None]
     host_budget: HostMemoryBudget
@@ -70,7 +71,7 @@ class RetrievalBackend:
 
     def fits(self, count: int) -> bool:
         """Whether the model's own attention can do a first pass of this many tokens."""
-        return self.config.window is None or count <= self.method.tokens(self.budget, count)
+        return self.config.window is None or count <= self.budget.tokens(count)
 
     def _empty(self, call: AttentionCall) -> LayerState:
         near = tuple(t[0, :, :0].detach() for t in (call.key, call.value))
@@ -85,7 +86,7 @@ class RetrievalBackend:
         for start in range(0, q.shape[1], size):
             output, state = layer.window(state, chunk, start, min(start + size, q.shape[1]), skip_output)
             outputs.append(output)
-        budget = self.method.tokens(self.budget, state.seen)
+        budget = self.budget.tokens(state.seen)
         if state.seen > budget and not layer.is_frozen(state):
             state = layer.offload(state, chunk, budget)
             if state.device_tokens > budget:
@@ -173,7 +174,7 @@ class RetrievalBackend:
         return sum(state.nbytes for rows in self.states.values() for state in rows)
 
     def report(self, tokens_seen: Sequence[int]) -> Report:
-        return Report.of_retrieval(self.method.name, self.budget, tokens_seen, self.states, self.peak_bytes)
+        return Report.of_retrieval(self.method.name, self.budget.value, tokens_seen, self.states, self.peak_bytes)
 
 
 class PrefillChunk:
@@ -198,7 +199,7 @@ class PrefillChunk:
         layer = self.layer
         if not layer.config.moves_keys:
             return self.queries[:, start:end]
-        if not isinstance(layer.backend.budget, int):  # the near window grows from window to window
+        if not layer.backend.budget.is_fixed:  # the near window grows from window to window
             return self._at_edge(start, end, near)
         if self.rotated is None:
             self.rotated = self._at_edge(0, self.queries.shape[1], near)
@@ -228,7 +229,7 @@ class LayerRetriever:
     ) -> tuple[Tensor | None, LayerState]:
         """Attention of the queries from start to end."""
         config, q, seen = self.config, chunk.queries[:, start:end], state.seen + end - start
-        budget = self.backend.method.tokens(self.backend.budget, seen)
+        budget = self.backend.budget.tokens(seen)
         sizes, far = config.sizes(budget), None
         full_attention = config.window is None and not self.decoding
         if seen > budget and not full_attention and not self.is_frozen(state):
@@ -344,7 +345,8 @@ class LayerRetriever:
     @property
     def _unit(self) -> int:
         """Tokens of every unit, where a budget in tokens makes them uniform; else 1."""
-        return self.config.chunking.uniform_size(self.backend.budget) if isinstance(self.backend.budget, int) else 1
+        budget = self.backend.budget
+        return self.config.chunking.uniform_size(budget.value) if budget.is_fixed else 1
 
     def _retrieve(self, state: LayerState, queries: Tensor, vector: Tensor | None, budget: int) -> LayerState:
         """Select units for the window's queries; vector: their one query vector, where it is known."""

@@ -24,7 +24,7 @@ from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.rope import Rotation
 from kvkeep.storage.inplace import InplaceBatch
 from kvkeep.storage.ragged import RaggedLayer
-from kvkeep.types import PAD_POSITION, Step
+from kvkeep.types import PAD_POSITION, Budget, Step
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,17 @@ class SinkKeys:
 @dataclass
 class StepEvictor:
     method: Method
-    budget: int | float
+    budget: Budget
     rotations: dict[int, Rotation | None]
     context_length: int
 
     def __post_init__(self) -> None:
         memory = self.method.memory
-        self.updates_state = isinstance(memory, StepMemory) and isinstance(self.budget, int)
+        self.updates_state = isinstance(memory, StepMemory) and self.budget.is_fixed
         # token state is made of attention, even where the scorer itself needs none
         self.needs_attention = memory is not None or ScorerTraits.of(self.method.scorer).needs_attention
         self.supported = (
-            isinstance(self.budget, int)
+            self.budget.is_fixed
             and isinstance(self.method.scorer, StepScorer)
             and (memory is None or self.updates_state)
             and self.method.group is None
@@ -83,7 +83,7 @@ class StepEvictor:
 
     def can_evict_one(self, layer: RaggedLayer, layout: BatchLayout) -> bool:
         """Every row gets one token, and all of them are exactly full."""
-        full = layer.is_uniform and layer.lengths[0] == self.budget
+        full = layer.is_uniform and layer.lengths[0] == self.budget.value
         return self.supported and layout.is_step and all(layout.evict_now) and full
 
     def can_append(self, layer: RaggedLayer, layout: BatchLayout) -> bool:
@@ -95,7 +95,8 @@ class StepEvictor:
         self.clear()
         self.positions = torch.cat(layout.positions)
         self.lengths = [before + 1 for before in layout.seen]
-        moves = self.supported and self.method.placement and self.method.guard.sinks and min(layout.seen) >= self.budget
+        full = self.supported and min(layout.seen) >= self.budget.value
+        moves = full and self.method.placement and self.method.guard.sinks
         self.rope_positions = self._sink_positions() if moves else None
 
     def _sink_positions(self) -> Tensor | None:
@@ -103,10 +104,10 @@ class StepEvictor:
 
         [rows, sinks]
         """
-        sinks, late, rows = self.method.guard.sinks, self.budget - self.method.guard.sinks, []
+        sinks, late, rows = self.method.guard.sinks, self.budget.value - self.method.guard.sinks, []
         for length in self.lengths:
             kept = torch.cat([torch.arange(sinks), torch.arange(length - late, length)])
-            where = PlacementInput(kept, length, self.budget, self.context_length)
+            where = PlacementInput(kept, length, self.budget.value, self.context_length)
             rows.append(self.method.placement(where)[:sinks])
         rope_positions = torch.stack(rows)
         return None if bool((rope_positions == torch.arange(sinks)).all()) else rope_positions.to(torch.int32)
@@ -158,7 +159,7 @@ class StepEvictor:
         ]
         positions, token_state = (torch.cat(parts) for parts in zip(*each, strict=True))
         newest = torch.full(positions.shape[:2], positions.shape[2] - 1, device=positions.device)
-        updated = self.method.memory.step(self._step(alike, positions, token_state, newest), self.budget)
+        updated = self.method.memory.step(self._step(alike, positions, token_state, newest), self.budget.value)
         for (_, mine), new in zip(each, updated.chunk(len(alike)), strict=True):
             mine.copy_(new)
 
@@ -170,7 +171,7 @@ class StepEvictor:
         batch.insert(self.positions.to(batch.token_positions.device))
         step = self._step(alike, batch.token_positions, batch.token_state, batch.free_slot)
         if self.method.memory:
-            step = replace(step, token_state=self.method.memory.step(step, self.budget))
+            step = replace(step, token_state=self.method.memory.step(step, self.budget.value))
         batch.evict(self._lowest_scored(step), step.token_state)
         if self.rope_positions is not None:
             sinks = sinks or self._sink_keys(batch)
@@ -193,8 +194,8 @@ class StepEvictor:
 
     def _lowest_scored(self, step: Step) -> Tensor:
         """The slot of each key head's token to evict; of equal scores, the earliest. [rows, kv_heads]"""
-        scores = self.method.scorer.step(step, self.budget).float()
-        scores = scores.masked_fill(self.method.guard.step(step, self.budget), float("inf"))
+        scores = self.method.scorer.step(step, self.budget.value).float()
+        scores = scores.masked_fill(self.method.guard.step(step, self.budget.value), float("inf"))
         lowest = scores <= scores.amin(-1, keepdim=True)
         return torch.where(lowest, step.token_positions, PAD_POSITION).argmin(-1)
 

@@ -12,7 +12,7 @@ from kvkeep.compress.parse import parse
 from kvkeep.compress.pipeline import compress, update_token_state
 from kvkeep.compress.retrieval.oneshot import retrieve_once
 from kvkeep.errors import BadParameter, BadTensor
-from kvkeep.types import Observation, Selection
+from kvkeep.types import Budget, Observation, Selection
 
 
 def select(
@@ -49,7 +49,7 @@ def select(
         queries, keys, values, positions, (n,) * kv_heads, n, n, scale or dim**-0.5,
         token_state=token_state, layer=layer, layers=layers,
     )  # fmt: skip
-    tokens = chosen_method.tokens(budget, n)
+    tokens = Budget(budget).tokens(n)
     if chosen_method.retrieval:
         kept = retrieve_once(seen, chosen_method, tokens)
     else:

@@ -62,10 +62,6 @@ class Method:
     deviates: str = ""  # where this differs from the paper
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
-    def tokens(self, budget: int | float, seen: int) -> int:
-        """The budget in tokens per key head for a text of `seen` tokens."""
-        return budget if isinstance(budget, int) else max(1, int(budget * seen + 1e-9))
-
     @property
     def extends_context(self) -> bool:
         """Queries never attend farther than the trained context, so texts may be longer than it."""

@@ -138,4 +138,4 @@ def _max_layer_factor(like: Sequence) -> int:
 
 def _kept(like: Sequence, tokens: int) -> int:
     method = like.config.method
-    return tokens if method.scorer is None else min(tokens, method.tokens(like.cache.budget, tokens))
+    return tokens if method.scorer is None else min(tokens, like.cache.backend.budget.tokens(tokens))

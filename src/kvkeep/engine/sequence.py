@@ -92,7 +92,7 @@ class Sequence:
         retrieval, model = self.config.method.retrieval, self.config.model
         if question.strip() and retrieval and getattr(retrieval.index, "uses_question", False):
             ids = self.config.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
-            edge = retrieval.sizes(self.config.method.tokens(self.cache.budget, tokens)).near
+            edge = retrieval.sizes(self.cache.backend.budget.tokens(tokens)).near
             queries = capture_question_queries(model, ids.to(execution_device(model)), self.cache.rotations, edge)
             self.cache.backend.question = queries
 
@@ -135,7 +135,7 @@ class Sequence:
         """Tokens of one forward pass of a prefill of so many."""
         config, retrieval = self.config, self.config.method.retrieval
         if retrieval and retrieval.needs == "surprise":  # known only after a pass, needed before tokens are offloaded
-            near = retrieval.sizes(config.method.tokens(self.cache.budget, tokens)).near
+            near = retrieval.sizes(self.cache.backend.budget.tokens(tokens)).near
             return min(config.prefill_chunk_size or PREFILL_CHUNK_SIZE, near)
         if config.prefill_chunk_size:
             return config.prefill_chunk_size
