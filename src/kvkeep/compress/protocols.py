@@ -110,14 +110,14 @@ class RetrievalIndex(Protocol):
     """Builds the index entries of offloaded units, and scores units for queries; see retrieval/index.py.
 
     needs, any of: "mass", the attention tokens got, "mass_per_head", of each query head; "moments" of all queries, from
-    which one vector is made for a window (see `MomentsIndex`); "sizes" of the units, always; "keys": the offloaded keys
-    are the index, `build` returns None.
+    which one vector is made for a window (see `MomentsIndex`); "sizes" of the units, else None where all have one size;
+    "keys": the offloaded keys are the index, and `build` returns None.
     """
 
     @property
     def needs(self) -> frozenset[str]: ...
     def build(self, tokens: OffloadedTokens, /) -> Tensor | None: ...
-    def score(self, query: RetrievalQuery, unit_index: Any, sizes: Tensor | None, /) -> Tensor: ...
+    def score(self, query: RetrievalQuery, unit_index: Any, sizes: Any, /) -> Tensor: ...
 
 
 class MomentsIndex(RetrievalIndex, Protocol):

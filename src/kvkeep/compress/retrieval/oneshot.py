@@ -20,6 +20,7 @@ def retrieve_once(seen: Observation, method: Method, budget: int) -> Selection |
     Keys are used as given: to score them without their positions, give unrotated queries and keys.
     """
     config, n = method.retrieval, seen.tokens
+    assert config is not None
     if n <= budget:
         return None
     if config.needs:
