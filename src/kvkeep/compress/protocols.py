@@ -20,7 +20,7 @@ from kvkeep.errors import BadParameter
 from kvkeep.registry import did_you_mean
 from kvkeep.types import Observation, Step
 
-NEEDS = ("mass", "mass_per_head", "moments", "sizes", "keys")
+NEEDS = ("mass", "mass_per_head", "moments", "sizes", "keys", "question")
 
 
 class Scorer(Protocol):
@@ -111,7 +111,7 @@ class RetrievalIndex(Protocol):
 
     needs, any of: "mass", the attention tokens got, "mass_per_head", of each query head; "moments" of all queries, from
     which one vector is made for a window (see `MomentsIndex`); "sizes" of the units, else None where all have one size;
-    "keys": the offloaded keys are the index, and `build` returns None.
+    "keys": the offloaded keys are the index, and `build` returns None; "question": the queries of one that is known.
     """
 
     @property

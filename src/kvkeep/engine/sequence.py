@@ -90,7 +90,7 @@ class Sequence:
     def set_question(self, question: str, tokens: int) -> None:
         """Capture the question's queries, for a method that retrieves with them, before a prefill of so many tokens."""
         retrieval, model = self.config.method.retrieval, self.config.model
-        if question.strip() and retrieval and getattr(retrieval.index, "uses_question", False):
+        if question.strip() and retrieval and "question" in retrieval.index.needs:
             ids = self.config.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
             edge = retrieval.sizes(self.cache.backend.budget.tokens(tokens)).near
             queries = capture_question_queries(model, ids.to(execution_device(model)), self.cache.rotations, edge)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model.default_model import (
@@ -17,6 +17,9 @@ from kvkeep.model.default_model import (
     fetch_default,
 )
 from kvkeep.model.missing_packages import causes, first_line, missing_package
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
@@ -43,7 +46,7 @@ def known_models() -> list[KnownModel]:
 
 def load(
     name: str | None = None, *, device: Any = None, dtype: Any = None, progress: Say | None = None
-) -> tuple[Any, Any]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer, ready to generate.
 
     name: None or "default" for the default model, else a hub id or a local folder.

@@ -1,15 +1,15 @@
 """Index entries of offloaded units, and the units' scores for queries.
 
 An index has `build` (once, when tokens are offloaded), `score` (for every window of queries), and says what it `needs`
-(compress/protocols.py). With `uses_question`, an engine gives it the queries of a question it knows. Entries and scores
-are [heads, units, …] where every key head selects for itself, [1, units, …] where all select together; entries are
-stored in the dtype of the keys.
+(compress/protocols.py). Entries and scores are [heads, units, …] where every key head selects for itself, [1, units, …]
+where all select together; entries are stored in the dtype of the keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -148,14 +148,11 @@ class Representatives:
         if self.count < 1:
             raise BadParameter(f"representatives={self.count}: a chunk needs one at least.")
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[str]:
-        return frozenset({"mass", *["mass_per_head"] * self.per_head, *["moments"] * self.bias})
-
-    @property
-    def uses_question(self) -> bool:
-        """The question changes what is retrieved."""
-        return self.question_in_window or self.weight > 0
+        asked = self.question_in_window or self.weight > 0
+        optional = {"mass_per_head": self.per_head, "moments": self.bias, "question": asked}
+        return frozenset({"mass", *(need for need, needed in optional.items() if needed)})
 
     def build(self, tokens: OffloadedTokens) -> Tensor:
         """The mean of a unit's representatives, heads concatenated. [1, units, kv_heads * dim]"""
