@@ -362,14 +362,14 @@ def test_copies_on_the_device_change_nothing():
     """What a GPU keeps of the blocks fetched last, tried without one."""
     model = llama(num_hidden_layers=2)
     want, got = (kvkeep.Cache(model, "infllm", 64, window=16) for _ in range(2))
-    empty = got.retrieval._empty
+    empty = got.backend._empty
 
     def with_copies(new):
         state = empty(new)
         state.host.device_lru = DeviceLRU(torch.device("cpu"))
         return state
 
-    got.retrieval._empty = with_copies
+    got.backend._empty = with_copies
     for each in (want, got):
         model(IDS[:, :200], past_key_values=each)
     twin = got.fork()
@@ -379,8 +379,8 @@ def test_copies_on_the_device_change_nothing():
     for t in range(250, 300):  # another continuation: what the copy fetched must not be taken for it
         logits = [model(IDS[:, t : t + 1], past_key_values=each).logits for each in (want, got)]
         assert logits[0].equal(logits[1])
-    device_lru = got.retrieval.states[0][0].host.device_lru
-    fetched = got.retrieval.states[0][0].retrieved.index.shape[1] // 8
+    device_lru = got.backend.states[0][0].host.device_lru
+    fetched = got.backend.states[0][0].retrieved.index.shape[1] // 8
     assert 0 < len(device_lru.held) <= 2 * fetched and got.nbytes > want.nbytes
 
 
