@@ -458,6 +458,8 @@ def test_lengths_that_are_checked_here_are_not_warned_of(caplog):
 
     tokenizer = tiny_chat.tokenizer()
     tokenizer.model_max_length = 8
+    before = logging.get_verbosity()  # a test before this one may have silenced transformers
+    logging.set_verbosity_warning()
     logging.enable_propagation()
     try:
         assert encode(tokenizer, "longer than eight bytes").shape[1] > 8
@@ -466,3 +468,4 @@ def test_lengths_that_are_checked_here_are_not_warned_of(caplog):
         assert "longer than the specified maximum" in caplog.text
     finally:
         logging.disable_propagation()
+        logging.set_verbosity(before)
