@@ -6,6 +6,9 @@ from functools import wraps
 import numpy as np
 import torch
 
+from kvkeep.compress.retrieval.query import Moments
+from kvkeep.storage.offload.host import HostStore
+
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1), (1, 1), (3, 3)]
 LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34]
 CPU = torch.device("cpu")
@@ -63,3 +66,37 @@ def tokens_of(member):
 
 def close(got, want, rtol=1e-5, atol=1e-5):
     np.testing.assert_allclose(np.asarray(got, dtype=np.float64), np.asarray(want), rtol=rtol, atol=atol)
+
+
+def fill(rng, host_budget, blocks=None, heads=None):
+    """A store of random blocks, and all that is in it as two plain tensors."""
+    heads, (dim, value_dim) = heads or int(rng.integers(1, 4)), rng.integers(1, 5, 2).tolist()
+    host, pairs = HostStore(host_budget, CPU), []
+    for _ in range(blocks or int(rng.integers(1, 7))):
+        n = int(rng.integers(1, 8))
+        pairs.append((single(noise(rng, heads, n, dim)), single(noise(rng, heads, n, value_dim))))
+        host = host.put(*pairs[-1])
+    return host, tuple(torch.cat(part, 1) for part in zip(*pairs, strict=True))
+
+
+def some(rng, rows, n, count):
+    """Ascending token numbers [rows, count]"""
+    return torch.tensor(np.sort([rng.choice(n, count, replace=False) for _ in range(rows)]))
+
+
+def same(pair, whole, index):
+    index = index.expand(len(whole[0]), -1)
+    return all(
+        got.equal(torch.stack([part[h, row] for h, row in enumerate(index)]))
+        for got, part in zip(pair, whole, strict=True)
+    )
+
+
+def in_windows(rng, vectors):
+    """Moments brought up to date window by window, wherever the windows end."""
+    ends = sorted({*rng.integers(1, len(vectors) + 1, rng.integers(0, 6)).tolist(), len(vectors)})
+    known = None
+    for first, last in zip([0, *ends], ends, strict=False):
+        mine = Moments.of(single(vectors[first:last]))
+        known = known.merge(mine) if known else mine
+    return known

@@ -1,4 +1,4 @@
-"""Methods that drop nothing, against replays of the whole history and against plain attention."""
+"""Retrieval methods, against replays of the whole history and against plain attention."""
 
 from dataclasses import replace
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from draws import close, cut_up, draw, many, noise, single, tokens_of
+from draws import close, cut_up, draw, in_windows, many, noise, single, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -25,17 +25,6 @@ from kvkeep.compress.retrieval.index import (
     chosen_in_units,
     ranked_in_units,
 )
-from kvkeep.compress.retrieval.query import Moments
-
-
-def in_windows(rng, vectors):
-    """Moments brought up to date window by window, wherever the windows end."""
-    ends = sorted({*rng.integers(1, len(vectors) + 1, rng.integers(0, 6)).tolist(), len(vectors)})
-    known = None
-    for first, last in zip([0, *ends], ends, strict=False):
-        mine = Moments.of(single(vectors[first:last]))
-        known = known.merge(mine) if known else mine
-    return known
 
 
 @pytest.mark.core

@@ -2,20 +2,10 @@
 
 import numpy as np
 import pytest
-from draws import close, draw, many, noise, single
+from draws import close, draw, in_windows, many, noise, single
 from oracles import retrieval as r
 
-from kvkeep.compress.retrieval.query import Moments, activation_bias, concat_heads
-
-
-def in_windows(rng, vectors):
-    """Moments brought up to date window by window, wherever the windows end."""
-    ends = sorted({*rng.integers(1, len(vectors) + 1, rng.integers(0, 6)).tolist(), len(vectors)})
-    known = None
-    for first, last in zip([0, *ends], ends, strict=False):
-        mine = Moments.of(single(vectors[first:last]))
-        known = known.merge(mine) if known else mine
-    return known
+from kvkeep.compress.retrieval.query import activation_bias, concat_heads
 
 
 @pytest.mark.core

@@ -3,34 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from draws import CPU, many, noise, single
+from draws import CPU, fill, many, same, some
 
 from kvkeep.errors import StoreFull
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore, runs
-
-
-def fill(rng, host_budget, blocks=None, heads=None):
-    """A store of random slabs, and all that is in it as two plain tensors."""
-    heads, (dim, value_dim) = heads or int(rng.integers(1, 4)), rng.integers(1, 5, 2).tolist()
-    host, pairs = HostStore(host_budget, CPU), []
-    for _ in range(blocks or int(rng.integers(1, 7))):
-        n = int(rng.integers(1, 8))
-        pairs.append((single(noise(rng, heads, n, dim)), single(noise(rng, heads, n, value_dim))))
-        host = host.put(*pairs[-1])
-    return host, tuple(torch.cat(part, 1) for part in zip(*pairs, strict=True))
-
-
-def some(rng, rows, n, count):
-    """Ascending token numbers [rows, count]"""
-    return torch.tensor(np.sort([rng.choice(n, count, replace=False) for _ in range(rows)]))
-
-
-def same(pair, whole, index):
-    index = index.expand(len(whole[0]), -1)
-    return all(
-        got.equal(torch.stack([part[h, row] for h, row in enumerate(index)]))
-        for got, part in zip(pair, whole, strict=True)
-    )
 
 
 @pytest.mark.core

@@ -12,7 +12,6 @@ from kvkeep.cache.report import Report
 from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.compress.method import Method
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.storage.offload.host import HostMemoryBudget
 
 
 class CacheBackend(Protocol):
@@ -68,7 +67,6 @@ class CacheState(Protocol):
     storage: str | None
     backend: Any
     tracker: PaddingTracker
-    host_budget: HostMemoryBudget
     in_forward: bool
     layers: list[Any]
     hf_layers: list[Any]
