@@ -46,8 +46,9 @@ first-run:  ## an empty environment, no extras, a fresh model folder, one questi
 gpu-test:  ## on a machine with a GPU and torch: the kernels, and other GPU code
 	PYTHONPATH=src python -m pytest -q tests/kernels/*_cases.py tests/test_gpu.py tests/engine/test_pooled_batch.py tests/kernels/test_reference.py
 
-lint: .venv/.dev  ## ruff
+lint: .venv/.dev  ## ruff and mypy
 	.venv/bin/ruff check .
+	.venv/bin/python -m mypy
 
 model: .venv/.ready  ## fetch the default model (once)
 	.venv/bin/python -c "from kvkeep.model.default_model import fetch_default; fetch_default(print)"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NOTHING = torch.empty(0)  # in place of a tensor that is not needed
 PAD_POSITION = 2**31 - 1  # of padding where key heads hold different numbers of tokens: later than any query
 
 
@@ -17,10 +18,6 @@ class Budget:
     """Tokens per key head: so many, or a fraction of the tokens seen."""
 
     value: int | float
-
-    @property
-    def is_fixed(self) -> bool:
-        return isinstance(self.value, int)
 
     def tokens(self, seen: int) -> int:
         """For a text of `seen` tokens."""
@@ -39,11 +36,16 @@ class Tokens:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Tokens:
         """Apply one function to every tensor."""
-        return Tokens(*(None if t is None else change(t) for t in self.parts))
+        return Tokens(**{name: change(part) for name, part in self.parts.items()})
+
+    def __getitem__(self, where: Any) -> Tokens:
+        """Every tensor indexed alike."""
+        return self.map(lambda part: part[where])
 
     @property
-    def parts(self) -> tuple[Tensor | None, ...]:
-        return self.keys, self.values, self.token_positions, self.rope_positions, self.token_state
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that there are, by name."""
+        return {name: part for name, part in vars(self).items() if part is not None}
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Observation:
     scale: float  # the model's softmax scale
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [heads] learned extra logit of gpt-oss-like attention
-    token_state: Tensor | None = None  # [kv_heads, n, k]
+    token_state: Tensor = NOTHING  # [kv_heads, n, k] of a method that has a memory
     layer: int = 0
     layers: int = 1
     lse: Tensor | None = None  # [heads, w] log-sum-exp of each query's logits, where the attention kernel returned it
@@ -101,10 +103,10 @@ class Step:
     """
 
     token_positions: Tensor  # [rows, kv_heads, n] index of each token in the text
-    token_state: Tensor | None  # [rows, kv_heads, n, k]
+    token_state: Tensor  # [rows, kv_heads, n, k] of a method that has a memory
     newest: Tensor  # [rows, kv_heads] index of the new token
-    logits: Tensor | None  # [rows, kv_heads, group, n] float32, input of the model's softmax; None if not needed
-    probs: Tensor | None  # its output
+    logits: Tensor  # [rows, kv_heads, group, n] float32, input of the model's softmax; NOTHING if not needed
+    probs: Tensor  # its output
     value: Tensor  # [rows, kv_heads, dim] of the new token
     lengths: list[int]  # tokens of text of each row so far
     scale: float

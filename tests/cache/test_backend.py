@@ -57,7 +57,7 @@ def test_positions_live_where_the_layers_keys_live(model):
     """Under a device map, a layer's index lies on that layer's device, not on the first one's."""
     cache = kvkeep.Cache(model, "full")
     nothing = {name: lambda *_: None for name in ("check", "check_nan", "raise_if_failed")}
-    cache.attention_check = cache.backend.attention_check = SimpleNamespace(**nothing)
+    cache.backend.attention_check = SimpleNamespace(**nothing)
     for index, device in enumerate(("cpu", "meta", "meta")):
         q, kv = torch.zeros(1, 4, 5, 16, device=device), torch.zeros(1, 2, 5, 16, device=device)
         cache.attend(index, AttentionCall(q, kv, kv, None, lambda q=q: (q.transpose(1, 2), None), 0.25, None, None))

@@ -165,7 +165,7 @@ def test_a_report_prints_and_counts(tiny):
         (BadParameter, "bits=40", lambda m: kvkeep.Cache(m, "protokv", 64, bits=40)),
         (BadParameter, "chunk=0", lambda m: kvkeep.Cache(m, "chunkkv", 64, chunk=0)),
         (BadParameter, "chunk=500.*240 tokens", lambda m: fed(m, "chunkkv", 64, chunk=500)),
-        (BadParameter, "gap=4090.*window of 4096", lambda m: fed(m, "intelllm", 64, gap=4090)),
+        (BadParameter, "gap=4090.*context length of 4096", lambda m: fed(m, "intelllm", 64, gap=4090)),
         (BadParameter, "random=1.5", lambda m: kvkeep.Cache(m, "nacl", 64, random=1.5)),
         (BadParameter, "mode='far'", lambda m: kvkeep.Cache(m, "intelllm", 64, mode="far")),
         (BadParameter, "votes='loud'", lambda m: kvkeep.Cache(m, "protokv", 64, votes="loud")),

@@ -49,7 +49,7 @@ def kept_at_every_step(model, *args, **options):
 def peek(cache):
     """Positions held, without putting anything in order."""
     layer = cache.backend.store[0]
-    if layer.free_slots is None:
+    if not len(layer.free_slots):
         return cache.kept(0)[0]
     positions = layer.flat.token_positions.clone()
     positions[layer.free_slots] = -1
@@ -385,7 +385,7 @@ def test_looking_at_one_layer_changes_nothing(spec):
 def test_ahakv_notes_the_same_however_a_step_is_done(family, options):
     model = build(family, "eager")
     fast, general = (kvkeep.Cache(model, "ahakv", 24, recent=4, **options) for _ in range(2))
-    general.backend.step_evictor.supported, general.backend.step_evictor.can_append = False, lambda *_: False
+    general.backend.step_evictor.scorer, general.backend.step_evictor.can_append = None, lambda *_: False
     for cache in (fast, general):
         model(prompt(60, rows=2), past_key_values=cache)
         for token in prompt(8, rows=2, seed=2).split(1, 1):

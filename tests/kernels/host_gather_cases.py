@@ -190,7 +190,7 @@ def test_stores_that_went_different_ways(kind):
     assert all(block.keys.is_pinned() == GPU and block.keys.data_ptr() % 64 == 0 for block in blocks)
     spent = last.host_budget.used_bytes
     assert spent == sum(
-        block.nbytes for host in (last, other, again) for block in {*host.blocks} - {*hosts[2].blocks}
+        t.nbytes for host in (last, other, again) for block in {*host.blocks} - {*hosts[2].blocks} for t in block.pair
     ) + (hosts[2].nbytes)
     del other, told, host
     assert last.host_budget.used_bytes == spent - sum(t.nbytes for t in pieces[4])

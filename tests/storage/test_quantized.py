@@ -39,7 +39,7 @@ def codes(cache):
 
 def numbers(cache):
     layers = cache.backend.store.values()
-    return [t for layer in layers for row in layer.all_rows() for head in row for t in head.parts[:2]]
+    return [t for layer in layers for row in layer.all_rows() for head in row for t in (head.keys, head.values)]
 
 
 def choices(cache):
@@ -59,7 +59,7 @@ def test_fewer_bytes_and_nearly_the_same_words(tiny, spec):
         cache, got = fed(tiny, spec, 128, steps=70, storage=storage)
         assert (got - want).abs().max() <= BOUND[storage]
         assert [cache.kept(i) for i in range(4)] == [plain.kept(i) for i in range(4)]
-        assert all(layer.is_quantized for layer in cache.backend.store.values())
+        assert all(layer.codes for layer in cache.backend.store.values())
         ours, theirs = cache.report(), plain.report()
         assert ours.bytes == cache.nbytes <= {"int8": 0.6, "int4": 0.48}[storage] * theirs.bytes
         assert (ours.full_bytes, ours.tokens) == (theirs.full_bytes, theirs.tokens)
@@ -234,7 +234,7 @@ def test_a_second_prompt_is_read_over_what_is_stored(tiny, spec):
         assert not alike or (got - want).abs().max() <= BOUND["int8"]
     assert len(choices(cache) ^ choices(plain)) <= 0.02 * len(choices(plain))  # votes that are nearly equal may turn
     assert cache.report().tokens == plain.report().tokens
-    assert all(layer.is_quantized for layer in cache.backend.store.values())
+    assert all(layer.codes for layer in cache.backend.store.values())
     if before[0] is not None:
         first = cache.backend.store[0].row(0)[0]
         assert first.token_positions[:32].tolist() == list(range(32))
@@ -249,10 +249,10 @@ def test_rows_change_places_with_their_codes(tiny):
     after = [head.keys for row in cache.backend.store[1].all_rows() for head in row]
     assert same(after, before[8:] + before[:4] + before[8:])
     cache.batch_repeat_interleave(2)
-    assert cache.backend.store[1].rows == 6 and all(layer.is_quantized for layer in cache.backend.store.values())
+    assert cache.backend.store[1].rows == 6 and all(layer.codes for layer in cache.backend.store.values())
     beams = kvkeep.Cache(tiny, "snapkv", 64, storage="int8")
     out = tiny.generate(IDS[:, :90], past_key_values=beams, num_beams=3, max_new_tokens=40, pad_token_id=0)
-    assert out.shape[1] > 90 and beams.backend.store[0].is_quantized
+    assert out.shape[1] > 90 and beams.backend.store[0].codes
 
 
 def test_padded_rows_are_what_they_would_be_alone(tiny):
@@ -311,7 +311,7 @@ def test_a_prompt_cut_short_before_anybody_competes_is_forgotten(tiny, monkeypat
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(cache.attention_check, "check", stop)  # what it appended is there, nobody has competed
         tiny(IDS[:, :50], past_key_values=cache)
-    assert not cache.backend.store[0].is_quantized
+    assert not cache.backend.store[0].codes
     for part in (IDS[:, :1], IDS[:, :1], IDS[:, 50:80], IDS[:, :1]):
         want = tiny(part, past_key_values=twin).logits
         assert torch.equal(tiny(part, past_key_values=cache).logits, want)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch
 from masked_reference import HARD, kept, logits, prefilled, row, tokens
 from torch import Tensor, nn
+
+from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.types import Tokens
 
 
 @pytest.mark.core
@@ -65,3 +69,15 @@ def test_everything_a_compressed_context_holds_is_accounted_for(method, model):
     report = cache.report()
     told = sum(v for k, v in report.as_dict().items() if k.endswith("bytes") and k != "full_bytes")
     assert sum(reachable(cache).values()) <= 1.02 * told
+
+
+def test_an_undone_uneven_append_leaves_uneven_room():
+    """Rows of one length are then no rectangle, and are not read as one."""
+    layer, keys = RaggedLayer(), torch.arange(10.0).view(2, 5, 1)
+    layer.fill([[Tokens(row, row, torch.arange(5))] for row in keys])
+    before, new = layer.snapshot(), torch.full((2, 1, 3, 1), -1.0)
+    columns = [torch.tensor([2]), torch.arange(3)]
+    layer.append(new, new, [5 + torch.arange(len(each)) for each in columns], columns)
+    layer.restore(before)
+    assert layer.lengths == [5, 5] and not layer.is_uniform
+    assert all(layer.dense(row).keys[0].equal(keys[row]) for row in range(2))

@@ -16,19 +16,22 @@ ALIGNED = 16  # fast attention kernels want masks of such lengths
 
 
 @dataclass(frozen=True)
-class Eager:
-    """A cache that grows by one token per step, without a CUDA graph."""
-
+class Uncompressed:
     model: Any
-    by: ClassVar[str] = "transformers"
     method: ClassVar[str] = "full"
     budget: ClassVar[None] = None
 
-    def make(self, tokens: int) -> Any:
-        return dynamic_cache(self.model)
-
     def nbytes(self, cache: Any) -> int:
         return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+class Eager(Uncompressed):
+    """A cache that grows by one token per step, without a CUDA graph."""
+
+    by: ClassVar[str] = "transformers"
+
+    def make(self, tokens: int) -> Any:
+        return dynamic_cache(self.model)
 
     def step_seconds(self, cache: Any, context: int, rows: int, steps: int) -> tuple[float, str]:
         token = torch.zeros(rows, 1, dtype=torch.int64, device=self.model.device)
@@ -47,20 +50,13 @@ class Eager:
                 layer.keys, layer.values = (t[:1, :, :context].clone() for t in (layer.keys, layer.values))
 
 
-@dataclass(frozen=True)
-class Static:
+class Static(Uncompressed):
     """A cache of fixed size, so that a step can be captured; attention covers its whole length under a mask."""
 
-    model: Any
     by: ClassVar[str] = "static"
-    method: ClassVar[str] = "full"
-    budget: ClassVar[None] = None
 
     def make(self, tokens: int) -> Any:
         return static_cache(self.model, -(-tokens // ALIGNED) * ALIGNED)
-
-    def nbytes(self, cache: Any) -> int:
-        return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
 
     def step_seconds(self, cache: Any, context: int, rows: int, steps: int) -> tuple[float, str]:
         step = StaticSteps(self.model, self._copies(cache, context, rows, steps), context, rows)

@@ -12,11 +12,15 @@ from kvkeep.cache.report import Report
 from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.compress.method import Method
 from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.types import Budget
 
 
 class CacheBackend(Protocol):
     """`begin`, `attend` for every layer, then `commit`; or `rollback`, where the pass was cut short."""
 
+    budget: Budget
+    store: dict[int, RaggedLayer]  # layer -> what is kept of it; empty where tokens are offloaded instead
     peak_bytes: int  # the most keys and values at once, as far as measured
     attention_check: AttentionCheck
 
@@ -69,5 +73,7 @@ class CacheState(Protocol):
     tracker: PaddingTracker
     in_forward: bool
     layers: list[Any]
-    hf_layers: list[Any]
     compressed_layers: list[int]
+
+    @property
+    def hf_layers(self) -> list[Any]: ...

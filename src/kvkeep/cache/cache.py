@@ -29,12 +29,14 @@ from kvkeep.compress.parse import parse
 from kvkeep.compress.schedule import Schedule, as_schedule
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import CompressedLayer, HFCacheAdapter, context_length, key_shape
+from kvkeep.model.hf_cache import HFCacheAdapter, context_length, key_shape
 from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
 from kvkeep.model.rope import rotations
 from kvkeep.storage.offload.disk import DiskStore
 from kvkeep.storage.offload.host import HostMemoryBudget
 from kvkeep.types import Budget
+
+IDLE = BatchLayout([], None, [], [], [])  # between forward passes
 
 
 class Cache(HFCacheAdapter):
@@ -73,16 +75,19 @@ class Cache(HFCacheAdapter):
 
     def _init_state(self) -> None:
         self.tracker = PaddingTracker(Budget(self.budget), self.method.schedule)
-        self.layout: BatchLayout | None = None  # of the current forward pass
+        self.layout = IDLE  # of the current forward pass
         self.in_forward = False  # from the mask, or the first layer, to the last
-        self.attention_check = AttentionCheck(self.name)
         self.backend = self._new_backend()
 
     def _new_backend(self) -> CacheBackend:
-        how = self.method, Budget(self.budget), self.compressed_layers, self.rotations
-        if self.method.retrieval:
-            return RetrievalBackend(*how, self.host_budget, self.attention_check)
-        return EvictingBackend(*how, self.context_length, self.bits, self.attention_check)
+        how = self.method, Budget(self.budget), self.compressed_layers, self.rotations, AttentionCheck(self.name)
+        if retrieval := self.method.retrieval:
+            return RetrievalBackend(*how, retrieval, self.host_budget)
+        return EvictingBackend(*how, self.context_length, self.bits)
+
+    @property
+    def attention_check(self) -> AttentionCheck:
+        return self.backend.attention_check
 
     @property
     def seen(self) -> int:
@@ -104,8 +109,8 @@ class Cache(HFCacheAdapter):
             if isinstance(layer, UsageTrackedLayer):
                 layer.used = False
 
-    def check_ready(self, layer: CompressedLayer) -> None:
-        super().check_ready(layer)
+    def check_ready(self) -> None:
+        super().check_ready()
         self.in_forward = True  # even where the mask was not made through this cache
 
     def _begin(self, call: AttentionCall) -> None:
@@ -139,7 +144,7 @@ class Cache(HFCacheAdapter):
             raise
         self.backend.commit()
         self.tracker.commit(self.layout, call.query.shape[2], call.padding)
-        self.layout, self.in_forward = None, False
+        self.layout, self.in_forward = IDLE, False
 
     def reset(self) -> None:
         """Empty the cache."""
@@ -176,9 +181,7 @@ class Cache(HFCacheAdapter):
         fork = type(self)(self.model, self.method, self.budget, storage=self.storage)
         fork.copy_hf_layers(self)
         fork.host_budget = self.host_budget  # blocks both hold count once
-        fork.tracker, fork.attention_check.checked = copy.copy(self.tracker), set(self.attention_check.checked)
-        fork.backend = self.backend.fork()
-        fork.backend.attention_check = fork.attention_check
+        fork.tracker, fork.backend = copy.copy(self.tracker), self.backend.fork()
         return fork
 
     def share_host_budget(self, host_budget: HostMemoryBudget) -> None:

@@ -34,9 +34,9 @@ class EvictingBackend:
     budget: Budget
     layers: list[int]
     rotations: dict[int, Rotation | None]
+    attention_check: AttentionCheck
     context_length: int
     bits: int | None
-    attention_check: AttentionCheck
 
     def __post_init__(self) -> None:
         self.store = {i: RaggedLayer(self.bits) for i in self.layers}
@@ -80,8 +80,8 @@ class EvictingBackend:
 
     def _attend_over_cache(self, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout) -> Tensor:
         layer.append(call.key.detach(), call.value.detach(), layout.positions, layout.token_columns)
-        if layer.is_quantized:
-            return layer.quantized.attend(call.query, call.scale, call.softcap, call.sink_logits)
+        if codes := layer.codes:
+            return codes.attend(call.query, call.scale, call.softcap, call.sink_logits)
         output = segment_attention(
             layout.pack(call.query), layer.flat.keys, layer.flat.values, layer.segments, layout.counts,
             call.scale, call.softcap, call.sink_logits,
@@ -118,7 +118,7 @@ class EvictingBackend:
 
     def rollback(self) -> None:
         for index, snapshot in self.snapshots.items():
-            if self.store[index]:
+            if snapshot and self.store[index]:
                 self.store[index].restore(snapshot)
         self.query_buffer.rollback()
         self.step_evictor.clear()
@@ -132,7 +132,7 @@ class EvictingBackend:
         self.query_buffer.select_rows(rows)
 
     def fork(self) -> EvictingBackend:
-        fork = replace(self)
+        fork = replace(self, attention_check=self.attention_check.fork())
         fork.store.update({i: layer.copy() for i, layer in self.store.items()})
         self.query_buffer.merge_steps()
         fork.query_buffer.queries = {key: queries.clone() for key, queries in self.query_buffer.queries.items()}
@@ -148,6 +148,5 @@ class EvictingBackend:
 
     def report(self, tokens_seen: Sequence[int]) -> Report:
         layers = [self.store[i] for i in self.layers]
-        return Report.of(
-            self.method.name, self.budget.value, tokens_seen, layers, self.query_buffer.nbytes, self.peak_bytes
-        )
+        held = layers, self.query_buffer.nbytes, self.peak_bytes
+        return Report.of(self.method.name, self.budget.value, tokens_seen, *held)

@@ -14,6 +14,7 @@ import torch
 from kvkeep.compress.method import Method
 from kvkeep.compress.pipeline import compress, layer_budgets, update_token_state
 from kvkeep.compress.positions import PlacementInput
+from kvkeep.compress.protocols import LayerWeight, Placement
 from kvkeep.model.rope import Rotation
 from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Budget, Observation, Selection, Tokens
@@ -44,41 +45,47 @@ class Evictor:
     def evict(self, index: int, rows: list[EvictionCandidate]) -> int:
         """Evict from this layer, or from all layers at the last one. -> bytes of keys and values held uncompressed"""
         rows = [self._update_token_state(row) for row in rows]
-        if self.method.layers.layer_weight is None:
+        layer_weight = self.method.layers.layer_weight
+        if layer_weight is None:
             self._evict_layer(index, rows, [None] * len(rows))
             return _bytes([rows])
         self.pending[index] = rows
         uncompressed = _bytes(self.pending.values())
         if len(self.pending) == len(self.store):
             pending, self.pending = self.pending, {}
-            each = [self._layer_budgets([layer[row] for layer in pending.values()]) for row in range(len(rows))]
-            for i, layer in enumerate(pending):
-                self._evict_layer(layer, pending[layer], [budgets and budgets[i] for budgets in each])
+            by_row = zip(*pending.values(), strict=True)
+            each = [self._layer_budgets([layer.observation for layer in row], layer_weight) for row in by_row]
+            for (layer, row), budgets in zip(pending.items(), zip(*each, strict=True), strict=True):
+                self._evict_layer(layer, row, budgets)
         return uncompressed
 
     def _update_token_state(self, row: EvictionCandidate) -> EvictionCandidate:
-        if row.observation is None or self.method.memory is None:
-            return row
-        observation = update_token_state(row.observation, self.method, self._tokens(row.observation))
-        return replace(row, observation=observation, tokens=replace(row.tokens, token_state=observation.token_state))
+        """From here on, only a row that is evicted from has an observation."""
+        seen, tokens = row.observation, row.tokens
+        if seen and self.method.memory:
+            seen = update_token_state(seen, self.method, self._tokens(seen))
+            tokens = replace(tokens, token_state=seen.token_state)
+        return replace(row, observation=seen if row.evict_now else None, tokens=tokens)
 
     def _tokens(self, observation: Observation) -> int:
         return self.budget.tokens(observation.seq_len)
 
-    def _layer_budgets(self, layers: list[EvictionCandidate]) -> list[int] | None:
+    def _layer_budgets(self, layers: list[Observation | None], layer_weight: LayerWeight) -> Sequence[int | None]:
         """One row's budget in every layer."""
-        if not layers[0].evict_now:
-            return None
-        budget = self._tokens(layers[0].observation)
-        weights = [float(self.method.layers.layer_weight(layer.observation, budget)) for layer in layers]
-        return layer_budgets(self.method, budget, layers[0].observation.seq_len, weights)
+        seen = [each for each in layers if each]
+        if not seen:
+            return [None] * len(layers)
+        budget = self._tokens(seen[0])
+        weights = [float(layer_weight(each, budget)) for each in seen]
+        return layer_budgets(self.method, budget, seen[0].seq_len, weights)
 
     def _evict_layer(self, index: int, rows: list[EvictionCandidate], budgets: Sequence[int | None]) -> None:
         stored = []
         for number, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
-            selection = self._select(number, row.observation, budget) if row.evict_now else None
+            seen, placement = row.observation, self.method.placement
+            selection = self._select(number, seen, budget) if seen else None
             kept = gather_kept(row.tokens, row.lengths, selection)
-            stored.append(self._place(index, row.observation, kept) if selection and self.method.placement else kept)
+            stored.append(self._place(index, seen, kept, placement) if seen and selection and placement else kept)
         self.store[index].fill(stored)
 
     def _select(self, row: int, observation: Observation, layer_budget: int | None) -> Selection | None:
@@ -86,15 +93,14 @@ class Evictor:
             self.selections[row] = compress(observation, self.method, self._tokens(observation), layer_budget)
         return self.selections[row]
 
-    def _place(self, index: int, observation: Observation, heads: list[Tokens]) -> list[Tokens]:
+    def _place(self, index: int, observation: Observation, heads: list[Tokens], placement: Placement) -> list[Tokens]:
         """Rotate the kept keys to the positions the method gives them."""
         budget, rotation, placed = self._tokens(observation), self.rotations[index], []
         for head in heads:
             where = PlacementInput(head.token_positions, observation.seq_len, budget, self.context_length)
-            positions = self.method.placement(where)
-            by = positions - head.rope_positions
-            keys = rotation.rotate(head.keys, by) if rotation else head.keys
-            placed.append(replace(head, keys=keys, rope_positions=positions.to(head.rope_positions.dtype)))
+            positions, before = placement(where), head.parts["rope_positions"]
+            keys = rotation.rotate(head.keys, positions - before) if rotation else head.keys
+            placed.append(replace(head, keys=keys, rope_positions=positions.to(before.dtype)))
         return placed
 
     def clear(self) -> None:
@@ -109,10 +115,10 @@ def _bytes(layers: Iterable[list[EvictionCandidate]]) -> int:
 def gather_kept(tokens: Tokens, lengths: Sequence[int], selection: Selection | None) -> list[Tokens]:
     """Each key head's selected tokens; None: all. A reused selection may be on another device."""
     if selection is None:
-        return [tokens.map(lambda t, h=h, n=n: t[h, :n]) for h, n in enumerate(lengths)]
+        return [tokens[h, :n] for h, n in enumerate(lengths)]
     index = selection.index.to(tokens.keys.device)
     if len(set(selection.lengths)) == 1:
         heads = torch.arange(len(selection.lengths), device=index.device)[:, None]
-        kept = tokens.map(lambda t: t[heads, index])
-        return [kept.map(lambda t, h=h: t[h]) for h in range(len(selection.lengths))]
-    return [tokens.map(lambda t, h=h, n=n: t[h][index[h, :n]]) for h, n in enumerate(selection.lengths)]
+        kept = tokens[heads, index]
+        return [kept[h] for h in range(len(selection.lengths))]
+    return [tokens[h][index[h, :n]] for h, n in enumerate(selection.lengths)]

@@ -13,7 +13,7 @@ from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.method import Method
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.ragged import RaggedLayer
-from kvkeep.types import Observation, Tokens
+from kvkeep.types import NOTHING, Observation, Tokens
 
 
 class QueryBuffer:
@@ -83,12 +83,7 @@ class QueryBuffer:
         self.queries = {(i, new): old[i, row] for i in layers for new, row in enumerate(rows) if (i, row) in old}
 
     def observe(
-        self,
-        index: int,
-        call: AttentionCall,
-        layout: BatchLayout,
-        layer: RaggedLayer,
-        lse: Tensor | None = None,
+        self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer, lse: Tensor | None = None
     ) -> list[EvictionCandidate]:
         """Every row of a layer, new tokens included. lse [rows, heads, q]"""
         if index in self.steps:
@@ -105,8 +100,9 @@ class QueryBuffer:
                 queries = self._append(index, row, queries)
             observation = Observation(
                 queries, tokens.keys, tokens.values, tokens.token_positions, tuple(lengths), layout.seen[row] + count,
-                count, call.scale, call.softcap, call.sink_logits, tokens.token_state, self.layers.index(index),
-                len(self.layers), None if lse is None else lse[row], call.memo if len(layout.counts) == 1 else None,
+                count, call.scale, call.softcap, call.sink_logits, tokens.parts.get("token_state", NOTHING),
+                self.layers.index(index), len(self.layers), None if lse is None else lse[row],
+                call.memo if len(layout.counts) == 1 else None,
             )  # fmt: skip
             rows.append(EvictionCandidate(observation, tokens, lengths, layout.evict_now[row]))
         return rows

@@ -19,6 +19,7 @@ from kvkeep.cache.report import Report
 from kvkeep.cache.rope_shift import RopeShift
 from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.compress.method import Method
+from kvkeep.compress.protocols import MomentsIndex
 from kvkeep.compress.retrieval.config import RetrievalConfig
 from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery
 from kvkeep.compress.retrieval.query import concat_heads, weighted_query
@@ -29,7 +30,8 @@ from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.rope import Rotation
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore, Pair
 from kvkeep.storage.offload.layer_state import AppendBuffer, LayerState, Retrieved, append_merged
-from kvkeep.types import Budget
+from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.types import NOTHING, Budget
 
 
 @dataclass
@@ -38,12 +40,15 @@ class RetrievalBackend:
     budget: Budget
     layers: list[int]
     rotations: dict[int, Rotation | None]
-    host_budget: HostMemoryBudget
     attention_check: AttentionCheck
+    config: RetrievalConfig  # the method's
+    host_budget: HostMemoryBudget
 
     def __post_init__(self) -> None:
-        self.config = self.method.retrieval
+        index = self.config.index
+        self.moments = index if "moments" in index.needs and isinstance(index, MomentsIndex) else None
         self.rope_shift = RopeShift(self.rotations)
+        self.store: dict[int, RaggedLayer] = {}
         self.states: dict[int, list[LayerState]] = {}  # layer -> one per row
         self.new_states: dict[int, list[LayerState]] = {}  # of the forward pass under way
         self.quota_left: dict[int, int] = {}  # row -> tokens that later layers may still retrieve in this step
@@ -64,8 +69,7 @@ class RetrievalBackend:
             outputs.append(output)
             after.append(state)
         self.new_states[index] = after
-        output = None if use_hf else self._pad(outputs, call.query, call.value.shape[-1], layout)
-        result = call.hf_attention() if output is None else call.to_hf_output(output)
+        result = call.hf_attention() if use_hf else call.to_hf_output(self._pad(outputs, call, layout))
         self.attention_check.check(index, call, layout)
         return result
 
@@ -74,7 +78,7 @@ class RetrievalBackend:
         return self.config.window is None or count <= self.budget.tokens(count)
 
     def _empty(self, call: AttentionCall) -> LayerState:
-        near = tuple(t[0, :, :0].detach() for t in (call.key, call.value))
+        near = Pair(call.key, call.value).map(lambda t: t[0, :, :0].detach())
         return LayerState(near, HostStore(self.host_budget, call.key.device))
 
     def _row(
@@ -85,23 +89,22 @@ class RetrievalBackend:
         chunk, outputs = PrefillChunk(layer, state, q, k, v), []
         for start in range(0, q.shape[1], size):
             output, state = layer.window(state, chunk, start, min(start + size, q.shape[1]), skip_output)
-            outputs.append(output)
+            if output is not None and not skip_output:
+                outputs.append(output)
         budget = self.budget.tokens(state.seen)
         if state.seen > budget and not layer.is_frozen(state):
             state = layer.offload(state, chunk, budget)
             if state.device_tokens > budget:
                 state = state.replace(retrieved=None)  # retrieved for a window with fewer near tokens
         if state.num_near < chunk.near[0].shape[1]:  # a view of a larger tensor: copy it, so that that one is freed
-            state = state.replace(near=tuple(part.clone() for part in state.near))
-        if skip_output or not outputs:
-            return None, state
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), state
+            state = state.replace(near=state.near.map(Tensor.clone))
+        return torch.cat(outputs, 1) if len(outputs) > 1 else next(iter(outputs), None), state
 
-    def _pad(self, outputs: list[Tensor | None], like: Tensor, width: int, layout: BatchLayout) -> Tensor:
+    def _pad(self, outputs: list[Tensor | None], call: AttentionCall, layout: BatchLayout) -> Tensor:
         """Rows with their padding again, as zeros. [rows, heads, q, dim]"""
         if layout.token_columns is None and len(outputs) == 1 and outputs[0] is not None:
             return outputs[0][None]
-        padded = like.new_zeros(*like.shape[:3], width)
+        padded = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
         for row, output in enumerate(outputs):
             if output is not None:
                 columns = slice(None) if layout.token_columns is None else layout.token_columns[row]
@@ -114,13 +117,13 @@ class RetrievalBackend:
         first: position of the first of them; marks from there on, of an interrupted pass, are replaced
         """
         while len(self.marks) <= row:
-            self.marks.append(torch.empty(0))
+            self.marks.append(NOTHING)
         self.marks[row] = torch.cat([self.marks[row][:first], marks.detach().float().cpu()])
 
-    def token_marks(self, row: int, first: int, count: int) -> Tensor | None:
+    def token_marks(self, row: int, first: int, count: int) -> Tensor:
         if not self.config.needs:
-            return None
-        marks = self.marks[row][first : first + count] if row < len(self.marks) else torch.empty(0)
+            return NOTHING
+        marks = self.marks[row][first : first + count] if row < len(self.marks) else NOTHING
         if len(marks) < count:
             raise CacheMisuse(
                 f"'{self.method.name}' chunks text by {self.config.needs}, which a cache cannot see; use kvkeep.Engine."
@@ -161,7 +164,7 @@ class RetrievalBackend:
         self.marks = [self.marks[row] for row in rows] if self.marks else []
 
     def fork(self) -> RetrievalBackend:
-        fork = replace(self)
+        fork = replace(self, attention_check=self.attention_check.fork())
         fork.states = {i: list(rows) for i, rows in self.states.items()}
         fork.marks, fork.question, fork.peak_bytes = list(self.marks), dict(self.question), self.peak_bytes
         return fork
@@ -184,12 +187,12 @@ class PrefillChunk:
         self.layer, self.queries, self.seen, self.first = layer, q, state.seen, state.near_start
         self.rotated: Tensor | None = None  # all queries at the edge of the near window
         # keys and values from position `first` on, [kv_heads, n, dim]
-        self.near = tuple(torch.cat([old, new.to(old.dtype)], 1) for old, new in zip(state.near, (k, v), strict=True))
+        self.near = state.near.concat(Pair(k.to(state.near.keys.dtype), v.to(state.near.values.dtype)))
 
     @cached_property
     def offload_keys(self) -> Tensor:
         """The near keys as they are offloaded."""
-        keys, layer = self.near[0], self.layer
+        keys, layer = self.near.keys, self.layer
         if not layer.config.moves_keys:
             return keys
         return layer.backend.rope_shift.unrotate(layer.index, keys, self.first)
@@ -199,15 +202,15 @@ class PrefillChunk:
         layer = self.layer
         if not layer.config.moves_keys:
             return self.queries[:, start:end]
-        if not layer.backend.budget.is_fixed:  # the near window grows from window to window
+        if isinstance(layer.backend.budget.value, float):  # the near window grows from window to window
             return self._at_edge(start, end, near)
         if self.rotated is None:
             self.rotated = self._at_edge(0, self.queries.shape[1], near)
         return self.rotated[:, start:end]
 
     def _at_edge(self, start: int, end: int, near: int) -> Tensor:
-        layer = self.layer
-        return layer.backend.rope_shift.rotate_to(layer.index, self.queries[:, start:end], self.seen + start, near)
+        shift, index = self.layer.backend.rope_shift, self.layer.index
+        return shift.rotate_to(index, self.queries[:, start:end], self.seen + start, near)
 
 
 @dataclass(frozen=True)
@@ -230,31 +233,27 @@ class LayerRetriever:
         """Attention of the queries from start to end."""
         config, q, seen = self.config, chunk.queries[:, start:end], state.seen + end - start
         budget = self.backend.budget.tokens(seen)
-        sizes, far = config.sizes(budget), None
+        sizes, far, vector = config.sizes(budget), None, None
         full_attention = config.window is None and not self.decoding
         if seen > budget and not full_attention and not self.is_frozen(state):
             state = self.offload(state, chunk, budget)
         far_queries = chunk.far_queries(start, end, sizes.near)
-        vector = None
-        if "moments" in config.index.needs:
-            with_question = config.index.question_in_window and not self.decoding
-            question = self.backend.question.get(self.index) if with_question else None
-            kv_heads = len(chunk.near[0])
-            moments, vector = weighted_query(far_queries, kv_heads, state.moments, question, config.index.reverse)
+        if index := self.backend.moments:
+            asked = index.question_in_window and not self.decoding
+            question = self.backend.question.get(self.index) if asked else None
+            moments, vector = weighted_query(far_queries, len(chunk.near.keys), state.moments, question, index.reverse)
             state = state.replace(moments=moments)
         if state.host.tokens:
-            if full_attention:
-                state = state.replace(retrieved=None)
-            else:
-                state = self._retrieve(state, far_queries, vector, budget)
+            everything = state.replace(retrieved=None)
+            state = everything if full_attention else self._retrieve(state, far_queries, vector, budget)
 
             def far() -> Pair:
                 nonlocal state
-                pair, state = self._gather(state, full_attention)
+                pair, state = self._gather(state)
                 return pair
 
         begin, num_near = state.near_start - chunk.first, seen - state.near_start
-        near = chunk.near[0].narrow(1, begin, num_near), chunk.near[1].narrow(1, begin, num_near)
+        near = chunk.near.map(lambda t: t.narrow(1, begin, num_near))
         output = mass = None
         band = sizes.near if "mass" in config.index.needs else 0
         if band or not skip_output:
@@ -270,7 +269,7 @@ class LayerRetriever:
     def offload(self, state: LayerState, chunk: PrefillChunk, budget: int) -> LayerState:
         """Offload tokens beyond the near window, in whole units."""
         sizes, config = self.config.sizes(budget), self.config
-        sinks = 0 if state.sinks else sizes.sinks
+        sinks = 0 if state.host.tokens else sizes.sinks
         waiting = state.num_near - sinks - sizes.near
         if waiting <= 0:
             return state
@@ -280,31 +279,31 @@ class LayerRetriever:
             return state
         end, near, mass = sinks + ready, state.near, state.mass
         keys = chunk.offload_keys.narrow(1, state.near_start - chunk.first, end)
-        values = near[1].narrow(1, 0, end)
-        pair = (keys, values) if state.sinks else (keys[:, sinks:], values[:, sinks:])
-        state, pair = self._index(state, *pair, None if mass is None else mass[..., sinks:end], marks, budget)
-        first = state.sinks or tuple(t[:, :sinks].clone(memory_format=torch.contiguous_format) for t in (keys, values))
+        pair = Pair(keys, near.values.narrow(1, 0, end))
+        if not state.host.tokens:
+            state = state.replace(sinks=pair.map(lambda t: t[:, :sinks].clone(memory_format=torch.contiguous_format)))
+        given = pair.map(lambda t: t[:, sinks:]), NOTHING if mass is None else mass[..., sinks:end]
+        state, pair = self._index(state, *given, marks, budget)
         return state.replace(
-            near=tuple(part.narrow(1, end, state.num_near - end) for part in near),
+            near=near.map(lambda t: t.narrow(1, end, state.num_near - end)),
             mass=None if mass is None else mass[..., end:],
-            sinks=first,
             host=state.host.put(*pair),
         )
 
     def _index(
-        self, state: LayerState, keys: Tensor, values: Tensor, mass: Tensor | None, marks: Tensor | None, budget: int
+        self, state: LayerState, pair: Pair, mass: Tensor, marks: Tensor, budget: int
     ) -> tuple[LayerState, Pair]:
         """Chunk tokens into units and add these to the index. -> also the tokens, unit after unit"""
-        config, n, pair, positions = self.config, keys.shape[1], (keys, values), state.offloaded_positions
+        config, keys, n, positions = self.config, pair.keys, pair.keys.shape[1], state.offloaded_positions
         uniform = config.chunking.size(budget) if config.chunking.uniform else 0
         count, member = n // uniform if uniform else 0, None
         if not uniform:
-            member = config.chunking.members(keys, None if marks is None else marks[:n].to(keys.device), budget)
+            member = config.chunking.members(keys, marks[:n].to(keys.device), budget)
             order, size = by_unit(member)
             count = size.shape[1]
         if not config.chunking.contiguous:
-            pair = tuple(_reorder(part, order) for part in pair)
-            first = state.host.tokens + (state.sinks[0].shape[1] if state.sinks else config.sizes(budget).sinks)
+            pair = pair.map(lambda t: _reorder(t, order))
+            first = state.host.tokens + state.num_sinks
             new = torch.arange(first, first + n, dtype=torch.int32, device=keys.device)[order]
             positions = append_merged(positions, new)
         unit_index = self._append_units(state.unit_index, keys, mass, member, count)
@@ -315,7 +314,7 @@ class LayerRetriever:
         return state.replace(unit_size=0, unit_sizes=append_merged(state.each_unit_size, size)), pair
 
     def _append_units(
-        self, unit_index: AppendBuffer | None, keys: Tensor, mass: Tensor | None, member: Tensor | None, count: int
+        self, unit_index: AppendBuffer | None, keys: Tensor, mass: Tensor, member: Tensor | None, count: int
     ) -> AppendBuffer | None:
         """The index with the entries of `count` more units."""
         buffer = unit_index.grow(count) if unit_index else None
@@ -327,39 +326,41 @@ class LayerRetriever:
         buffer.last(count).copy_(new)
         return buffer
 
-    def _gather(self, state: LayerState, everything: bool) -> tuple[Pair, LayerState]:
+    def _gather(self, state: LayerState) -> tuple[Pair, LayerState]:
         """Sinks and retrieved tokens, or all offloaded ones, at the positions where they are attended to."""
-        sinks, first = state.sinks, state.sinks[0].shape[1]
-        if everything or state.retrieved.pair:
-            known = state.host.gather_all() if everything else state.retrieved.pair
-            keys, values = (torch.cat(both, 1) for both in zip(sinks, known, strict=True))
+        sinks, first, chosen = state.sinks, state.num_sinks, state.retrieved
+        if chosen is None:
+            far = sinks.concat(state.host.gather_all())
+        elif chosen.pair:
+            far = sinks.concat(chosen.pair)
         else:
-            chosen = state.retrieved
-            keys, values = state.host.gather(chosen.index, self._unit, sinks)
-            pair = tuple(t.narrow(1, first, t.shape[1] - first) for t in (keys, values))
+            far = state.host.gather(chosen.index, self._unit, sinks)
+            pair = far.map(lambda t: t.narrow(1, first, t.shape[1] - first))
             state = state.replace(retrieved=Retrieved(chosen.query, chosen.index, pair))
-        if self.config.far_positions == "contiguous":
-            keys = self.backend.rope_shift.rotate(self.index, keys, state.near_start - keys.shape[1])
-        return (keys, values), state
+        if self.config.far_positions != "contiguous":
+            return far, state
+        keys = self.backend.rope_shift.rotate(self.index, far.keys, state.near_start - far.keys.shape[1])
+        return Pair(keys, far.values), state
 
     @property
     def _unit(self) -> int:
         """Tokens of every unit, where a budget in tokens makes them uniform; else 1."""
-        budget = self.backend.budget
-        return self.config.chunking.uniform_size(budget.value) if budget.is_fixed else 1
+        budget = self.backend.budget.value
+        return self.config.chunking.uniform_size(budget) if isinstance(budget, int) else 1
 
     def _retrieve(self, state: LayerState, queries: Tensor, vector: Tensor | None, budget: int) -> LayerState:
         """Select units for the window's queries; vector: their one query vector, where it is known."""
         if self.is_frozen(state):
             return state
-        config, last, kv_heads = self.config, state.retrieved, state.near[0].shape[0]
-        mean = concat_heads(queries, kv_heads).mean(0) if config.similar is not None else None
-        compare = last is not None and mean is not None and self.decoding
-        if compare and float(cosine_similarity(mean, last.query, 0)) >= config.similar:
-            return state
+        config, last, kv_heads, mean = self.config, state.retrieved, len(state.near.keys), None
+        if config.similar is not None:
+            mean = concat_heads(queries, kv_heads).mean(0)
+            before = last.query if last and self.decoding else None
+            if before is not None and float(cosine_similarity(mean, before, 0)) >= config.similar:
+                return state
         question = self.backend.question.get(self.index)
         query = RetrievalQuery(queries, kv_heads, self.call.scale, state.moments, question, not self.decoding, vector)
-        unit_index = state.host.keys() if "keys" in config.index.needs else state.unit_index.all
+        unit_index = state.unit_index.all if state.unit_index else state.host.keys()
         uniform = state.unit_size and "sizes" not in config.index.needs and not config.neighbours
         scores = config.index.score(query, unit_index, None if uniform else torch.cat(state.each_unit_size, 1))
         quota = self._quota(state, budget)
@@ -371,12 +372,12 @@ class LayerRetriever:
             sizes = torch.cat(state.each_unit_size, 1).expand(len(scores), -1)
             index = select_units(scores, sizes, quota, config.neighbours).index
         can_compare = self.decoding or index.device.type == "cpu"  # it synchronizes with a GPU, in vain during prefill
-        same = can_compare and last is not None and index.equal(last.index)
-        return state.replace(retrieved=Retrieved(mean, index, last.pair if same else None))
+        pair = last.pair if last and can_compare and index.equal(last.index) else None
+        return state.replace(retrieved=Retrieved(mean, index, pair))
 
     def _quota(self, state: LayerState, budget: int) -> int:
         """Tokens the budget leaves for retrieval, in whole units where they are uniform."""
-        left = max(0, budget - state.sinks[0].shape[1] - state.num_near - self.decoding)
+        left = max(0, budget - state.num_sinks - state.num_near - self.decoding)
         unit = self.config.chunking.uniform_size(budget)
         return left // unit * unit
 
@@ -391,8 +392,7 @@ class LayerRetriever:
         share = density_share(now, [now if mean is None else mean for mean in later], left, unit)
         self.backend.quota_left[self.row] = left - share
         mean, steps = (state.density if state.scores is None else None) or (0.0, 0)
-        mean = (mean * steps + now) / (steps + 1)
-        return state.replace(scores=None, density=(mean, steps + 1)), share
+        return state.replace(scores=None, density=((mean * steps + now) / (steps + 1), steps + 1)), share
 
 
 def _reorder(tokens: Tensor, order: Tensor) -> Tensor:

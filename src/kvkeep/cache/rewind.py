@@ -29,4 +29,4 @@ def rewind(cache: CacheState, end: int) -> None:
 
 def _before(head: Tokens, end: int) -> Tokens:
     count = int((head.token_positions < end).sum())
-    return head.map(lambda t: t[:count])
+    return head[:count]

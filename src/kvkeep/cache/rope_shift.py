@@ -44,8 +44,8 @@ class RopeShift:
             return vectors
         name = id(rotation), shifts, n, dim, vectors.device
         if name not in self.angles:
-            each = [self._shift_angles(rotation, shift, vectors) for shift in shifts]
-            self.angles[name] = each, _is_whole(rotation, vectors)
+            made = [self._shift_angles(rotation, shift, vectors) for shift in shifts]
+            self.angles[name] = made, _is_whole(rotation, vectors)
         angles, whole = self.angles[name]
         if whole:
             return rotate(vectors, *angles)

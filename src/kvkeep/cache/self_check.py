@@ -19,11 +19,14 @@ MAX_KEYS = 2048  # enough to tell one attention from another
 class AttentionCheck:
     """Compares the model's attention output with softmax(q·k)·v, once per layer, and looks for NaN in keys."""
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, checked: Iterable[int] = ()):
         self.model = model
-        self.checked: set[int] = set()  # layers that were compared
+        self.checked = set(checked)  # layers that were compared
         self.errors: list[Tensor] = []
         self.has_nan: list[Tensor] = []
+
+    def fork(self) -> AttentionCheck:
+        return AttentionCheck(self.model, self.checked)
 
     def check(self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer | None = None) -> None:
         """Compare the row with most new tokens, over what its layer holds or, if that is empty, over the new tokens."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
@@ -39,7 +41,7 @@ def save(cache: CacheState, path: str | Path, **more: Any) -> None:
     tensors = {
         f"layer.{i}.{name}": part
         for i, layer in cache.backend.store.items() if layer
-        for name, part in zip(PARTS, layer.flat.parts, strict=True) if part is not None
+        for name, part in layer.flat.parts.items() if 0 not in part.shape[1:]  # codes have no other keys and values
     }  # fmt: skip
     coded = {i: layer.quantized for i, layer in cache.backend.store.items() if layer.quantized}
     tensors |= {f"layer.{i}.{name}": getattr(each.kv, name) for i, each in coded.items() for name in CODES}
@@ -59,7 +61,7 @@ def save(cache: CacheState, path: str | Path, **more: Any) -> None:
         "schedule": cache.method.schedule.every,
         "storage": cache.storage,
         "quantized": {str(i): {name: getattr(each, name) for name in ("firsts", "room")} for i, each in coded.items()},
-        "layers": {str(i): _shape(layer) for i, layer in cache.backend.store.items()},
+        "layers": {str(i): {name: getattr(layer, name) for name in SHAPE} for i, layer in cache.backend.store.items()},
         "hf_layers": _hf_layers(cache, tensors),
         **more,
     }
@@ -67,10 +69,6 @@ def save(cache: CacheState, path: str | Path, **more: Any) -> None:
         tensors["attention_mask"] = cache.tracker.attention_mask
     tensors |= {f"queries.{i}.{row}": queries for (i, row), queries in cache.backend.query_buffer.queries.items()}
     checkpoint.write(path, tensors, facts)
-
-
-def _shape(layer: Any) -> dict[str, Any]:
-    return {name: getattr(layer, name) for name in SHAPE}
 
 
 def _hf_layers(cache: CacheState, tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -107,11 +105,11 @@ def _alike(one: Any, other: Any) -> bool:
     return held.keys() == other_held.keys() and all(_alike(held[name], other_held[name]) for name in held)
 
 
-def load(kind: type[C], path: str | Path, model: Any) -> C:
+def load(kind: Callable[..., C], path: str | Path, model: Any) -> C:
     return _load(kind, path, model)[0]
 
 
-def load_context(kind: type[C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
+def load_context(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
     """A cache of a context, and the context."""
     cache, facts = _load(kind, path, model)
     if "context" not in facts:
@@ -123,7 +121,7 @@ def load_context(kind: type[C], path: str | Path, model: Any) -> tuple[C, dict[s
     return cache, facts["context"]
 
 
-def _load(kind: type[C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
+def _load(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
     tensors, facts = checkpoint.read(path)
     if facts.get("dtype") != str(model.dtype):
         raise BadCacheFile(
@@ -163,13 +161,17 @@ def _restore(cache: CacheState, tensors: dict[str, Tensor], facts: dict[str, Any
     for i, layer in cache.backend.store.items():
         for name in SHAPE:
             setattr(layer, name, facts["layers"][str(i)][name])
-        if layer.lengths:
-            layer.flat = Tokens(*(tensors.get(f"layer.{i}.{part}") for part in PARTS))
-            layer.update_ends()
-        if layer.lengths and layer.bits:
-            codes, tails = ([tensors[f"layer.{i}.{name}"] for name in names] for names in (CODES, TAILS))
-            kv, groups = QuantizedKV(*codes, layer.bits), facts["quantized"][str(i)]
-            layer.quantized = QuantizedLayer(kv, *tails, **groups, lengths=layer.lengths)
+        if not layer:
+            continue
+        prefix = f"layer.{i}."
+        mine = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        if layer.bits:
+            kv = QuantizedKV(**{name: mine[name] for name in CODES}, bits=layer.bits)
+            groups, tails = facts["quantized"][str(i)], (mine["tail_keys"], mine["tail_values"])
+            layer.quantized = QuantizedLayer(kv, *tails, groups["firsts"], groups["room"], layer.lengths)
+            mine["keys"] = mine["values"] = torch.empty(sum(layer.room), 0)
+        layer.flat = Tokens(**{name: mine[name] for name in PARTS if name in mine})
+        layer.update_ends()
     for i, length in facts["hf_layers"].items():
         restore(cache.layers[int(i)], tensors[f"hf_layer.{i}.keys"], tensors[f"hf_layer.{i}.values"], length)
     cache.backend.query_buffer.queries = {
@@ -180,7 +182,7 @@ def _restore(cache: CacheState, tensors: dict[str, Tensor], facts: dict[str, Any
     }
 
 
-def _layer_of(name: str) -> int | None:
-    """The layer a saved tensor belongs to: its name is kind.layer.part."""
+def _layer_of(name: str) -> int:
+    """The layer a saved tensor belongs to: its name is kind.layer.part; -1: none."""
     parts = name.split(".")
-    return int(parts[1]) if len(parts) > 1 else None
+    return int(parts[1]) if len(parts) > 1 else -1

@@ -7,6 +7,7 @@ methods whose scorer has `step`, with equal heads and layers; others evict as af
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,13 +19,13 @@ from kvkeep.compress.budget.heads import EqualHeads
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.method import Method
 from kvkeep.compress.positions import PlacementInput
-from kvkeep.compress.protocols import ScorerTraits, StepMemory, StepScorer
+from kvkeep.compress.protocols import Placement, ScorerTraits, StepMemory, StepScorer
 from kvkeep.kernels.torch.reference import decode_attention_with_probs, dense_attention
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.rope import Rotation
 from kvkeep.storage.inplace import InplaceBatch
 from kvkeep.storage.ragged import RaggedLayer
-from kvkeep.types import PAD_POSITION, Budget, Step
+from kvkeep.types import NOTHING, PAD_POSITION, Budget, Step
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class LayerStep:
     """What one layer's decode step leaves for the eviction after the last layer."""
 
     layer: RaggedLayer
-    logits: Tensor | None
-    probs: Tensor | None
+    logits: Tensor
+    probs: Tensor
     value: Tensor  # [rows, kv_heads, dim]
     scale: float
     softcap: float | None
@@ -55,6 +56,7 @@ class SinkKeys:
 
     keys: Tensor  # [layers, rows, kv_heads, sinks, dim]
     rope_positions: Tensor  # [rows, sinks]
+    stored: Tensor  # [rows, kv_heads, sinks] the batch's own positions of them
 
 
 @dataclass
@@ -65,50 +67,45 @@ class StepEvictor:
     context_length: int
 
     def __post_init__(self) -> None:
-        memory = self.method.memory
-        self.updates_state = isinstance(memory, StepMemory) and self.budget.is_fixed
+        method, budget = self.method, self.budget.value
+        self.tokens = budget if isinstance(budget, int) else 0  # 0: a fraction, nothing is done in place
+        self.memory = method.memory if self.tokens and isinstance(method.memory, StepMemory) else None
         # token state is made of attention, even where the scorer itself needs none
-        self.needs_attention = memory is not None or ScorerTraits.of(self.method.scorer).needs_attention
-        self.supported = (
-            self.budget.is_fixed
-            and isinstance(self.method.scorer, StepScorer)
-            and (memory is None or self.updates_state)
-            and self.method.group is None
-            and self.method.reuse == 1
-            and isinstance(self.method.heads, EqualHeads)
-            and isinstance(self.method.layers, EqualLayers)
-        )
+        self.needs_attention = method.memory is not None or ScorerTraits.of(method.scorer).needs_attention
+        one_by_one = method.group is None and method.reuse == 1 and (method.memory is None or self.memory)
+        equal = isinstance(method.heads, EqualHeads) and isinstance(method.layers, EqualLayers)
+        supported = self.tokens and one_by_one and equal
+        self.scorer = method.scorer if supported and isinstance(method.scorer, StepScorer) else None
         self.layer_steps: list[LayerStep] = []
         self.batches: dict[tuple, tuple[InplaceBatch, SinkKeys | None]] = {}
 
     def can_evict_one(self, layer: RaggedLayer, layout: BatchLayout) -> bool:
         """Every row gets one token, and all of them are exactly full."""
-        full = layer.is_uniform and layer.lengths[0] == self.budget.value
-        return self.supported and layout.is_step and all(layout.evict_now) and full
+        full = layer.is_uniform and layer.lengths[0] == self.tokens
+        return self.scorer is not None and layout.is_step and all(layout.evict_now) and full
 
     def can_append(self, layer: RaggedLayer, layout: BatchLayout) -> bool:
         """Nothing is evicted for the new tokens, but token state has to be updated with their attention."""
-        return self.updates_state and bool(layer) and layout.is_step and not any(layout.evict_now) and layer.is_uniform
+        appends = layout.is_step and not any(layout.evict_now)
+        return self.memory is not None and appends and layer.is_uniform
 
     def begin(self, layout: BatchLayout) -> None:
         """What all layers of a forward pass share: each row's length, and the positions of its sinks."""
         self.clear()
         self.positions = torch.cat(layout.positions)
         self.lengths = [before + 1 for before in layout.seen]
-        full = self.supported and min(layout.seen) >= self.budget.value
-        moves = full and self.method.placement and self.method.guard.sinks
-        self.rope_positions = self._sink_positions() if moves else None
+        moves = self.scorer and min(layout.seen) >= self.tokens and self.method.guard.sinks
+        self.rope_positions = self._sink_positions(self.method.placement) if moves and self.method.placement else None
 
-    def _sink_positions(self) -> Tensor | None:
+    def _sink_positions(self, placement: Placement) -> Tensor | None:
         """Positions of every row's sinks among the tokens kept after this step; None where they never move.
 
         [rows, sinks]
         """
-        sinks, late, rows = self.method.guard.sinks, self.budget.value - self.method.guard.sinks, []
+        sinks, late, rows = self.method.guard.sinks, self.tokens - self.method.guard.sinks, []
         for length in self.lengths:
             kept = torch.cat([torch.arange(sinks), torch.arange(length - late, length)])
-            where = PlacementInput(kept, length, self.budget.value, self.context_length)
-            rows.append(self.method.placement(where)[:sinks])
+            rows.append(placement(PlacementInput(kept, length, self.tokens, self.context_length))[:sinks])
         rope_positions = torch.stack(rows)
         return None if bool((rope_positions == torch.arange(sinks)).all()) else rope_positions.to(torch.int32)
 
@@ -126,7 +123,7 @@ class StepEvictor:
     def _attend(
         self, index: int, layer: RaggedLayer, call: AttentionCall, keys: Tensor, values: Tensor, evicts: bool
     ) -> Tensor:
-        logits = probs = None
+        logits = probs = NOTHING
         how = (call.query, keys, values, call.scale, call.softcap, call.sink_logits)
         if self.needs_attention:
             output, *observed = decode_attention_with_probs(*how)
@@ -140,88 +137,74 @@ class StepEvictor:
     @torch.no_grad()
     def commit(self) -> None:
         """After the last layer: update token state, and evict one token per key head where layers were full."""
-        for kind, alike in _by_kind(self.layer_steps).items():
-            if alike[0].evicts:
-                self._evict_one(kind, alike)
-            else:
-                self._update_token_state(alike)
+        kinds = defaultdict(list)
+        for one in self.layer_steps:
+            kinds[one.kind].append(one)
+        for kind, alike in kinds.items():
+            if self.scorer and alike[0].evicts:
+                self._evict_one(kind, alike, self.scorer)
+            elif self.memory:
+                self._update_token_state(alike, self.memory)
         self.clear()
 
     def clear(self) -> None:
         """Drop the layers' steps of a forward pass that ended, completed or not."""
         self.layer_steps = []
 
-    def _update_token_state(self, alike: Sequence[LayerStep]) -> None:
-        layers = [one.layer for one in alike]
-        each = [
-            [layer.uniform_view(part) for part in (layer.flat.token_positions, layer.flat.token_state)]
-            for layer in layers
-        ]
+    def _update_token_state(self, alike: Sequence[LayerStep], memory: StepMemory) -> None:
+        names = "token_positions", "token_state"
+        each = [[one.layer.uniform_view(one.layer.flat.parts[name]) for name in names] for one in alike]
         positions, token_state = (torch.cat(parts) for parts in zip(*each, strict=True))
         newest = torch.full(positions.shape[:2], positions.shape[2] - 1, device=positions.device)
-        updated = self.method.memory.step(self._step(alike, positions, token_state, newest), self.budget.value)
+        updated = memory.step(self._step(alike, positions, token_state, newest), self.tokens)
         for (_, mine), new in zip(each, updated.chunk(len(alike)), strict=True):
             mine.copy_(new)
 
-    def _evict_one(self, kind: tuple, alike: Sequence[LayerStep]) -> None:
+    def _evict_one(self, kind: tuple, alike: Sequence[LayerStep], scorer: StepScorer) -> None:
         batch, sinks = self.batches.get(kind, (None, None))
         if batch is None or not batch.is_valid or len(batch.layers) != len(alike):
             batch = InplaceBatch([one.layer for one in alike])
             sinks = None
         batch.insert(self.positions.to(batch.token_positions.device))
         step = self._step(alike, batch.token_positions, batch.token_state, batch.free_slot)
-        if self.method.memory:
-            step = replace(step, token_state=self.method.memory.step(step, self.budget.value))
-        batch.evict(self._lowest_scored(step), step.token_state)
-        if self.rope_positions is not None:
-            sinks = sinks or self._sink_keys(batch)
-            self._move_sinks(batch, sinks, alike[0].rotation)
+        if self.memory:
+            step = replace(step, token_state=self.memory.step(step, self.tokens))
+        batch.evict(self._lowest_scored(step, scorer), step.token_state)
+        if self.rope_positions is not None and batch.rope_positions is not None:
+            sinks = sinks or self._sink_keys(batch, batch.rope_positions)
+            self._move_sinks(batch, sinks, self.rope_positions.to(batch.rope_positions.device), alike[0].rotation)
         self.batches[kind] = batch, sinks
 
-    def _step(self, alike: Sequence[LayerStep], positions: Tensor, token_state: Tensor | None, newest: Tensor) -> Step:
+    def _step(self, alike: Sequence[LayerStep], positions: Tensor, token_state: Tensor, newest: Tensor) -> Step:
         """Layers of one kind as one batch."""
-        logits, probs = (
-            torch.cat([getattr(one, part) for one in alike]) if self.needs_attention else None
-            for part in ("logits", "probs")
-        )
+        logits, probs = torch.cat([one.logits for one in alike]), torch.cat([one.probs for one in alike])
         value = torch.cat([one.value for one in alike])
-        sink_logits, one = None, alike[0]
-        if one.sink_logits is not None:
-            each = [one.sink_logits.view(1, one.layer.kv_heads, -1).expand(len(self.lengths), -1, -1) for one in alike]
-            sink_logits = torch.cat(each)
-        lengths = self.lengths * len(alike)
-        return Step(positions, token_state, newest, logits, probs, value, lengths, one.scale, one.softcap, sink_logits)
+        each = [one.sink_logits.view(1, one.layer.kv_heads, -1) for one in alike if one.sink_logits is not None]
+        sink_logits = torch.cat([one.expand(len(self.lengths), -1, -1) for one in each]) if each else None
+        lengths, how = self.lengths * len(alike), (alike[0].scale, alike[0].softcap, sink_logits)
+        return Step(positions, token_state, newest, logits, probs, value, lengths, *how)
 
-    def _lowest_scored(self, step: Step) -> Tensor:
+    def _lowest_scored(self, step: Step, scorer: StepScorer) -> Tensor:
         """The slot of each key head's token to evict; of equal scores, the earliest. [rows, kv_heads]"""
-        scores = self.method.scorer.step(step, self.budget.value).float()
-        scores = scores.masked_fill(self.method.guard.step(step, self.budget.value), float("inf"))
+        scores = scorer.step(step, self.tokens).float()
+        scores = scores.masked_fill(self.method.guard.step(step, self.tokens), float("inf"))
         lowest = scores <= scores.amin(-1, keepdim=True)
         return torch.where(lowest, step.token_positions, PAD_POSITION).argmin(-1)
 
-    def _sink_keys(self, batch: InplaceBatch) -> SinkKeys:
+    def _sink_keys(self, batch: InplaceBatch, rope_positions: Tensor) -> SinkKeys:
         n, rows = self.method.guard.sinks, batch.layers[0].rows
         keys = torch.stack([_sink_view(layer, n) for layer in batch.layers])
-        return SinkKeys(keys, batch.rope_positions[:rows, 0, :n].clone())
+        return SinkKeys(keys, rope_positions[:rows, 0, :n].clone(), rope_positions[:, :, :n])
 
-    def _move_sinks(self, batch: InplaceBatch, sinks: SinkKeys, rotation: Rotation | None) -> None:
+    def _move_sinks(self, batch: InplaceBatch, sinks: SinkKeys, target: Tensor, rotation: Rotation | None) -> None:
         """Rotate the sinks' keys to their positions for the next token."""
-        n = sinks.rope_positions.shape[1]
-        target = self.rope_positions.to(sinks.rope_positions.device)
         if rotation is not None:
             rotated = rotation.rotate(sinks.keys, (target - sinks.rope_positions)[:, None])
             for layer, keys in zip(batch.layers, rotated, strict=True):
-                _sink_view(layer, n).copy_(keys)
-        batch.rope_positions[:, :, :n] = target.repeat(len(batch.layers), 1)[:, None]
-
-
-def _by_kind(steps: Sequence[LayerStep]) -> dict[tuple, list[LayerStep]]:
-    kinds: dict[tuple, list[LayerStep]] = {}
-    for one in steps:
-        kinds.setdefault(one.kind, []).append(one)
-    return kinds
+                _sink_view(layer, target.shape[1]).copy_(keys)
+        sinks.stored[:] = target.repeat(len(batch.layers), 1)[:, None]
 
 
 def _sink_view(layer: RaggedLayer, n: int) -> Tensor:
     """The keys of a full layer's sinks: never evicted, so they lie first. [rows, kv_heads, n, dim]"""
-    return layer.flat.keys.view(layer.rows, layer.kv_heads, -1, layer.flat.keys.shape[-1])[:, :, :n]
+    return layer.flat.keys.unflatten(0, (layer.rows, layer.kv_heads, -1))[:, :, :n]

@@ -88,8 +88,8 @@ def _check_layer(
     counts = _is_int_list([rows, kv_heads], 2) and rows == len(seen) and bool(kv_heads) == bool(rows)
     _require(counts, f"rows of layer {i}")
     segments = rows * kv_heads
-    sizes = segments < 2**31 and all(_is_int_list(each, segments) for each in (starts, lengths, room))
-    _require(sizes, f"sizes of layer {i}")
+    listed = segments < 2**31 and all(_is_int_list(each, segments) for each in (starts, lengths, room))
+    _require(listed, f"sizes of layer {i}")
     *firsts, slots = accumulate(room, initial=0)
     fit = starts == firsts and all(n <= most for n, most in zip(lengths, room, strict=True))
     _require(fit, f"segments of layer {i}")
@@ -104,8 +104,8 @@ def _check_layer(
         expected |= _quantized_tensors(rows, lengths, groups, bits, kv_dtype, dim, value_dim)
     else:
         expected |= {"keys": (kv_dtype, slots, dim), "values": (kv_dtype, slots, value_dim)}
-    for name, (dtype, *shape) in expected.items():
-        _check_tensor(f"layer.{i}.{name}", tensors, dtype, shape)
+    for name, (dtype, *sizes) in expected.items():
+        _check_tensor(f"layer.{i}.{name}", tensors, dtype, sizes)
     _check_positions(i, tensors, starts, lengths, [n for n in seen for _ in range(kv_heads)])
     return {f"layer.{i}.{name}" for name in expected}
 
@@ -139,7 +139,7 @@ def _quantized_tensors(
     _require(firsts == starts and all(n // GROUP_SIZE <= most for n, most in zip(lengths, room, strict=True)), "groups")
     groups, segments = max(1, groups), (rows, len(lengths) // rows, GROUP_SIZE)
     slots = groups * GROUP_SIZE
-    scales = {f"key_{name}": (kv_dtype, groups, dim) for name in ("scales", "mins")}
+    scales: dict[str, tuple] = {f"key_{name}": (kv_dtype, groups, dim) for name in ("scales", "mins")}
     scales |= {f"value_{name}": (torch.float32, slots) for name in ("scales", "mins")}
     codes = {f"{name}_codes": (torch.uint8, slots, n * bits // 8) for name, n in (("key", dim), ("value", value_dim))}
     return scales | codes | {"tail_keys": (kv_dtype, *segments, dim), "tail_values": (kv_dtype, *segments, value_dim)}
@@ -158,7 +158,7 @@ def _check_positions(i: int, tensors: Tensors, starts: list[int], lengths: list[
     for start, n, most in zip(starts, lengths, seen, strict=True):
         mine = positions[start : start + n]
         ascending = bool((mine[1:] > mine[:-1]).all())
-        _require(not n or (ascending and mine[0] >= 0 and mine[-1] < most), f"positions of layer {i}")
+        _require(not n or (ascending and int(mine[0]) >= 0 and int(mine[-1]) < most), f"positions of layer {i}")
         _require(keys is None or not keys[start : start + n].isnan().any(), f"keys of layer {i} that are not numbers")
 
 

@@ -284,8 +284,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _traits(row: dict[str, Any]) -> list[str]:
     """What one method can do, one word per column."""
-    aware = "retrieves" if row["retrieves"] else "yes" if row["query_aware"] else "no"
-    return [row["name"], aware, *("yes" if row[key] else "no" for key in ("any_length", "offloads", "can_be_saved"))]
+    keys = "query_aware", "any_length", "offloads", "can_be_saved"
+    aware, *others = ("yes" if row[key] else "no" for key in keys)
+    return [row["name"], "retrieves" if row["retrieves"] else aware, *others]
 
 
 @app.command(epilog=EPILOG)

@@ -80,7 +80,8 @@ class QuestionRunner:
             context_length=context_length(self.model),
             new_tokens=len(engine.answer.ids),
             **{key: report[key] for key in REPORTED},
-            **timer.speed(len(engine.answer.ids)),
+            first_token_s=timer.first - timer.started,
+            tokens_per_s=timer.rate(len(engine.answer.ids)),
         )
 
 
@@ -103,6 +104,6 @@ class AnswerTimer:
         self.first = self.first if self.count else self.last
         self.count += 1
 
-    def speed(self, tokens: int) -> dict[str, float | None]:
-        rate = (tokens - 1) / (self.last - self.first) if tokens > 1 and self.last > self.first else None
-        return {"first_token_s": self.first - self.started, "tokens_per_s": rate}
+    def rate(self, tokens: int) -> float | None:
+        """Tokens per second after the first."""
+        return (tokens - 1) / (self.last - self.first) if tokens > 1 and self.last > self.first else None

@@ -42,9 +42,8 @@ def select(
     if layers > 1 and chosen_method.layers.layer_weight:
         raise BadParameter(f"'{chosen_method.name}' compares layers, and select sees one; leave out layer and layers.")
     positions = torch.arange(n, device=keys.device).expand(kv_heads, -1)
-    token_state = (
-        keys.new_zeros(kv_heads, n, chosen_method.memory.width, dtype=torch.float32) if chosen_method.memory else None
-    )
+    width = chosen_method.memory.width if chosen_method.memory else 0
+    token_state = keys.new_zeros(kv_heads, n, width, dtype=torch.float32)
     seen = Observation(
         queries, keys, values, positions, (n,) * kv_heads, n, n, scale or dim**-0.5,
         token_state=token_state, layer=layer, layers=layers,

@@ -109,8 +109,7 @@ class Method:
         """Refuse a budget too small for what this method always keeps; methods that keep everything need none."""
         if budget is None and (self.scorer or self.retrieval):
             raise BadParameter(f"{self._called} needs a budget: tokens per key head (512) or a fraction (0.1).")
-        budget = 1.0 if budget is None else budget
-        budget = check_budget(budget)
+        budget = check_budget(1.0 if budget is None else budget)
         if isinstance(budget, int):
             (self.retrieval or self.guard).check(budget, self.name)
         elif self.retrieval and self.retrieval.needs == "surprise":

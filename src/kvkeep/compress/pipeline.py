@@ -22,9 +22,7 @@ def compress(seen: Observation, method: Method, budget: int, layer_budget: int |
 
     layer_budget: the layer's own, where it depends on all layers
     """
-    if method.scorer is None:
-        return None
-    if seen.seq_len <= budget:
+    if method.scorer is None or seen.seq_len <= budget:
         return None
     if layer_budget is None:
         layer_budget = layer_budgets(method, budget, seen.seq_len, [1.0] * seen.layers)[seen.layer]

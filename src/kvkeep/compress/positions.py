@@ -19,7 +19,7 @@ class PlacementInput:
     token_positions: Tensor  # [m] indices of the tokens in the text
     seq_len: int  # tokens of text so far: position of the next query
     budget: int
-    window: int  # the model's trained context length
+    context_length: int  # the model's, as it was trained
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,12 @@ class Gap:
 
     def _gap(self, where: PlacementInput, far: int, near: int) -> int:
         """None: three near windows, but no farther than any key of this text has been, nor than the trained context."""
-        window = where.window
         if self.gap is None:
-            return max(near, min(window - far, 3 * near, where.seq_len - far))
-        if self.gap + far > window:
+            return max(near, min(where.context_length - far, 3 * near, where.seq_len - far))
+        if self.gap + far > where.context_length:
             raise BadParameter(
-                f"gap={self.gap} puts {far} far tokens up to {self.gap + far} away, beyond the window of {window}; "
-                f"use a gap of {window - far} or less."
+                f"gap={self.gap} puts {far} far tokens up to {self.gap + far} away, beyond the context length of "
+                f"{where.context_length}; use a gap of {where.context_length - far} or less."
             )
         return self.gap
 
@@ -68,4 +67,4 @@ class Capped:
     """No key farther than the trained context length: LM-Infinite's distance limit."""
 
     def __call__(self, where: PlacementInput) -> Tensor:
-        return where.token_positions.clamp_min(where.seq_len - where.window)
+        return where.token_positions.clamp_min(where.seq_len - where.context_length)

@@ -217,8 +217,8 @@ def sentencekv(sinks: int | None = None, local: int | None = None, longest=128, 
 
 def offload_clusters(sinks: int | None = None, local: int | None = None, pack: int | None = None):
     """Offload the method's clusters of keys instead of evicting, and retrieve them whole."""
-    rest = Centres(), None, "original", sinks, local
-    return lambda method: RetrievalConfig(MethodClusters(method.group, pack), *rest, default_sizes=(4, 32))
+    config = RetrievalConfig(Chunks(), Centres(), None, "original", sinks, local, default_sizes=(4, 32))
+    return lambda method: replace(config, chunking=MethodClusters(method.group, pack))
 
 
 def keep_sinks(first=4):

@@ -48,7 +48,7 @@ def build_prompt(
     """
     halved = 0
     if sample.margin is not None:
-        sample, halved = _halves(tokenizer, sample, context_length, max_length)
+        sample, halved = _halves(tokenizer, sample, _limit(sample, sample.margin, context_length, max_length))
     template = "chat" if sample.chat and tokenizer.chat_template else "plain"
     before, after = bos_text(tokenizer), ""
     if template == "chat":  # thinking is off
@@ -89,12 +89,11 @@ def answerable(samples: Sequence[Sample], context_length: int) -> tuple[list[Sam
     return found, why
 
 
-def _halves(tokenizer: Any, sample: Sample, context_length: int, max_length: int | None) -> tuple[Sample, int]:
+def _halves(tokenizer: Any, sample: Sample, limit: int) -> tuple[Sample, int]:
     """LongBench's rule: the first and the last tokens of the whole prompt, decoded separately. -> sample, tokens lost
 
     Context, question and prefix are split where their ids are, so each is as the tokenizer decodes it.
     """
-    limit = _limit(sample, context_length, max_length)
     parts = sample.context, sample.question, sample.prefix
     ids = tokenizer("".join(parts)).input_ids
     if len(ids) <= limit:
@@ -106,14 +105,14 @@ def _halves(tokenizer: Any, sample: Sample, context_length: int, max_length: int
     return replace(sample, context=context, question=question, prefix=prefix), len(ids) - 2 * half
 
 
-def _limit(sample: Sample, context_length: int, max_length: int | None) -> int:
+def _limit(sample: Sample, margin: int, context_length: int, max_length: int | None) -> int:
     """Tokens of a prompt without its template."""
-    free = sample.limits.get(context_length, context_length - sample.margin)
+    free = sample.limits.get(context_length, context_length - margin)
     limit = min(max_length, context_length - sample.max_new_tokens) if max_length else free
     if limit < 2:
         raise BadInput(
             f"{sample.task} '{sample.id}': a context length of {context_length} tokens leaves none for a prompt: "
-            f"{sample.margin} of it stay free, and the answer may have {sample.max_new_tokens}."
+            f"{margin} of it stay free, and the answer may have {sample.max_new_tokens}."
         )
     return limit
 

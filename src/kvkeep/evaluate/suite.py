@@ -144,13 +144,10 @@ def _path(name: str, sources: Sources, say: Callable[[str], None] | None) -> Pat
 
 def _tasks_of(name: str, sources: Sources) -> list[str]:
     """A group's tasks, or the task itself."""
-    groups: dict[str, Callable[[], list[str]]] = {
-        "ruler": lambda: list(RULER),
-        "niah": lambda: [task for task in RULER if task.startswith("niah")],
-        "short": lambda: list(SHORT),
-        **{folder: lambda folder=folder: _files(folder, sources) for folder in FOLDERS},
-    }
-    return groups[name]() if name in groups else [name]
+    if name in FOLDERS:
+        return _files(name, sources)
+    niah = [task for task in RULER if task.startswith("niah")]
+    return {"ruler": list(RULER), "niah": niah, "short": list(SHORT)}.get(name, [name])
 
 
 def _files(folder: str, sources: Sources) -> list[str]:

@@ -28,6 +28,8 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 class TaggedLength(int):
     """The length of a `CompressedLayer`. transformers passes it to the mask function, which so knows the cache."""
 
+    cache: Any
+
     def __new__(cls, length: int, cache: Any) -> TaggedLength:
         tagged = super().__new__(cls, length)
         tagged.cache = cache
@@ -59,12 +61,12 @@ class AttentionCall:
     is_sdpa: bool = False  # `hf_attention` is torch's, and no other cache shares its output
     memo: dict[Any, Tensor] | None = None  # results shared by caches that share a prefill
 
-    def to_hf_output(self, output: Tensor) -> tuple[Tensor, None]:
+    def to_hf_output(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """An output [rows, heads, q, dim] in the layout of transformers' attention functions."""
         return output.transpose(1, 2).contiguous(), None
 
 
-def attend_with_lse(call: AttentionCall) -> tuple[tuple[Tensor, None], Tensor] | None:
+def attend_with_lse(call: AttentionCall) -> tuple[tuple[Tensor, Tensor | None], Tensor] | None:
     """The model's own attention among new tokens, and each query's log-sum-exp [rows, heads, q].
 
     None where torch would not use one of its kernels that return it.
@@ -111,7 +113,7 @@ def is_enabled(config: Any) -> bool:
 
 def tag_keys(keys: Tensor, layer: Any) -> Tensor:
     """A view of the keys that carries the cache layer they came from."""
-    view = keys.view_as(keys)
+    view: Any = keys.view_as(keys)
     view._kvkeep_layer = layer
     return view
 
@@ -183,7 +185,7 @@ def _padding(mask: Tensor | None, cache: Any) -> Tensor | None:
     """The 2-D padding mask behind what `compressed_mask` returned, or behind a copy of it on another device."""
     if mask is None or mask.ndim == 2:
         return mask
-    made = mask if hasattr(mask, "_kvkeep_padding") else cache.mask()
+    made: Any = mask if hasattr(mask, "_kvkeep_padding") else cache.mask()
     if made is None or (made is not mask and not torch.equal(made.to(mask.device), mask)):
         raise CacheMisuse(
             f"a custom attention mask of shape {tuple(mask.shape)} came with a kvkeep cache, which cannot tell what "

@@ -36,7 +36,6 @@ class CompressedLayer(CacheLayerMixin):
     def __init__(self, cache: HFCacheAdapter, index: int):
         super().__init__()
         self.owner, self.index = weakref.ref(cache), index  # weak: an unreferenced cache is freed at once
-        self.awaiting_call = False  # keys were returned, but no attention call has brought them back yet
 
     @property
     def cache(self) -> HFCacheAdapter:
@@ -45,13 +44,15 @@ class CompressedLayer(CacheLayerMixin):
         return owner
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.cache.check_ready(self)
-        self.awaiting_call = True
+        self.cache.check_ready()
+        self.cache.awaiting = self
         return tag_keys(key_states, self), value_states
 
     def check_call(self, module: Any) -> None:
         """Refuse an attention call that is not the one the tagged keys were returned for."""
-        awaited, self.awaiting_call = self.awaiting_call, False
+        awaited = self.cache.awaiting is self
+        if awaited:
+            self.cache.awaiting = None
         if not self.cache.is_of_model(module):
             raise CacheMisuse(
                 f"this cache was made for another {self.cache.name}; a cache serves the model it was made with."
@@ -121,6 +122,7 @@ class HFCacheAdapter(TransformersCache):
         self.compressed_layers = [i for i, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)]
 
     def new_layers(self) -> list:
+        self.awaiting: CompressedLayer | None = None  # its keys were returned, and no attention call brought them back
         own = DynamicCache(config=self.config).layers
         for layer in own:
             if not isinstance(layer, (DynamicLayer, LinearAttentionLayer)) or isinstance(layer, MIXED):
@@ -130,11 +132,11 @@ class HFCacheAdapter(TransformersCache):
         if not any(isinstance(layer, DynamicLayer) for layer in own):
             raise UnsupportedModel(f"{self.name} has no attention layers, so there are no keys to keep.")
         layers = [CompressedLayer(self, i) if type(layer) is DynamicLayer else layer for i, layer in enumerate(own)]
-        for i in reversed(range(len(layers))):  # after our last layer, only they tell of a cut short pass
-            if isinstance(layers[i], CompressedLayer):
+        for i, layer in reversed(list(enumerate(layers))):  # after our last layer, only they tell of a cut short pass
+            if isinstance(layer, CompressedLayer):
                 break
-            if type(layers[i]) is LinearAttentionLayer:
-                layers[i] = UsageTrackedLayer.like(layers[i])
+            if type(layer) is LinearAttentionLayer:
+                layers[i] = UsageTrackedLayer.like(layer)
         return layers
 
     @property
@@ -161,13 +163,13 @@ class HFCacheAdapter(TransformersCache):
             self.module_ids = {id(part) for part in self.model.modules()}  # modules may have been added since
         return id(module) in self.module_ids and getattr(module, "config", self.config) is self.config
 
-    def check_ready(self, layer: CompressedLayer) -> None:
+    def check_ready(self) -> None:
         """Raise if returned keys did not come back through attention, or would not."""
         if not is_enabled(self.config):
             raise CacheMisuse(
                 f"the attention of this {self.name} was changed after the cache was made; make a new cache."
             )
-        if any(self.layers[i].awaiting_call for i in self.compressed_layers):
+        if self.awaiting is not None:
             raise UnsupportedModel(
                 f"keys this cache handed out did not come back through attention: {self.name} changes them on the way "
                 "and is not supported, or the cache is used with a model it was not made for."

@@ -24,7 +24,7 @@ def layer_tensors(index: int, layer: Any) -> dict[str, Tensor]:
     """The tensors of a sliding-window layer, by name."""
     if not isinstance(layer, DynamicLayer):
         raise CacheMisuse(f"layer {index} is a {type(layer).__name__}, whose state cannot be saved yet.")
-    return {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
+    return {name: getattr(layer, name) for name in ("keys", "values")} if layer.is_initialized else {}
 
 
 def restore(layer: Any, keys: Tensor, values: Tensor, length: int) -> None:

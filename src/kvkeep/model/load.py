@@ -21,6 +21,7 @@ from kvkeep.model.missing_packages import causes, first_line, missing_package
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+DEFAULT_NAMES = ("default", DEFAULT)
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
@@ -55,14 +56,14 @@ def load(
     """
     say = progress or (lambda text: None)
     device, dtype = check_device(device, dtype)
-    is_default = name is None or name in ("default", DEFAULT)
-    source = str(fetch_default(say)) if is_default else _source(name)
-    say(f"loading {DEFAULT if is_default else name}")
+    name = DEFAULT if name is None else name
+    source = _source(name, say)
+    say(f"loading {DEFAULT if name in DEFAULT_NAMES else name}")
     try:
         model, tokenizer = _from_pretrained(source, dtype)
     except Exception as error:  # transformers and its dependencies raise many types
-        raise ModelUnavailable(_why(name or DEFAULT, source, error)) from error
-    if is_default:
+        raise ModelUnavailable(_why(name, source, error)) from error
+    if name in DEFAULT_NAMES:
         check_tokenizer(tokenizer, source)
     return model.to(device), tokenizer
 
@@ -85,12 +86,12 @@ def load_context_length(name: str | None = None) -> int:
 
 def _load_part(kind: Any, name: str | None, progress: Say | None = None) -> Any:
     """A config or tokenizer, without the model's weights."""
-    is_default = name is None or name in ("default", DEFAULT)
-    source = str(fetch_default(progress)) if is_default else _source(name)
+    name = DEFAULT if name is None else name
+    source = _source(name, progress)
     try:
         return kind.from_pretrained(source)
     except Exception as error:  # transformers and its dependencies raise many types
-        raise ModelUnavailable(_why(name or DEFAULT, source, error)) from error
+        raise ModelUnavailable(_why(name, source, error)) from error
 
 
 def quiet_transformers() -> None:
@@ -136,7 +137,10 @@ def _dtype(dtype: Any, device: Any) -> Any:
     return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
-def _source(name: str) -> str:
+def _source(name: str, say: Say | None) -> str:
+    """A folder or a hub id; the default model is fetched first."""
+    if name in DEFAULT_NAMES:
+        return str(fetch_default(say))
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)

@@ -19,7 +19,7 @@ def missing_package(error: BaseException) -> str | None:
         if module := _required(each):
             return _command(module, each)
     broken = next((each for each in chain if isinstance(each, ImportError)), None)
-    return broken and f"a package could not be imported ({first_line(broken)}); install it again."
+    return None if broken is None else f"a package could not be imported ({first_line(broken)}); install it again."
 
 
 def _required(error: BaseException) -> str | None:

@@ -83,8 +83,8 @@ def rotated_layers(model: Any, config: Any) -> dict[int, bool]:
         finally:
             for module in training:
                 module.training = True
-        keys = {i: layer.keys for i, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
-        ROTATED[model] = {i: _differ(*both.float().chunk(2)) for i, both in keys.items()}
+        keys = {i: getattr(layer, "keys", None) for i, layer in enumerate(cache.layers)}
+        ROTATED[model] = {i: _differ(*both.float().chunk(2)) for i, both in keys.items() if both is not None}
     return ROTATED[model]
 
 

@@ -7,12 +7,13 @@ them at once. Keys and values stay where they are. The layers are views of the b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvkeep.storage.ragged import RaggedLayer
-from kvkeep.types import Tokens
+from kvkeep.types import NOTHING
 
 
 class InplaceBatch:
@@ -21,16 +22,13 @@ class InplaceBatch:
     def __init__(self, layers: Sequence[RaggedLayer]) -> None:
         self.layers = layers
         rows, kv_heads = len(layers) * layers[0].rows, layers[0].kv_heads
-        joined = [
-            None if same[0] is None else torch.cat(same)
-            for same in zip(*(layer.flat.parts[2:] for layer in layers), strict=True)
-        ]
+        moved = [name for name in layers[0].flat.parts if name not in ("keys", "values")]
+        joined = {name: torch.cat([layer.flat.parts[name] for layer in layers]) for name in moved}
         for i, layer in enumerate(layers):
-            views = (None if part is None else part.chunk(len(layers))[i] for part in joined)
-            layer.flat = Tokens(layer.flat.keys, layer.flat.values, *views)
-        self.token_positions, self.rope_positions, self.token_state = (  # [rows, kv_heads, n + 1, …]
-            None if part is None else part.view(rows, kv_heads, -1, *part.shape[1:]) for part in joined
-        )
+            layer.flat = replace(layer.flat, **{name: joined[name].chunk(len(layers))[i] for name in moved})
+        views = {name: joined[name].unflatten(0, (rows, kv_heads, -1)) for name in moved}  # [rows, kv_heads, n + 1, …]
+        self.token_positions = views["token_positions"]
+        self.rope_positions, self.token_state = views.get("rope_positions"), views.get("token_state", NOTHING)
         self.segment_starts = torch.cat([layer.segment_starts for layer in layers])
         self.free_slots = [layer.free_slots for layer in layers]
         self.free_slot = (torch.cat(self.free_slots) - self.segment_starts).view(rows, kv_heads)  # of the next token
@@ -49,14 +47,14 @@ class InplaceBatch:
         self.token_positions.scatter_(2, slot, where)
         if self.rope_positions is not None:
             self.rope_positions.scatter_(2, slot, where)
-        if self.token_state is not None:
+        if len(self.token_state):
             self.token_state.scatter_(2, slot[..., None].expand(-1, -1, -1, self.token_state.shape[-1]), 0.0)
 
-    def evict(self, slots: Tensor, token_state: Tensor | None) -> None:
+    def evict(self, slots: Tensor, token_state: Tensor) -> None:
         """Free one slot of every row and key head, and store the new token state. slots [rows, kv_heads]"""
-        if token_state is not None:
+        if len(token_state):
             self.token_state.copy_(token_state)
         self.free_slot = slots
-        self.free_slots = (self.segment_starts + slots.flatten()).chunk(len(self.layers))
+        self.free_slots = list((self.segment_starts + slots.flatten()).chunk(len(self.layers)))
         for layer, free in zip(self.layers, self.free_slots, strict=True):
             layer.free_slots = free

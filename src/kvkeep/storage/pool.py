@@ -68,9 +68,8 @@ class QuantizedBuffer:
 
     def put(self, row: int, starts: Sequence[int], layer: RaggedLayer) -> None:
         """Copy the groups of a layer quantized alike; quantize another one."""
-        bits = self.kv.bits
-        same = layer.is_quantized and layer.bits == bits
-        quantized = layer.quantized if same else QuantizedLayer.of([layer.row(0)], bits)
+        codes, bits = layer.codes, self.kv.bits
+        quantized = codes if codes and codes.bits == bits else QuantizedLayer.of([layer.row(0)], bits)
         pairs = [
             (first + g, start // GROUP_SIZE + g)
             for first, start, n in zip(quantized.firsts, starts, quantized.lengths, strict=True)

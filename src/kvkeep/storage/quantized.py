@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -32,10 +33,10 @@ class QuantizedLayer:
 
     def __post_init__(self) -> None:
         shape = self.tail_keys.shape[:2]
-        kind = {"dtype": torch.int64, "device": self.tail_keys.device}
-        self.starts = torch.tensor(self.firsts, **kind).view(shape) * GROUP_SIZE
-        self.counts = torch.tensor(self.lengths, **kind).view(shape)  # lengths, on the device
-        self.active = torch.ones(shape[0], 1, **kind)
+        tensor = partial(torch.tensor, dtype=torch.int64, device=self.tail_keys.device)
+        self.starts = tensor(self.firsts).view(shape) * GROUP_SIZE
+        self.counts = tensor(self.lengths).view(shape)  # lengths, on the device
+        self.active = torch.ones_like(self.counts[:, :1])
 
     @classmethod
     def of(
@@ -59,11 +60,10 @@ class QuantizedLayer:
         if before is not None and known is not None:
             new = known < 0
             copy_groups(before.kv, known[~new], kv, groups[~new])
-        both = [segment.keys for segment in segments], [segment.values for segment in segments]
-        keys, values = (whole_groups(parts) for parts in both)
-        write_groups(kv, groups[new], keys[new], values[new])
-        tails = (_tails(parts).unflatten(0, (len(rows), len(rows[0]))) for parts in both)
-        return cls(kv, *tails, firsts, room, lengths)
+        keys, values = [segment.keys for segment in segments], [segment.values for segment in segments]
+        write_groups(kv, groups[new], whole_groups(keys)[new], whole_groups(values)[new])
+        tail_keys, tail_values = (_tails(each).unflatten(0, (len(rows), len(rows[0]))) for each in (keys, values))
+        return cls(kv, tail_keys, tail_values, firsts, room, lengths)
 
     @property
     def bits(self) -> int:

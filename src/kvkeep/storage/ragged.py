@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -24,9 +25,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvkeep.kernels.torch.quantization import GROUP_SIZE
 from kvkeep.storage.quantized import QuantizedLayer, whole_groups
-from kvkeep.types import PAD_POSITION, Tokens
+from kvkeep.types import NOTHING, PAD_POSITION, Tokens
 
 GROWTH = 64
+EMPTY = Tokens(torch.empty(0, 0), torch.empty(0, 0), NOTHING)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class LayerSnapshot:
     """The part of a layer's state that `append` and `write_free_slot` change."""
 
     lengths: list[int]
-    free_slots: Tensor | None
+    free_slots: Tensor
 
 
 class RaggedLayer:
@@ -46,38 +48,37 @@ class RaggedLayer:
         self.quantized: QuantizedLayer | None = None  # keys and values, during a forward pass those before it
         self.rows = 0
         self.kv_heads = 0
-        self.flat: Tokens | None = None  # the slots of all segments, concatenated; keys and values None if quantized
+        self.flat = EMPTY  # the slots of all segments, concatenated; keys and values of width 0 if quantized
         self.starts: list[int] = []
         self.lengths: list[int] = []
         self.room: list[int] = []  # slots of each segment, used or not
-        self.ends = self.segment_starts = torch.empty(0)
-        self.free_slots: Tensor | None = None  # [segments] one of each full segment, while tokens are evicted in place
+        self.ends = self.segment_starts = NOTHING
+        self.free_slots = NOTHING  # [segments] one of each full segment, while tokens are evicted in place
 
     def __bool__(self) -> bool:
-        return self.flat is not None
+        return self.rows > 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, measured on their storages."""
         codes = self.quantized.nbytes if self.quantized else 0
-        return codes + (_bytes(self.flat.keys, self.flat.values) if self.flat else 0)
+        return codes + sum(t.untyped_storage().nbytes() for t in (self.flat.keys, self.flat.values))
 
     @property
-    def is_quantized(self) -> bool:
-        """Keys and values are held as codes only."""
-        return self.quantized is not None and self.flat is not None and self.flat.keys is None
+    def codes(self) -> QuantizedLayer | None:
+        """The keys and values, while they are held as codes only."""
+        return None if self.flat.keys.shape[-1] else self.quantized
 
     @property
     def index_nbytes(self) -> int:
         """Bytes of positions and token state."""
-        return sum(t.nbytes for t in self.flat.parts[2:] if t is not None) if self.flat else 0
+        return sum(part.nbytes for name, part in self.flat.parts.items() if name not in ("keys", "values"))
 
     @property
     def token_nbytes(self) -> int:
         """Bytes of one token's key and value in one key head, in the model's dtype."""
-        if not self:
-            return 0
-        like = (self.quantized.tail_keys, self.quantized.tail_values) if self.quantized else self.flat.parts[:2]
+        tails, flat = self.quantized, self.flat
+        like = (tails.tail_keys, tails.tail_values) if tails else (flat.keys, flat.values)
         return sum(t.shape[-1] * t.element_size() for t in like)
 
     @property
@@ -97,12 +98,11 @@ class RaggedLayer:
 
     def row(self, row: int) -> list[Tokens]:
         """One row's tokens, per key head, in order of position: views, except of quantized keys and values."""
-        self.restore_order()
         mine = self.segments[row * self.kv_heads : (row + 1) * self.kv_heads]
-        heads = [self.flat.map(lambda t, s=start, n=length: t[s : s + n]) for start, length in mine]
-        if not self.is_quantized:
+        heads = [self.flat[start : start + length] for start, length in mine]
+        if not (codes := self.codes):
             return heads
-        pairs = zip(*(part[0] for part in self.quantized.dequantize(slice(row, row + 1))), strict=True)
+        pairs = zip(*(part[0] for part in codes.dequantize(slice(row, row + 1))), strict=True)
         return [
             replace(head, keys=keys[:n], values=values[:n])
             for head, (keys, values), (_, n) in zip(heads, pairs, mine, strict=True)
@@ -113,22 +113,14 @@ class RaggedLayer:
 
     def dense(self, row: int) -> Tokens:
         """One row as [kv_heads, longest, …]; shorter heads are padded, their positions with PAD_POSITION."""
-        if self.is_uniform and len(set(self.room)) == 1 and not self.is_quantized:
-            return self.uniform().map(lambda t: t[row])
+        if self.is_uniform and not self.codes:
+            return self.uniform()[row]
         heads = [head.parts for head in self.row(row)]
-        fills = (0, 0, PAD_POSITION, PAD_POSITION, 0)
-        parts = [
-            None if same[0] is None else pad_sequence(same, True, fill)
-            for same, fill in zip(zip(*heads, strict=True), fills, strict=True)
-        ]
-        return Tokens(*parts)
+        fills = {name: PAD_POSITION if name.endswith("positions") else 0 for name in heads[0]}
+        return Tokens(**{name: pad_sequence([head[name] for head in heads], True, fills[name]) for name in fills})
 
     def fill(
-        self,
-        rows: Sequence[Sequence[Tokens]],
-        growth: int = 0,
-        spare: int = 0,
-        sources: Sequence[int] | None = None,
+        self, rows: Sequence[Sequence[Tokens]], growth: int = 0, spare: int = 0, sources: Sequence[int] | None = None
     ) -> None:
         """Replace all tokens by copies of these; growth=64 leaves a 64th of room, spare=1 one slot.
 
@@ -137,7 +129,7 @@ class RaggedLayer:
         if self.bits:
             known = self._unchanged_groups([segment for row in rows for segment in row], sources)
             self.quantized = QuantizedLayer.of(rows, self.bits, growth, self.quantized, known)
-            rows = [[replace(segment, keys=None, values=None) for segment in row] for row in rows]
+            rows = [[replace(each, keys=each.keys[:, :0], values=each.values[:, :0]) for each in row] for row in rows]
         self._write_segments(rows, growth, spare)
 
     def _write_segments(self, rows: Sequence[Sequence[Tokens]], growth: int, spare: int = 0) -> None:
@@ -147,10 +139,9 @@ class RaggedLayer:
         *starts, total = accumulate(room, initial=0)
         flat = segments[0].map(lambda like: like.new_empty(total, *like.shape[1:]))
         for segment, start in zip(segments, starts, strict=True):
-            for buffer, part in zip(flat.parts, segment.parts, strict=True):
-                if buffer is not None:
-                    buffer[start : start + len(part)] = part
-        self.flat, self.starts, self.lengths, self.room, self.free_slots = flat, starts, lengths, room, None
+            for name, part in segment.parts.items():
+                flat.parts[name][start : start + len(part)] = part
+        self.flat, self.starts, self.lengths, self.room, self.free_slots = flat, starts, lengths, room, NOTHING
         self.rows, self.kv_heads = len(rows), len(rows[0])
         self.update_ends()
 
@@ -159,24 +150,24 @@ class RaggedLayer:
 
         They are equal if the old segment had the same tokens there, and their keys have not been rotated since.
         """
-        if self.quantized is None or self.flat is None:
+        if self.quantized is None:
             return None
         counts = [len(segment.token_positions) // GROUP_SIZE for segment in segments]
         pairs = zip(sources or range(len(segments)), counts, strict=True)
         groups = [(source, g) for source, count in pairs for g in range(count)]
-        kind = {"dtype": torch.int64, "device": self.flat.token_positions.device}
-        known = torch.tensor([self.quantized.group(*each) for each in groups], **kind)
-        first = torch.tensor([self.starts[source] + g * GROUP_SIZE for source, g in groups], **kind)
+        tensor = partial(torch.tensor, dtype=torch.int64, device=self.flat.token_positions.device)
+        known = tensor([self.quantized.group(*each) for each in groups])
+        first = tensor([self.starts[source] + g * GROUP_SIZE for source, g in groups])
         slots = first[:, None] + torch.arange(GROUP_SIZE, device=first.device)
         slots = slots.clamp_max(len(self.flat.token_positions) - 1)
-        for old, *new in zip(self.flat.parts[2:4], *(segment.parts[2:4] for segment in segments), strict=True):
-            if old is not None:
-                known = torch.where((whole_groups(new) == old[slots]).all(1), known, -1)
+        for name in self.flat.parts.keys() & {"token_positions", "rope_positions"}:
+            new = whole_groups([segment.parts[name] for segment in segments])
+            known = torch.where((new == self.flat.parts[name][slots]).all(1), known, -1)
         return known
 
     def quantize(self) -> None:
         """Quantize keys and values after a forward pass of several tokens, if the layer has bits."""
-        if self and self.bits and not self.is_quantized:
+        if self and self.bits and not self.codes:
             self.fill(self.all_rows())
 
     def append(
@@ -188,9 +179,13 @@ class RaggedLayer:
         not padding (None: all of them, in every row). A quantized layer quantizes single tokens at once, several later.
         """
         self.restore_order()
-        if columns is None and keys.shape[2] == 1 and self.is_quantized:
-            return self._append_quantized(keys, values, torch.stack(list(positions)))
-        if columns is None and not self.is_quantized and self._has_room(keys.shape[2]):
+        single = columns is None and keys.shape[2] == 1
+        if single and (codes := self.codes) and not (codes.has_room and self._has_room(1)):
+            self.fill(self.all_rows(), GROWTH, spare=GROUP_SIZE)
+        if single and (codes := self.codes):
+            codes.append(keys[:, :, 0], values[:, :, 0])
+            return self._write(keys[..., :0], values[..., :0], torch.stack(list(positions)))
+        if columns is None and not self.codes and self._has_room(keys.shape[2]):
             return self._write(keys, values, torch.stack(list(positions)))
         rows = []
         for row, where in enumerate(positions):
@@ -198,12 +193,6 @@ class RaggedLayer:
             heads = zip(self.row(row), *each, strict=True)
             rows.append([_concat(old, self._new(k, v, where)) for old, k, v in heads])
         self._write_segments(rows, GROWTH)
-
-    def _append_quantized(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        if not (self._has_room(1) and self.quantized.has_room):
-            self.fill(self.all_rows(), GROWTH, spare=GROUP_SIZE)
-        self.quantized.append(keys[:, :, 0], values[:, :, 0])
-        self._write(keys, values, positions)
 
     def _has_room(self, count: int) -> bool:
         return self._writable and all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
@@ -224,10 +213,9 @@ class RaggedLayer:
         count = positions.shape[1]
         slots = (self.ends[:, None] + torch.arange(count, device=keys.device)).flatten()
         where = positions[:, None].expand(-1, self.kv_heads, -1).reshape(-1)
-        new = self._new(keys.reshape(-1, keys.shape[-1]), values.reshape(-1, values.shape[-1]), where)
-        for buffer, part in zip(self.flat.parts, new.parts, strict=True):
-            if buffer is not None:
-                buffer.index_copy_(0, slots, part.to(buffer.dtype))
+        new = self._new(keys.flatten(0, 2), values.flatten(0, 2), where).parts
+        for name, buffer in self.flat.parts.items():
+            buffer.index_copy_(0, slots, new[name].to(buffer.dtype))
         self.lengths = [length + count for length in self.lengths]
         self.ends += count
 
@@ -238,21 +226,21 @@ class RaggedLayer:
 
     @property
     def is_uniform(self) -> bool:
-        """Every row and key head holds the same number of tokens."""
-        return bool(self.lengths) and min(self.lengths) == max(self.lengths)
+        """Every row and key head holds the same number of tokens, and has room for as many."""
+        return len(set(self.lengths)) == len(set(self.room)) == 1
 
     def uniform(self) -> Tokens:
         """All tokens as [rows, kv_heads, n, …]: views, except of quantized keys and values; only if `is_uniform`."""
         self.restore_order()
         tokens = self.flat.map(self.uniform_view)
-        if not self.is_quantized:
+        if not (codes := self.codes):
             return tokens
-        keys, values = self.quantized.dequantize(slice(None))
+        keys, values = codes.dequantize(slice(None))
         return replace(tokens, keys=keys, values=values)
 
     def uniform_view(self, part: Tensor) -> Tensor:
         """A view of one of the flat buffers as [rows, kv_heads, n, …]; only if `is_uniform`."""
-        return part.view(self.rows, self.kv_heads, -1, *part.shape[1:])[:, :, : self.lengths[0]]
+        return part.view(self.rows, self.kv_heads, self.room[0], *part.shape[1:])[:, :, : self.lengths[0]]
 
     def add_free_slots(self) -> None:
         """Repack with one free slot in every segment."""
@@ -265,23 +253,23 @@ class RaggedLayer:
 
         keys, values [rows, kv_heads, dim] -> all n + 1 of them as [rows, kv_heads, n + 1, dim], unordered
         """
-        if self.free_slots is None or not self._writable:
+        if not len(self.free_slots) or not self._writable:
             self.restore_order()
             self.add_free_slots()
-        both = (self.flat.keys, keys), (self.flat.values, values)
-        for buffer, new in both:
+        flat, shape = self.flat, (self.rows, self.kv_heads, -1)
+        for buffer, new in ((flat.keys, keys), (flat.values, values)):
             buffer.index_copy_(0, self.free_slots, new.flatten(0, 1).to(buffer.dtype))
-        return tuple(buffer.view(self.rows, self.kv_heads, -1, buffer.shape[-1]) for buffer, _ in both)
+        return flat.keys.unflatten(0, shape), flat.values.unflatten(0, shape)
 
     def restore_order(self) -> None:
         """Drop the free slots and sort every segment by position."""
-        if self.free_slots is None:
+        if not len(self.free_slots):
             return
         n = self.lengths[0]
         positions = self.flat.token_positions.index_fill(0, self.free_slots, PAD_POSITION).view(len(self.lengths), -1)
         order = (positions.argsort(1)[:, :n] + self.segment_starts[:, None]).flatten()
-        ordered = self.flat.map(lambda t: t[order])
-        segments = [ordered.map(lambda t, i=i: t[i * n : (i + 1) * n]) for i in range(len(self.lengths))]
+        ordered = self.flat[order]
+        segments = [ordered[i * n : (i + 1) * n] for i in range(len(self.lengths))]
         self.fill([segments[row * self.kv_heads : (row + 1) * self.kv_heads] for row in range(self.rows)])
 
     def snapshot(self) -> LayerSnapshot:
@@ -292,7 +280,7 @@ class RaggedLayer:
         """Undo what was appended or inserted since."""
         self.lengths = list(snapshot.lengths)
         if self.free_slots is not snapshot.free_slots:  # repacked since: in order, the free slots at the end
-            self.free_slots = None
+            self.free_slots = NOTHING
         self.update_ends()
         if self.quantized:
             self.quantized.truncate(self.lengths)
@@ -312,9 +300,4 @@ class RaggedLayer:
 
 
 def _concat(old: Tokens, new: Tokens) -> Tokens:
-    pairs = zip(old.parts, new.parts, strict=True)
-    return Tokens(*(None if a is None else torch.cat([a, b.to(a.dtype)]) for a, b in pairs))
-
-
-def _bytes(*tensors: Tensor | None) -> int:
-    return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+    return Tokens(**{name: torch.cat([part, new.parts[name].to(part.dtype)]) for name, part in old.parts.items()})

@@ -1,8 +1,8 @@
 """Chunking: which tokens are offloaded, and retrieved, as one unit.
 
-`num_ready`: how many of the tokens beyond the near window (oldest first) can be offloaded now; for marks see
-`RetrievalConfig.needs`. `members`: the unit of each of them. `uniform_size`: the size of all units, 1 if they differ.
-`contiguous`: units are spans of the text.
+`num_ready`: how many of the tokens beyond the near window (oldest first) can be offloaded now; marks are empty unless
+`RetrievalConfig.needs` some. `members`: the unit of each of them. `uniform_size`: the size of all units, 1 if they
+differ. `contiguous`: units are spans of the text.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Chunks:
 
     uniform_size = size
 
-    def num_ready(self, marks: Tensor | None, waiting: int, budget: int) -> int:
+    def num_ready(self, marks: Tensor, waiting: int, budget: int) -> int:
         return waiting // self.size(budget) * self.size(budget)
 
-    def members(self, keys: Tensor, marks: Tensor | None, budget: int) -> Tensor:
+    def members(self, keys: Tensor, marks: Tensor, budget: int) -> Tensor:
         """[1, n] unit of each token"""
         return (torch.arange(keys.shape[1], device=keys.device) // self.size(budget))[None]
 
@@ -68,7 +68,7 @@ class Clusters:
     def uniform_size(self, budget: int) -> int:
         return 1
 
-    def members(self, keys: Tensor, marks: Tensor | None, budget: int) -> Tensor:
+    def members(self, keys: Tensor, marks: Tensor, budget: int) -> Tensor:
         """[kv_heads, n] cluster of each token"""
         n = keys.shape[1]
         count = max(1, n // self.tokens)
@@ -87,7 +87,7 @@ class MethodClusters:
 
     size, num_ready, uniform_size = Clusters.size, Chunks.num_ready, Clusters.uniform_size
 
-    def members(self, keys: Tensor, marks: Tensor | None, budget: int) -> Tensor:
+    def members(self, keys: Tensor, marks: Tensor, budget: int) -> Tensor:
         heads, n, dim = keys.shape
         where = torch.arange(n, device=keys.device).expand(heads, -1)
         seen = Observation(keys[:, :0], keys, keys, where, (n,) * heads, n, n, dim**-0.5)
@@ -105,14 +105,14 @@ class SentenceChunks:
     def size(self, budget: int) -> int:
         return max(1, min(self.longest, budget // 8))
 
-    def num_ready(self, marks: Tensor | None, waiting: int, budget: int) -> int:
+    def num_ready(self, marks: Tensor, waiting: int, budget: int) -> int:
         """Everything up to the last mark, and behind it whole spans of the longest length."""
         ends = (marks[:waiting] > 0).nonzero()
         last = int(ends[-1]) + 1 if len(ends) else 0
         longest = self.size(budget)
         return last + (waiting - last) // longest * longest
 
-    def members(self, keys: Tensor, marks: Tensor | None, budget: int) -> Tensor:
+    def members(self, keys: Tensor, marks: Tensor, budget: int) -> Tensor:
         return split_spans(marks > 0, self.size(budget))[None]
 
 
@@ -135,7 +135,7 @@ class Events:
 
     num_ready, uniform_size = Chunks.num_ready, Clusters.uniform_size
 
-    def members(self, keys: Tensor, marks: Tensor | None, budget: int) -> Tensor:
+    def members(self, keys: Tensor, marks: Tensor, budget: int) -> Tensor:
         size = self.size(budget)
         numbers, before = [], 0
         for first in range(0, keys.shape[1], size):
@@ -163,15 +163,14 @@ def kmeans(keys: Tensor, first: Tensor, iterations: int) -> tuple[Tensor, Tensor
 
     keys [heads, n, dim] -> cluster of each token [heads, n], centres [heads, k, dim] as plain means
     """
-    centres, member = keys[:, first].float(), None
-    for _ in range(max(1, iterations)):
-        closest = assign(keys, centres)
-        if member is not None and closest.equal(member):
+    centres = keys[:, first].float()
+    member = assign(keys, centres)
+    for number in range(iterations):
+        closest = assign(keys, centres) if number else member
+        if number and closest.equal(member):
             break
-        member = closest
-        if iterations:
-            middle, size = means(keys, member, len(first))
-            centres = torch.where(size[..., None] > 0, middle, centres)
+        middle, size = means(keys, closest, len(first))
+        member, centres = closest, torch.where(size[..., None] > 0, middle, centres)
     return member, centres
 
 

@@ -29,7 +29,7 @@ class OffloadedTokens:
     """Tokens that are being offloaded."""
 
     keys: Tensor  # [kv_heads, n, dim] unrotated where keys are moved
-    mass: Tensor | None  # [n] attention each got from the queries that followed it closely, or [heads, n] by query head
+    mass: Tensor  # [n] attention each got from the queries that followed it closely, or [heads, n] by query head
     member: Tensor | None  # [1 or kv_heads, n] unit of each; None: uniform spans
     count: int  # units
     out: Tensor | None = None  # [1 or kv_heads, units, …] where the entries will be stored; `build` may write there
@@ -50,7 +50,7 @@ class RetrievalQuery:
     queries: Tensor  # [heads, w, dim]
     kv_heads: int
     scale: float
-    moments: Moments | None = None  # of all queries so far, this window's included
+    moments: Moments | None = None  # of all queries so far, this window's included; None: of no others
     question: Tensor | None = None  # [x, kv_heads * dim] queries of the question, if known during prefill
     prefill: bool = True  # else one decoded token
     vector: Tensor | None = None  # [kv_heads * dim] one vector for the window, where it is known already
@@ -78,7 +78,8 @@ def _unit_representatives(
     best = best_first(mass.view(vectors.shape[:2]))[:, :count].sort(1).values
     chosen = vectors.gather(1, best[..., None].expand(-1, -1, vectors.shape[-1]))
     chosen = normalize(chosen, dim=-1) if cosine else chosen
-    total = chosen.sum(1) if best.shape[1] <= 4 else sum(chosen.unbind(1))  # added in order in both cases
+    zero = chosen.new_zeros(())
+    total = chosen.sum(1) if best.shape[1] <= 4 else sum(chosen.unbind(1), zero)  # added in order in both cases
     return (total / best.shape[1])[None]
 
 
@@ -181,7 +182,9 @@ class Representatives:
         window, question = concat_heads(query.queries, query.kv_heads), query.question
         if question is not None and query.prefill and self.question_in_window:
             window = torch.cat([window, question])
-        return activation_bias(window, query.moments, self.reverse) if self.bias else window.mean(0)
+        if not self.bias:
+            return window.mean(0)
+        return activation_bias(window, query.moments or Moments.of(window), self.reverse)
 
 
 @dataclass(frozen=True)

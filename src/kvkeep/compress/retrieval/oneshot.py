@@ -11,7 +11,7 @@ from kvkeep.compress.retrieval.query import Moments, concat_heads
 from kvkeep.compress.retrieval.topk import by_unit, select_units
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.torch.reference import two_region_attention
-from kvkeep.types import Observation, Selection
+from kvkeep.types import NOTHING, Observation, Selection
 
 
 def retrieve_once(seen: Observation, method: Method, budget: int) -> Selection | None:
@@ -29,12 +29,12 @@ def retrieve_once(seen: Observation, method: Method, budget: int) -> Selection |
         )
     config.check(budget, method.name)
     sizes = config.sizes(budget)
-    offloaded = config.chunking.num_ready(None, n - 1 - sizes.sinks - sizes.near, budget)
+    offloaded = config.chunking.num_ready(NOTHING, n - 1 - sizes.sinks - sizes.near, budget)
     begin, end = sizes.sinks, sizes.sinks + offloaded
     keys = seen.keys[:, begin:end]
-    member = config.chunking.members(keys, None, budget)
+    member = config.chunking.members(keys, NOTHING, budget)
     order, size = by_unit(member)
-    needs, mass = config.index.needs, None
+    needs, mass = config.index.needs, NOTHING
     if "mass" in needs:
         mass = _mass(seen, sizes.near, "mass_per_head" in needs)[..., begin:end]
     built = config.index.build(OffloadedTokens(keys, mass, member, size.shape[1]))

@@ -145,11 +145,11 @@ def segment_attention(
     sdpa_suffices = softcap is None and sink_logits is None
     if sdpa_suffices and (stride := _uniform_stride(segments)) and all(count == q for count in new_counts):
         length = segments[0][1]
-        dense = (
+        dense_keys, dense_values = (
             t[segments[0][0] :][: len(segments) * stride].view(rows, kv_heads, stride, -1)[:, :, :length]
             for t in (keys, values)
         )
-        return _dense_sdpa(queries, *dense, scale).to(dtype)
+        return _dense_sdpa(queries, dense_keys, dense_values, scale).to(dtype)
     output = queries.new_zeros(rows, heads, q, values.shape[-1])
     group = heads // kv_heads
     for i, (start, length) in enumerate(segments):

@@ -53,15 +53,15 @@ def two_region_attention(
     num_prior = 0 if prior_mass is None else prior_mass.shape[-1]
     rows = heads if per_head else kv_heads
     parts = torch.empty(rows, n, dtype=torch.float32, device=queries.device)
+    prior = parts if prior_mass is None or not num_prior else prior_mass
     _band_mass[cdiv(n, tokens), rows](
-        queries, keys, lse, parts, prior_mass if num_prior else parts, n, w, num_prior, heads // kv_heads, dim, band,
-        *queries.stride()[:2], keys.stride(0), prior_mass.stride(0) if num_prior else 0, scale, softcap or 0.0,
+        queries, keys, lse, parts, prior, n, w, num_prior, heads // kv_heads, dim, band,
+        *queries.stride()[:2], keys.stride(0), prior.stride(0) if num_prior else 0, scale, softcap or 0.0,
         per_head, softcap is not None, INTERPRETED, sizes[0], block, tokens, num_warps=4, num_stages=2,
     )  # fmt: skip
     if per_head:
         return output, parts
     mass = torch.empty(n, dtype=torch.float32, device=queries.device)
-    prior = prior_mass if num_prior else parts
     _sum_heads[cdiv(n, TOKENS),](parts, prior, mass, n, num_prior, kv_heads, TOKENS, num_warps=4)
     return output, mass
 

@@ -35,7 +35,8 @@ def weighted_query(
         window, parts, results, w + num_question, width, kv_heads * blocks, pow2(kv_heads * blocks), ROWS, CHANNELS,
         num_warps=4,
     )  # fmt: skip
-    return results.unbind()
+    new_mean, new_variance, query = results.unbind()
+    return new_mean, new_variance, query
 
 
 @fast_launch

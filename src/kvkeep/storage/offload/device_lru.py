@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Pair = tuple[Tensor, Tensor]
+
+class Pair(NamedTuple):
+    keys: Tensor
+    values: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Pair:
+        return Pair(change(self.keys), change(self.values))
+
+    def concat(self, other: Pair) -> Pair:
+        """Other tokens behind these. [kv_heads, n, dim]"""
+        return Pair(torch.cat([self.keys, other.keys], 1), torch.cat([self.values, other.values], 1))
 
 
 class DeviceLRU:
@@ -32,7 +42,7 @@ class DeviceLRU:
                 self.held[unit] = pair
         for unit in units:
             self.held.move_to_end(unit)
-        joined = tuple(torch.cat(same, 1) for same in zip(*(self.held[unit] for unit in units), strict=True))
+        joined = Pair(*(torch.cat(same, 1) for same in zip(*(self.held[unit] for unit in units), strict=True)))
         while len(self.held) > 2 * len(units):
             self.held.popitem(last=False)
         return joined
@@ -51,4 +61,4 @@ class DeviceLRU:
             for t in copied:
                 t.record_stream(current)
         each = [t.split(size, 1) for t in copied]
-        return [(k.clone(), v.clone()) for k, v in zip(*each, strict=True)]
+        return [Pair(k.clone(), v.clone()) for k, v in zip(*each, strict=True)]

@@ -35,17 +35,17 @@ class HostMemoryBudget:
             self.arenas[device] = Arena(device, self.limit)
         return self.arenas[device]
 
-    def reserve(self, size: int) -> bool:
-        """Count a block's bytes; False where it has to go to disk."""
+    def reserve(self, size: int) -> DiskStore | None:
+        """Count a block's bytes. -> the disk, where it has to go there"""
         if self.limit is not None and self.used_bytes + size > self.limit:
             if self.disk is not None:
-                return False
+                return self.disk
             raise StoreFull(
                 f"offloaded tokens would take {self.used_bytes + size:,} bytes of host memory, and the limit is "
                 f"{self.limit:,}; raise host_limit, or give disk= a folder to spill to. Tokens seen so far are kept."
             )
         self.used_bytes += size
-        return True
+        return None
 
     def release(self, size: int) -> None:
         """A block was garbage-collected."""
@@ -60,8 +60,8 @@ class HostBlock:
     values: Tensor
 
     @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+    def pair(self) -> Pair:
+        return Pair(self.keys, self.values)
 
     @property
     def tokens(self) -> int:
@@ -71,23 +71,21 @@ class HostBlock:
 UnitName = tuple[int, int, HostBlock]
 
 
+@dataclass(eq=False)
 class HostStore:
     """One layer of one row: all offloaded tokens, in the order they were offloaded."""
 
-    def __init__(
-        self,
-        host_budget: HostMemoryBudget,
-        device: torch.device,
-        blocks: tuple[HostBlock, ...] = (),
-        device_lru: DeviceLRU | None = None,
-        table: HostBlockTable | None = None,
-        tokens: int = 0,
-        nbytes: int = 0,
-    ) -> None:
-        self.host_budget, self.device, self.blocks, self.device_lru = host_budget, device, blocks, device_lru
-        self.tokens, self.nbytes = tokens, nbytes  # on the host and on disk
-        # where the device finds the blocks; None where it cannot read all of them
-        self.table = table or (None if blocks else HostBlockTable.new(device))
+    host_budget: HostMemoryBudget
+    device: torch.device
+    blocks: tuple[HostBlock, ...] = ()
+    device_lru: DeviceLRU | None = None
+    table: HostBlockTable | None = None  # where the device finds the blocks; None where it cannot read all of them
+    tokens: int = 0
+    nbytes: int = 0  # on the host and on disk
+
+    def __post_init__(self) -> None:
+        if self.table is None and not self.blocks:
+            self.table = HostBlockTable.new(self.device)
 
     @cached_property
     def ends(self) -> list[int]:
@@ -95,18 +93,18 @@ class HostStore:
 
     def put(self, keys: Tensor, values: Tensor) -> HostStore:
         """A store with these tokens appended; this one is unchanged. keys, values [kv_heads, n, dim]"""
-        pair, budget = (keys.detach(), values.detach()), self.host_budget
+        pair, budget = Pair(keys.detach(), values.detach()), self.host_budget
         size, tokens = keys.nbytes + values.nbytes, self.tokens + keys.shape[1]
-        if budget.reserve(size):
+        if disk := budget.reserve(size):
+            block, table = HostBlock(*disk.write(*(t.cpu() for t in pair))), None
+            disk.delete_last_with(block)
+        else:
             try:
                 block, table = self._copy_to_host(pair, tokens)
             except BaseException:
                 budget.release(size)
                 raise
             weakref.finalize(block, budget.release, size)
-        else:
-            block, table = HostBlock(*budget.disk.write(*(t.cpu() for t in pair))), None
-            budget.disk.delete_last_with(block)
         blocks, nbytes = (*self.blocks, block), self.nbytes + size
         return HostStore(budget, self.device, blocks, self.device_lru, table, tokens, nbytes)
 
@@ -114,11 +112,11 @@ class HostStore:
         """A copy in host memory, and the table that has it; on a GPU the copy is asynchronous."""
         if self.device.type != "cuda" and self.table is None:
             return HostBlock(*(torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in pair)), None
-        pair = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in pair)
+        pair = pair.map(lambda t: t if t.stride(-1) == 1 else t.contiguous())
         block = HostBlock(*(self.host_budget.arena(self.device).allocate(t.shape, t.dtype) for t in pair))
-        table = self.table and self.table.put(*pair, (block.keys, block.values), len(self.blocks), end)
+        table = self.table and self.table.put(*pair, block.pair, len(self.blocks), end)
         if table is None:
-            for target, tensor in zip((block.keys, block.values), pair, strict=True):
+            for target, tensor in zip(block.pair, pair, strict=True):
                 target.copy_(tensor, non_blocking=True)
         return block, table
 
@@ -142,13 +140,13 @@ class HostStore:
         unit: the tokens are whole units of this size, which may be cached on the device
         prefix: keys and values [kv_heads, f, dim] put before them -> [kv_heads, f + k, dim]
         """
-        first = (self.blocks[0].keys, self.blocks[0].values)
+        first = self.blocks[0].pair
         if not index.shape[1]:
-            return prefix or tuple(t[:, :0].to(self.device) for t in first)
+            return prefix or first.map(lambda t: t[:, :0].to(self.device))
         if self.table and (pair := self.table.gather(index, len(self.blocks), first, prefix)):
             return pair
         pair = self._gather_on_cpu(index, unit)
-        return tuple(torch.cat(both, 1) for both in zip(prefix, pair, strict=True)) if prefix else pair
+        return prefix.concat(pair) if prefix else pair
 
     def _gather_on_cpu(self, index: Tensor, unit: int) -> Pair:
         self._synchronize()
@@ -162,7 +160,7 @@ class HostStore:
         if len(index) == 1:
             return self._gather_runs(index[0].tolist())
         heads = [self._gather_runs(row, slice(h, h + 1)) for h, row in enumerate(index.tolist())]
-        return tuple(torch.cat(same) for same in zip(*heads, strict=True))
+        return Pair(*(torch.cat(same) for same in zip(*heads, strict=True)))
 
     def _unit_name(self, first: int, unit: int) -> UnitName:
         """A unit, and the block of its last token: stores that share this block share all blocks before it."""
@@ -174,13 +172,12 @@ class HostStore:
 
     def gather_all(self) -> Pair:
         self._synchronize()
-        return tuple(
-            torch.cat([getattr(block, part) for block in self.blocks], 1).to(self.device) for part in ("keys", "values")
-        )
+        parts = zip(*(block.pair for block in self.blocks), strict=True)
+        return Pair(*(torch.cat(same, 1).to(self.device) for same in parts))
 
     def _gather_block(self, block: HostBlock, index: Tensor) -> Pair:
         index = index.expand(len(block.keys), -1)[..., None]
-        return tuple(t.gather(1, index.expand(-1, -1, t.shape[-1])) for t in (block.keys, block.values))
+        return block.pair.map(lambda t: t.gather(1, index.expand(-1, -1, t.shape[-1])))
 
     def _gather_runs(self, numbers: list[int], heads: slice = slice(None), on_host: bool = False) -> Pair:
         """Runs of neighbouring tokens as slices; on_host: not copied to the device."""
@@ -190,11 +187,11 @@ class HostStore:
                 block = bisect_right(self.ends, first)
                 before = self.ends[block - 1] if block else 0
                 stop = min(last, self.ends[block])
-                for part, into in zip((self.blocks[block].keys, self.blocks[block].values), pieces, strict=True):
+                for part, into in zip(self.blocks[block].pair, pieces, strict=True):
                     into.append(part[heads, first - before : stop - before])
                 first = stop
         joined = [torch.cat(part, 1) for part in pieces]
-        return tuple(joined if on_host else [t.to(self.device) for t in joined])
+        return Pair(*(joined if on_host else [t.to(self.device) for t in joined]))
 
 
 def runs(numbers: list[int]) -> list[tuple[int, int]]:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kvkeep.storage.offload.host import HostStore, Pair
 
+NO_SINKS = Pair(torch.empty(0, 0, 0), torch.empty(0, 0, 0))
+
 
 class AppendBuffer:
     """A tensor that only grows, in a buffer with room. Immutable: a shorter one shares the buffer of a longer one."""
@@ -63,7 +65,7 @@ class LayerState:
     host: HostStore
     seen: int = 0
     mass: Tensor | None = None  # [n] or [heads, n] attention the near tokens got, if units have representatives
-    sinks: Pair | None = None  # the first tokens, once any token is offloaded
+    sinks: Pair = NO_SINKS  # the first tokens, once any token is offloaded
     unit_index: AppendBuffer | None = None  # index entries of the offloaded units, [1 or kv_heads, units, …]
     unit_size: int = 0  # tokens of every unit, if uniform
     unit_sizes: tuple[Tensor, ...] = ()  # tokens of each unit, if not, [1 or kv_heads, units] each
@@ -84,6 +86,10 @@ class LayerState:
         return self.near[0].shape[1]
 
     @property
+    def num_sinks(self) -> int:
+        return self.sinks[0].shape[1]
+
+    @property
     def near_start(self) -> int:
         """Position of the oldest near token."""
         return self.seen - self.num_near
@@ -98,14 +104,13 @@ class LayerState:
     @property
     def device_tokens(self) -> int:
         """Tokens per key head on the device."""
-        sinks = self.sinks[0].shape[1] if self.sinks else 0
-        return self.num_near + sinks + (self.retrieved.index.shape[1] if self.retrieved else 0)
+        return self.num_near + self.num_sinks + (self.retrieved.index.shape[1] if self.retrieved else 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values on the device."""
-        pairs = [self.near, *filter(None, [self.sinks, self.retrieved and self.retrieved.pair])]
-        return sum(t.nbytes for pair in pairs for t in pair) + self.host.device_nbytes
+        held = self.near, self.sinks, self.retrieved and self.retrieved.pair
+        return sum(t.nbytes for pair in held if pair for t in pair) + self.host.device_nbytes
 
     @property
     def index_nbytes(self) -> int:
@@ -116,7 +121,7 @@ class LayerState:
     def positions(self) -> list[list[int]]:
         """Of the tokens last attended to, per key head, ascending."""
         near = list(range(self.near_start, self.seen))
-        sinks = list(range(self.sinks[0].shape[1] if self.sinks else 0))
+        sinks = list(range(self.num_sinks))
         far: list[list[int]] = [[]]
         if self.retrieved is not None and not self.offloaded_positions:
             far = (self.retrieved.index + len(sinks)).tolist()

@@ -8,6 +8,7 @@ import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +31,8 @@ class Arena:
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
         """limit: bytes that will ever be allocated, about"""
         self.device, self.limit = device, limit
-        self.segment: Tensor | None = None
-        self.typed: Tensor | None = None  # the same segment viewed as the dtype allocated last
+        self.segment = torch.empty(0, dtype=torch.uint8)
+        self.typed = self.segment  # viewed as the dtype allocated last
         self.used = 0  # bytes of the segment
         self.allocated = 0  # bytes of all segments so far
         self.wait_seconds = 0.0
@@ -41,9 +42,9 @@ class Arena:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor: a view of a segment."""
         size = prod(shape) * dtype.itemsize
-        if self.segment is None or self.used + size > self.segment.shape[0]:
+        if self.used + size > self.segment.shape[0]:
             self._next_segment(size)
-        if self.typed is None or self.typed.dtype != dtype:
+        if self.typed.dtype != dtype:
             self.typed = self.segment.view(dtype)
         tensor = self.typed.narrow(0, self.used // dtype.itemsize, size // dtype.itemsize).view(shape)
         self.used += _aligned(size)
@@ -53,7 +54,7 @@ class Arena:
         began = time.perf_counter()
         prefetched, self.prefetched = self.prefetched, None
         segment = self._make_segment(prefetched, size)
-        self.segment, self.typed, self.used, self.allocated = segment, None, 0, self.allocated + len(segment)
+        self.segment, self.typed, self.used, self.allocated = segment, segment, 0, self.allocated + len(segment)
         ahead = self.limit is None or self.allocated < self.limit
         self.prefetched = self.worker.submit(_allocate_pinned, self._size(0), self.device) if ahead else None
         self.wait_seconds += time.perf_counter() - began
@@ -124,11 +125,8 @@ class HostBlockTable:
         if self.broken:
             return None
         table = self if self.filled == slot < self.entries.shape[1] else self._copy(slot)
-        try:
-            with on_device(keys.device):
-                kernel("host_gather", "put")(keys, values, block, table.entries, slot, end)
-        except Exception as error:  # whatever a compiler, a driver or a missing package raises
-            return self._fail(error)
+        if not self._run("put", keys.device, keys, values, block, table.entries, slot, end):
+            return None
         table.filled = slot + 1
         return table
 
@@ -137,13 +135,8 @@ class HostBlockTable:
         if self.broken:
             return None
         shape = like[0].shape[0], index.shape[1] + (prefix[0].shape[1] if prefix else 0)
-        pair = tuple(torch.empty(*shape, t.shape[-1], dtype=t.dtype, device=index.device) for t in like)
-        try:
-            with on_device(index.device):
-                kernel("host_gather", "gather")(index, self.entries, blocks, *pair, prefix)
-        except Exception as error:
-            return self._fail(error)
-        return pair
+        pair = Pair(*(torch.empty(*shape, t.shape[-1], dtype=t.dtype, device=index.device) for t in like))
+        return pair if self._run("gather", index.device, index, self.entries, blocks, *pair, prefix) else None
 
     def _copy(self, slots: int) -> HostBlockTable:
         """The first `slots` columns, with room for as many more."""
@@ -151,7 +144,14 @@ class HostBlockTable:
         entries[:, :slots] = self.entries[:, :slots]
         return HostBlockTable(entries)
 
-    def _fail(self, error: Exception) -> None:
-        HostBlockTable.broken = True
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        warnings.warn(f"the kernel 'gather' cannot be used ({why}); torch does its work.", stacklevel=4)
+    def _run(self, name: str, device: torch.device, *arguments: Any) -> bool:
+        """Call a kernel. -> whether it worked"""
+        try:
+            with on_device(device):
+                kernel("host_gather", name)(*arguments)
+        except Exception as error:  # whatever a compiler, a driver or a missing package raises
+            HostBlockTable.broken = True
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            warnings.warn(f"the kernel 'gather' cannot be used ({why}); torch does its work.", stacklevel=4)
+            return False
+        return True
