@@ -1,4 +1,4 @@
-"""What cannot be compiled is captured without, and what cannot be captured runs."""
+"""What cannot be captured with fused operations is captured without, and what cannot be captured runs."""
 
 from types import SimpleNamespace
 
@@ -7,26 +7,11 @@ import torch
 from families import build
 
 from kvkeep.engine.cuda_graph import CudaGraphRunner
-from kvkeep.model import compile
+from kvkeep.model import fused
 
 
-@pytest.fixture
-def eagerly(monkeypatch):
-    """Compiled as far as Python goes: no C++ compiler needed, and fast."""
-    compiled = []
-
-    def compile_(function):
-        compiled.append(function)
-        return torch_compile(function, backend="eager")
-
-    torch_compile = torch.compile
-    monkeypatch.setattr(torch, "compile", compile_)
-    compile._compiled.cache_clear()
-    yield compiled
-    compile._compiled.cache_clear()
-
-
-def test_what_cannot_be_compiled_is_captured_without_and_what_cannot_be_captured_runs(monkeypatch, eagerly):
+@torch.no_grad()
+def test_what_cannot_be_fused_is_captured_without_and_what_cannot_be_captured_runs(monkeypatch):
     model, tries = build("llama", "eager"), []
 
     def capture(self):
@@ -37,8 +22,9 @@ def test_what_cannot_be_compiled_is_captured_without_and_what_cannot_be_captured
 
     monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    assert fused.is_faster(model)
     fails = False
-    with pytest.warns(UserWarning, match="with its small operations compiled .no compiler.; it runs without"):
+    with pytest.warns(UserWarning, match="with fused operations .no compiler.; it runs without"):
         assert CudaGraphRunner(lambda: "run", model)() == "replayed"
     assert tries == [True, False]
     fails = True

@@ -15,6 +15,8 @@ CASES = [
     "quantized_decode_cases.py",
     "host_gather_cases.py",
     "retrieval_attention_cases.py",
+    "layer_ops_cases.py",
+    "prefill_attention_cases.py",
 ]
 
 

@@ -29,3 +29,10 @@ def test_a_slice_is_all_that_a_feed_forward_part_sees(monkeypatch):
         seen.clear()
         model(prompt(16))
         assert seen == [16] * model.config.num_hidden_layers
+
+
+def test_an_error_inside_leaves_nothing_behind():
+    model = build("llama", "eager")
+    with pytest.raises(ZeroDivisionError), chunked_mlp.chunked_mlp(model):
+        raise ZeroDivisionError
+    assert not any("forward" in vars(part) for part in model.modules())

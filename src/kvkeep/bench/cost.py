@@ -6,7 +6,7 @@ All figures of a table come from one run on one machine, so ratios can be compar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -26,6 +26,7 @@ from kvkeep.engine.row_pool import RowPool, slots_needed
 from kvkeep.engine.scheduler import Request, Scheduler
 from kvkeep.errors import BadParameter
 from kvkeep.model.chunked_mlp import chunked_mlp
+from kvkeep.model.fused import fused_ops
 
 BASELINES = {"transformers": Eager, "static": Static}
 
@@ -125,7 +126,7 @@ def costs(
 def _measure(model: Any, subject: Any, ids: Tensor, plan: Plan, warm: bool) -> Iterator[Cost]:
     """Prefill one sequence, then decode batches of copies of it; running out of memory becomes a note."""
     make = partial(subject.make, len(ids) + plan.steps + SPARE)
-    how = partial(chunked_mlp, model) if subject.by == Compressed.by else nullcontext  # as Engine does
+    how = partial(_as_engine, model) if subject.by == Compressed.by else nullcontext
     storage = getattr(subject, "storage", None)
     named = partial(Cost, subject.by, subject.method, subject.budget, len(ids), storage=storage)
     try:
@@ -149,6 +150,13 @@ def _measure(model: Any, subject: Any, ids: Tensor, plan: Plan, warm: bool) -> I
             cost, prefill_s=seconds, step_s=step, tokens_per_s=rate, kv_bytes=subject.nbytes(cache), peak_bytes=peak,
             note=note,
         )  # fmt: skip
+
+
+@contextmanager
+def _as_engine(model: Any) -> Iterator[None]:
+    """How `Engine` runs a forward pass."""
+    with fused_ops(model), chunked_mlp(model):
+        yield
 
 
 def _decode(subject: Any, cache: Any, cost: Cost, steps: int) -> tuple[float | None, str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvkeep.compress.attention import token_mask
 from kvkeep.compress.method import Method
 from kvkeep.compress.protocols import ScorerTraits
-from kvkeep.compress.select import select
+from kvkeep.compress.select import first, ranked
 from kvkeep.types import Observation, Selection
 
 
@@ -33,8 +33,9 @@ def compress(seen: Observation, method: Method, budget: int, layer_budget: int |
     forced, tokens = method.guard.fit_to(budget)(seen, budget), token_mask(seen)
     units = method.group(seen, scores, tokens & ~forced) if method.group else None
     scores = scores.masked_fill(~tokens, float("-inf"))
-    quota = method.heads(scores, forced, seen.lengths, layer_budget, units)
-    return select(scores, forced, tokens, units, quota)
+    order = ranked(scores, forced, tokens, units)
+    known = (order,) if getattr(method.heads, "takes_order", False) else ()
+    return first(order, method.heads(scores, forced, seen.lengths, layer_budget, units, *known))
 
 
 def layer_budgets(method: Method, budget: int, tokens: int, weights: Sequence[float]) -> list[int]:

@@ -30,6 +30,8 @@ class Units:
 
 def best_first(scores: Tensor) -> Tensor:
     """Indices by descending score along the last axis, ties to the later one."""
+    if packs(scores) and scores.ndim == 2:
+        return sort_packed(MOST - sortable(scores))
     n = scores.shape[-1]
     return n - 1 - scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
 
@@ -41,10 +43,43 @@ def select(scores: Tensor, forced: Tensor, token_mask: Tensor, units: Units | No
 
 def ranked(scores: Tensor, forced: Tensor, token_mask: Tensor, units: Units | None) -> Tensor:
     """Each head's tokens by priority, padding last. [kv_heads, n]"""
+    tier = scores.new_ones(scores.shape, dtype=torch.int64)
+    if units is not None:
+        tier += _rank(units.scores).gather(1, units.member)
+    tier = tier.masked_fill(forced, 0).masked_fill(~token_mask, 2**20 - 1)
+    if packs(scores):
+        return sort_packed(tier << 32 | MOST - sortable(scores))
     order = best_first(scores)
-    tier = torch.zeros_like(order) if units is None else _rank(units.scores).gather(1, units.member) + 1
-    tier = tier.masked_fill(forced, -1).masked_fill(~token_mask, torch.iinfo(order.dtype).max)
     return order.gather(1, tier.gather(1, order).sort(dim=1, stable=True).indices)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The place of each index in an order of them. [rows, n]"""
+    places = torch.arange(order.shape[1], device=order.device)
+    return torch.empty_like(order).scatter_(1, order, places.expand_as(order))
+
+
+# A GPU sorts long rows one after the other, in a dozen kernels each: there, all rows and both keys are sorted at once.
+
+MOST = 2**32 - 1
+
+
+def packs(scores: Tensor) -> bool:
+    return scores.device.type == "cuda" and scores.dtype == torch.float32
+
+
+def sortable(scores: Tensor) -> Tensor:
+    """Integers 0 … MOST in the order of float32 scores; 0 and -0 are equal."""
+    bits = (scores + 0.0).view(torch.int32)
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() + 2**31
+
+
+def sort_packed(keys: Tensor) -> Tensor:
+    """Indices that sort each row, ties to the later one. keys [rows, n], 0 … 2**52"""
+    rows, n = keys.shape
+    row = torch.arange(rows, device=keys.device)[:, None]
+    order = (keys.flip(1) + (row << 52)).flatten().sort(stable=True).indices
+    return n - 1 - (order.view(rows, n) - row * n)
 
 
 def first(order: Tensor, quota: Sequence[int]) -> Selection:
@@ -59,4 +94,4 @@ def first(order: Tensor, quota: Sequence[int]) -> Selection:
 
 def _rank(scores: Tensor) -> Tensor:
     """Rank of each unit: 0 for the best. [kv_heads, units]"""
-    return best_first(scores).argsort(dim=1)
+    return inverse(best_first(scores))

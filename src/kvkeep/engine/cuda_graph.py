@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.kernels.dispatch import on_device
-from kvkeep.model.compile import compiled_ops
+from kvkeep.model.fused import fused_ops
 
 WARMUP_PASSES = 2  # before the capture: for one-time compilation and allocation
 MAX_WARMUP_PASSES = 2 * WARMUP_PASSES  # of a capture that fails and is tried again
@@ -27,7 +27,7 @@ class CudaGraphRunner:
         self.run, self.device = run, model.device
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Tensor | None = None
-        if model.device.type == "cuda" and not self._try(compiled_ops(model), "with its small operations compiled"):
+        if model.device.type == "cuda" and not self._try(fused_ops(model), "with fused operations"):
             self._try(nullcontext(), "in a CUDA graph")
 
     def __call__(self) -> Tensor:

@@ -22,6 +22,7 @@ from kvkeep.engine.sampling import Generation
 from kvkeep.errors import BadInput
 from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.chunked_mlp import CHUNK_TOKENS, chunked_mlp
+from kvkeep.model.fused import fused_ops
 from kvkeep.model.hf_cache import context_length, execution_device
 from kvkeep.storage.offload.malloc_trim import trim
 
@@ -154,7 +155,7 @@ class Sequence:
         """One forward pass."""
         model = self.config.model
         self.before_forward(ids)
-        with torch.inference_mode(), chunked_mlp(model) if len(ids) > CHUNK_TOKENS else nullcontext():
+        with torch.inference_mode(), fused_ops(model), chunked_mlp(model) if len(ids) > CHUNK_TOKENS else nullcontext():
             batch = ids[None].to(execution_device(model))
             shown = 0 if self._needs == "surprise" else keep
             logits = model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]

@@ -1,76 +1,16 @@
-"""The functions with a Triton kernel, each under one name: Triton's on a GPU, torch's elsewhere.
-
-A kernel that is missing or fails is reported once; torch's implementation takes over.
-"""
+"""The functions with a Triton kernel, each under one name: Triton's on a GPU, torch's elsewhere."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kvkeep.kernels.torch import quantization, rotation
-from kvkeep.kernels.torch import reference as torch_reference
-from kvkeep.kernels.torch.quantization import QuantizedKV
+from kvkeep.kernels.chunk_attention import chunk_attention
+from kvkeep.kernels.kernel_dispatch import KernelDispatch, kernel, on_device
+from kvkeep.kernels.torch import elementwise, quantization, rotation
 
-NO_SWITCH = nullcontext()
-
-
-def on_device(device: torch.device) -> AbstractContextManager:
-    """Triton launches kernels on the current device, which need not be the one a layer of a sharded model is on."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return NO_SWITCH
-    return torch.cuda.device(device)
-
-
-def kernel(module: str, name: str) -> Callable[..., Any]:
-    """A function of kernels/triton, imported on first use; raises what a missing Triton raises."""
-    return getattr(import_module(f"kvkeep.kernels.triton.{module}"), name)
-
-
-class KernelDispatch:
-    """One function in two implementations; the device of its first argument decides."""
-
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        supports: Callable[..., bool] = lambda *_: True,
-        reference: ModuleType | Callable[..., Any] = torch_reference,
-    ) -> None:
-        """supports: whether the kernel takes these arguments; the reference takes all others.
-
-        reference: the torch implementation, or the module that has it under the same name
-        """
-        self.name, self.module, self.supports = name, module, supports
-        self.reference = reference if callable(reference) else getattr(reference, name)
-        self.kernel: Callable[..., Any] | None = None  # loaded on first use
-        self.broken = False
-
-    def uses_kernel(self, first: Tensor | QuantizedKV, *rest: Any) -> bool:
-        return first.device.type == "cuda" and not self.broken and self.supports(first, *rest)
-
-    def __call__(self, first: Tensor | QuantizedKV, *rest: Any) -> Any:
-        if not self.uses_kernel(first, *rest):
-            return self.reference(first, *rest)
-        try:
-            if self.kernel is None:
-                self.kernel = kernel(self.module, self.name)
-            with on_device(first.device):
-                return self.kernel(first, *rest)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a compiler, a driver or a missing package raises
-            self.broken = True
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            warnings.warn(f"the kernel '{self.name}' cannot be used ({why}); torch does its work.", stacklevel=2)
-            return self.reference(first, *rest)
+__all__ = ["KernelDispatch", "chunk_attention", "kernel", "on_device"]
 
 
 def _single_query(queries: Tensor, *_: Any) -> bool:
@@ -79,6 +19,10 @@ def _single_query(queries: Tensor, *_: Any) -> bool:
 
 def _dense_last_axis(vectors: Tensor, *_: Any) -> bool:
     return vectors.stride(-1) == 1
+
+
+def _two_dense_last_axes(first: Tensor, second: Tensor, *_: Any) -> bool:
+    return first.stride(-1) == second.stride(-1) == 1
 
 
 append_ragged = KernelDispatch("append_ragged", "decode")
@@ -93,3 +37,6 @@ assign = KernelDispatch("assign", "assign")
 means = KernelDispatch("means", "assign")
 key_similarity = KernelDispatch("key_similarity", "key_similarity")
 rotate = KernelDispatch("rotate", "apply_rope", _dense_last_axis, rotation)
+rms_norm = KernelDispatch("rms_norm", "layer_ops", _dense_last_axis, elementwise)
+gated = KernelDispatch("gated", "layer_ops", _two_dense_last_axes, elementwise)
+rotate_heads = KernelDispatch("rotate_heads", "layer_ops", _two_dense_last_axes, elementwise)

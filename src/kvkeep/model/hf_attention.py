@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
 from kvkeep.errors import CacheMisuse, UnsupportedModel
+from kvkeep.kernels.dispatch import chunk_attention
 
 PREFIX = "kvkeep_"
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -130,12 +131,15 @@ def _attention(implementation: str) -> Callable:
     @torch.compiler.disable
     def call_cache(layer: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict):
         def hf_attention(query=query, key=key, value=value, mask=mask):
+            plain = implementation == "sdpa" and _is_plain_prefill(module, query, key, mask, kwargs)
+            if plain and chunk_attention.uses_kernel(query, key, value, scale):
+                return chunk_attention(query, key, value, scale).transpose(1, 2).contiguous(), None
             return hf_attention_function(implementation, module)(module, query, key, value, mask, **kwargs)
 
+        scale = kwargs.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
         layer.check_call(module)
         if kwargs.get("dropout"):
             raise CacheMisuse("a kvkeep cache is for inference; call model.eval() first.")
-        scale = kwargs.get("scaling") or getattr(module, "scaling", None) or query.shape[-1] ** -0.5
         capped = implementation == "eager"  # sdpa knows neither soft-capping nor sink logits, here or without kvkeep
         return layer.attend(
             AttentionCall(
@@ -145,6 +149,12 @@ def _attention(implementation: str) -> Callable:
         )  # fmt: skip
 
     return kvkeep_attention
+
+
+def _is_plain_prefill(module: nn.Module, query: Tensor, key: Tensor, mask: Any, how: dict[str, Any]) -> bool:
+    """Causal attention of a whole text, without a mask."""
+    causal = how.get("is_causal", getattr(module, "is_causal", True)) is not False
+    return causal and mask is None and how.get("position_bias") is None and query.shape[2] == key.shape[2] > 1
 
 
 def hf_attention_function(implementation: str, module: nn.Module) -> Callable:

@@ -1,7 +1,7 @@
 """Head budgets: (scores, forced, lengths, budget, units) -> tokens per key head.
 
 scores [kv_heads, n], -inf beyond a head's length; forced [kv_heads, n]: tokens that are always kept; units: groups of
-tokens selected whole, None for single tokens.
+tokens selected whole, None for single tokens. One that `takes_order` also gets each head's tokens by priority.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.compress.select import Units, best_first, ranked
+from kvkeep.compress.select import MOST, Units, best_first, inverse, packs, ranked, sort_packed, sortable
 from kvkeep.errors import BadParameter
 
 INF = float("inf")
@@ -39,30 +39,42 @@ class AdaptiveHeads:
 
     alpha: float = 0.2
     needs_scores = True
+    takes_order = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise BadParameter(f"alpha={self.alpha} must lie between 0 (one pool) and 1 (equal heads).")
 
     def __call__(
-        self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None = None
-    ) -> list[int]:
+        self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None = None,
+        order: Tensor | None = None,
+    ) -> list[int]:  # fmt: skip
         kv_heads = len(lengths)
         total = min(kv_heads * budget, sum(lengths))
-        reserved = self._reserved(scores, forced, budget, units)
-        order = best_first(_token_major(scores.masked_fill(reserved, INF)))
-        if units is not None:
-            unit_scores = units.scores.gather(1, units.member).masked_fill(scores == -INF, -INF)
-            unit_scores = _token_major(unit_scores.masked_fill(reserved, INF))
-            order = order[unit_scores[order].sort(descending=True, stable=True).indices]
-        return torch.bincount(kv_heads - 1 - order[:total] % kv_heads, minlength=kv_heads).tolist()
+        if order is None:
+            order = ranked(scores, forced, scores > -INF, units)
+        reserved = self._reserved(scores, forced, budget, order)
+        winners = self._contest(scores, reserved, units)[:total]
+        head = kv_heads - 1 - winners % kv_heads
+        return (head[:, None] == torch.arange(kv_heads, device=head.device)).sum(0).tolist()
 
-    def _reserved(self, scores: Tensor, forced: Tensor, budget: int, units: Units | None) -> Tensor:
+    def _contest(self, scores: Tensor, reserved: Tensor, units: Units | None) -> Tensor:
+        """The tokens of all heads, best first. [kv_heads * n] places in `_token_major` order"""
+        own = _token_major(scores.masked_fill(reserved, INF))
+        if units is None:
+            return best_first(own[None])[0]
+        unit = units.scores.gather(1, units.member).masked_fill(scores == -INF, -INF)
+        unit = _token_major(unit.masked_fill(reserved, INF))
+        if packs(own) and packs(unit):
+            return sort_packed((MOST // 2 - sortable(unit) << 32 | MOST - sortable(own))[None])[0]
+        order = best_first(own)
+        return order[unit[order].sort(descending=True, stable=True).indices]
+
+    def _reserved(self, scores: Tensor, forced: Tensor, budget: int, order: Tensor) -> Tensor:
         """Forced tokens, and the best ones of each head up to its floor."""
-        tokens, count = scores > -INF, forced.sum(1)
+        count = forced.sum(1)
         floor = count + (self.alpha * (budget - count).clamp_min(0).double()).floor().long()
-        rank = ranked(scores, forced, tokens, units).argsort(dim=1)  # 0 for a head's best token
-        return (rank < floor[:, None]) & tokens
+        return (inverse(order) < floor[:, None]) & (scores > -INF)
 
 
 def _token_major(scores: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from kvkeep.kernels.chunk_attention import causal_lower_right, chunk_attention
+
 BLOCK_PROBS = {"cpu": 2**22}  # attention probabilities held while `column_mass` sums them: what a CPU's cache holds
 BLOCK_PROBS_GPU = 2**26  # 256 MB
 BLOCK_TOKENS = 1024  # tokens per block where several passes over a block follow
@@ -246,8 +248,7 @@ def _dense_sdpa(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> 
     kv_heads = keys.shape[1]
     if q == 1:  # the heads of a group are more queries over the same keys
         return sdpa(queries.reshape(rows, kv_heads, -1, dim), keys, values, scale=scale).reshape(rows, heads, 1, -1)
-    mask = causal_lower_right(q, keys.shape[2], queries.device)
-    return sdpa(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads)
+    return chunk_attention(queries, keys, values, scale)
 
 
 def _single_head(
@@ -268,11 +269,6 @@ def _single_head(
         )[0]
     allowed = causal_lower_right(q, n, query.device)[None]
     return probabilities(query, key[None], allowed, scale, softcap, sink_logits)[0].to(value.dtype) @ value
-
-
-def causal_lower_right(q: int, n: int, device: torch.device) -> Tensor:
-    """Causal mask of the last q of n tokens: query i sees the first n - q + i + 1. [q, n] bool"""
-    return torch.ones(q, n, dtype=torch.bool, device=device).tril(n - q)
 
 
 def two_region_attention(

@@ -1,0 +1,42 @@
+"""Causal attention of many queries: in torch, and the choice of triton/prefill_attention.py on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from kvkeep.kernels.kernel_dispatch import KernelDispatch
+
+
+def masked_chunk_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Of the last q of n tokens, over all of them.
+
+    queries [rows, heads, q, dim], keys and values [rows, kv_heads, n, dim] -> [rows, heads, q, dim]
+    """
+    q, n, grouped = queries.shape[2], keys.shape[2], queries.shape[1] != keys.shape[1]
+    if q == n:
+        return sdpa(queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
+    mask = causal_lower_right(q, n, queries.device)
+    return sdpa(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def causal_lower_right(q: int, n: int, device: torch.device) -> Tensor:
+    """Causal mask of the last q of n tokens: query i sees the first n - q + i + 1. [q, n] bool"""
+    return torch.ones(q, n, dtype=torch.bool, device=device).tril(n - q)
+
+
+def sdpa_backend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> SDPBackend | None:
+    """The kernel in which torch computes attention in half precision without a mask; None where it has none."""
+    if queries.dtype not in (torch.float16, torch.bfloat16) or queries.requires_grad:
+        return None
+    grouped = queries.shape[1] != keys.shape[1]
+    choice = torch._fused_sdp_choice(queries, keys, values, None, 0.0, False, scale=scale, enable_gqa=grouped)
+    kinds = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+    return next((kind for kind in kinds if kind.value == choice), None)
+
+
+chunk_attention = KernelDispatch(
+    "chunk_attention", "prefill_attention", lambda *qkv: sdpa_backend(*qkv) is not None, masked_chunk_attention
+)

@@ -1,0 +1,126 @@
+"""The small operations between a layer's matrix products: each reads its input once and writes its output once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+NORM_BLOCK = 1024  # numbers of a program, at least: short vectors are normalized several at a time
+GATE_BLOCK = 2048
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds: bool = True) -> Tensor:
+    """As in torch, for x [tokens…, dim] or, each head by itself, [rows, n, heads, dim]; last stride 1"""
+    dim, heads = x.shape[-1], x.shape[2] if x.ndim == 4 else 1
+    vectors = x.reshape(-1, heads, dim)
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = max(1, NORM_BLOCK // pow2(dim))
+    _rms_norm[cdiv(len(vectors) * heads, block),](
+        vectors, weight, output, *vectors.stride()[:2], len(vectors) * heads, heads, dim, eps, offset, rounds, block,
+        pow2(dim), num_warps=8 if dim > 2048 else 4,
+    )  # fmt: skip
+    return output
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """As in torch, for last strides of 1"""
+    dim = gate.shape[-1]
+    output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    gate, up = gate.reshape(-1, dim), up.reshape(-1, dim)
+    _gated[len(gate), cdiv(dim, GATE_BLOCK)](
+        gate, up, output, gate.stride(0), up.stride(0), dim, ACTIVATIONS[activation], GATE_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return output
+
+
+def rotate_heads(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As in torch, for last strides of 1; a token's heads lie beside each other in the result."""
+    rows, heads, n, dim = queries.shape
+    kv_heads = keys.shape[1]
+    outputs = [t.new_empty(rows, n, t.shape[1], dim) for t in (queries, keys)]
+    cos, sin = (t.expand(rows, n, dim).contiguous() for t in (cos, sin))
+    _rotate_heads[rows * n,](
+        queries, keys, cos, sin, *outputs, *queries.stride()[:3], *keys.stride()[:3], n, heads, kv_heads, dim // 2,
+        pow2(heads), pow2(kv_heads), pow2(dim // 2), num_warps=4,
+    )  # fmt: skip
+    return outputs[0].transpose(1, 2), outputs[1].transpose(1, 2)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["count"])
+def _rms_norm(
+    x, weight, output, token_stride, head_stride, count, heads, dim, eps, offset, ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    vectors = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    channels = tl.arange(0, DIM)
+    inside = (vectors < count)[:, None] & (channels < dim)[None, :]
+    where = (vectors // heads) * token_stride + (vectors % heads) * head_stride
+    kind = output.dtype.element_ty
+    value = tl.load(x + where[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+    unit = value * tl.rsqrt(tl.sum(value * value, 1) / dim + eps)[:, None]
+    scale = tl.load(weight + channels, mask=channels < dim, other=0.0).to(tl.float32) + offset
+    if ROUNDS:
+        unit = unit.to(kind).to(tl.float32)
+    tl.store(output + vectors[:, None] * dim + channels[None, :], (unit * scale[None, :]).to(kind), mask=inside)
+
+
+@fast_launch
+@triton.jit
+def _gated(gate, up, output, gate_stride, up_stride, dim, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    token, channels = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < dim
+    g = tl.load(gate + token * gate_stride + channels, mask=inside, other=0.0)
+    u = tl.load(up + token * up_stride + channels, mask=inside, other=0.0)
+    x = g.to(tl.float32)
+    if KIND == 0:
+        x = x * _sigmoid(x)
+    elif KIND == 1:
+        x = x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        x = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(y)) / 2 = sigmoid(2y)
+    result = x.to(g.dtype).to(tl.float32) * u.to(tl.float32)
+    tl.store(output + token * dim + channels, result.to(g.dtype), mask=inside)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(tl.minimum(-x, 80.0)))
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["n"])
+def _rotate_heads(
+    queries, keys, cos, sin, query_output, key_output, query_row, query_head, query_token, key_row, key_head, key_token,
+    n, heads, kv_heads, half, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token, pairs = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
+    row, place, valid = token // n, token % n, pairs < half
+    cos_a = tl.load(cos + token * 2 * half + pairs, mask=valid, other=0.0).to(tl.float32)[None, :]
+    cos_b = tl.load(cos + token * 2 * half + half + pairs, mask=valid, other=0.0).to(tl.float32)[None, :]
+    sin_a = tl.load(sin + token * 2 * half + pairs, mask=valid, other=0.0).to(tl.float32)[None, :]
+    sin_b = tl.load(sin + token * 2 * half + half + pairs, mask=valid, other=0.0).to(tl.float32)[None, :]
+    source, target = queries + row * query_row + place * query_token, query_output + token * heads * 2 * half
+    _rotate_token(source, target, query_head, heads, half, cos_a, cos_b, sin_a, sin_b, HEADS, HALF)
+    source, target = keys + row * key_row + place * key_token, key_output + token * kv_heads * 2 * half
+    _rotate_token(source, target, key_head, kv_heads, half, cos_a, cos_b, sin_a, sin_b, KV_HEADS, HALF)
+
+
+@triton.jit
+def _rotate_token(
+    source, target, head_stride, heads, half, cos_a, cos_b, sin_a, sin_b, HEADS: tl.constexpr, HALF: tl.constexpr
+):
+    """All heads of one token."""
+    head, pairs = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    inside = (head < heads) & (pairs < half)
+    a = tl.load(source + head * head_stride + pairs, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + head * head_stride + half + pairs, mask=inside, other=0.0).to(tl.float32)
+    kind = target.dtype.element_ty
+    where = target + head * 2 * half + pairs
+    tl.store(where, (a * cos_a - b * sin_a).to(kind), mask=inside)
+    tl.store(where + half, (b * cos_b + a * sin_b).to(kind), mask=inside)

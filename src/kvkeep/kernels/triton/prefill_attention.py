@@ -1,0 +1,114 @@
+"""Causal attention of many queries with torch's kernels, in the shapes in which they are fast.
+
+cuDNN is twice as fast as FlashAttention 2 on Hopper, but plans every new shape (60 ms), knows no causal mask for fewer
+queries than keys, and slows down over long texts. So lengths are rounded up, long texts take a block of queries at a
+time, and attention to the keys before a block is computed apart and merged.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from kvkeep.kernels.chunk_attention import sdpa_backend
+from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+
+STEP = 256  # lengths are rounded up to a multiple
+BLOCK = 32768  # queries at a time: each block is two more shapes
+LARGE = 2**26  # queries × keys that are worth a plan of their own
+TOKENS = 8  # of a program that merges
+
+Attended = tuple[Tensor, Tensor]  # output [rows, heads, q, dim] and log-sum-exp [rows, heads, q]
+
+
+def chunk_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """As in the reference, where torch has a kernel (`sdpa_backend`)"""
+    rows, heads, q, _ = queries.shape
+    before = keys.shape[2] - q
+    if sdpa_backend(queries, keys, values, scale) is not SDPBackend.CUDNN_ATTENTION:
+        return _flash(queries, keys, values, True, scale)[0]
+    if q <= BLOCK:
+        return _block(queries, keys, values, scale)
+    output = queries.new_empty(rows, q, heads, values.shape[-1]).transpose(1, 2)
+    for start in range(0, q, BLOCK):
+        end = min(start + BLOCK, q)
+        seen = slice(before + end)
+        _block(queries[:, :, start:end], keys[:, :, seen], values[:, :, seen], scale, output[:, :, start:end])
+    return output
+
+
+def _block(queries: Tensor, keys: Tensor, values: Tensor, scale: float, output: Tensor | None = None) -> Tensor:
+    """The last q of n tokens, over all of them."""
+    q, before = queries.shape[2], keys.shape[2] - queries.shape[2]
+    if before and (q % STEP or before % STEP) and q * before < LARGE:
+        attended = _flash(queries, keys, values, True, scale)[0]
+    else:
+        padded = [_padded(t) for t in (queries, keys[:, :, before:], values[:, :, before:])]
+        attended, lse = _cudnn(*padded, True, scale)
+        attended = attended[:, :, :q]
+        if before:
+            earlier = _cudnn(padded[0], keys[:, :, :before], values[:, :, :before], False, scale)
+            return merge(attended, lse, *earlier, attended if output is None else output)
+    return attended if output is None else output.copy_(attended)
+
+
+def _cudnn(queries: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> Attended:
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    output, lse, *_ = attend(queries, keys, values, None, True, 0.0, causal, scale=scale)
+    return output, lse.view(queries.shape[:3])
+
+
+def _flash(queries: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> Attended:
+    """Its causal mask ends with the last query and the last key."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    output, lse, *_ = attend(queries, keys, values, 0.0, causal, scale=scale)
+    return output, lse
+
+
+def _padded(tokens: Tensor) -> Tensor:
+    """Zeros up to the next multiple of STEP: no earlier query sees them. [rows, heads, n, dim]"""
+    rows, heads, n, dim = tokens.shape
+    if n % STEP == 0:
+        return tokens
+    padded = tokens.new_empty(rows, cdiv(n, STEP) * STEP, heads, dim)
+    padded[:, :n] = tokens.transpose(1, 2)
+    padded[:, n:] = 0
+    return padded.transpose(1, 2)
+
+
+def merge(one: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, output: Tensor) -> Tensor:
+    """Attention over two sets of keys from attention over each; the output may be one of the inputs.
+
+    one, other, output [rows, heads, n, dim], lse [rows, heads, at least n]; other is cut to n
+    """
+    rows, heads, n, dim = one.shape
+    strides = [stride for t in (one, other, output) for stride in t.stride()[:3]]
+    _merge[cdiv(n, TOKENS), rows * heads](
+        one, other, output, lse, other_lse, *strides, *lse.stride()[:2], *other_lse.stride()[:2], n, heads, dim, TOKENS,
+        pow2(dim), num_warps=4,
+    )  # fmt: skip
+    return output
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["n"])
+def _merge(
+    one, other, output, lse, other_lse, row_1, head_1, token_1, row_2, head_2, token_2, row_3, head_3, token_3, lse_row,
+    lse_head, other_row, other_head, n, heads, dim, TOKENS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    tokens, channels = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
+    row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    valid, tokens = tokens < n, tokens.to(tl.int64)
+    inside = valid[:, None] & (channels < dim)[None, :]
+    first = tl.load(lse + row * lse_row + head * lse_head + tokens, mask=valid, other=0.0)
+    second = tl.load(other_lse + row * other_row + head * other_head + tokens, mask=valid, other=0.0)
+    share = (1 / (1 + tl.exp(tl.minimum(first - second, 80.0))))[:, None]  # of the second
+    where = one + row * row_1 + head * head_1 + tokens[:, None] * token_1 + channels[None, :]
+    a = tl.load(where, mask=inside, other=0.0).to(tl.float32)
+    where = other + row * row_2 + head * head_2 + tokens[:, None] * token_2 + channels[None, :]
+    b = tl.load(where, mask=inside, other=0.0).to(tl.float32)
+    where = output + row * row_3 + head * head_3 + tokens[:, None] * token_3 + channels[None, :]
+    tl.store(where, (a + (b - a) * share).to(output.dtype.element_ty), mask=inside)

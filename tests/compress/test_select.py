@@ -1,0 +1,47 @@
+"""Both ways to sort select the same tokens: rows one by one, and, as on a GPU, all rows and keys at once."""
+
+import pytest
+import torch
+
+from kvkeep.compress import select
+from kvkeep.compress.budget import heads
+from kvkeep.compress.select import Units
+
+
+def drawn(seed):
+    """Scores with many ties, both zeros, infinities and padding; forced tokens; units of unequal size."""
+    torch.manual_seed(seed)
+    kv_heads, n = int(torch.randint(1, 5, ())), int(torch.randint(1, 60, ()))
+    scores = (torch.randn(kv_heads, n) * 2).round() / 2 * torch.tensor([1.0, -1.0])[torch.randint(0, 2, (kv_heads, n))]
+    scores[torch.rand(kv_heads, n) < 0.1] = float("inf")
+    lengths = torch.randint(1, n + 1, (kv_heads,))
+    tokens = torch.arange(n) < lengths[:, None]
+    forced = (torch.rand(kv_heads, n) < 0.2) & tokens
+    units = None
+    if seed % 3:
+        count = int(torch.randint(1, n + 1, ()))
+        units = Units(torch.randint(0, count, (kv_heads, n)), torch.randn(kv_heads, count).round())
+    return scores.masked_fill(~tokens, float("-inf")), forced, tokens, units, lengths.tolist()
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_all_rows_at_once_are_rows_one_by_one(seed, monkeypatch):
+    scores, forced, tokens, units, lengths = drawn(seed)
+    budget = int(torch.randint(1, max(lengths) + 1, ()))
+    both = []
+    for packs in (False, True):
+        for module in (select, heads):
+            monkeypatch.setattr(module, "packs", lambda scores, packs=packs: packs)
+        order = select.ranked(scores, forced, tokens, units)
+        quota = heads.AdaptiveHeads(0.3)(scores, forced, lengths, budget, units)
+        assert quota == heads.AdaptiveHeads(0.3)(scores, forced, lengths, budget, units, order)
+        both.append((order.tolist(), quota, select.best_first(scores).tolist()))
+    assert both[0] == both[1]
+    assert torch.equal(select.inverse(order).gather(1, order), torch.arange(order.shape[1]).expand_as(order))
+
+
+def test_integers_are_in_the_order_of_the_scores():
+    scores = torch.tensor([float("-inf"), -3e38, -1.0, -1e-45, -0.0, 0.0, 1e-45, 2.0, float("inf")])
+    keys = select.sortable(scores).tolist()
+    assert keys[4] == keys[5] and sorted(set(keys)) == [*keys[:4], *keys[5:]]
+    assert keys[0] >= 0 and keys[-1] <= select.MOST
