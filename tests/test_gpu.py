@@ -9,8 +9,6 @@ from conftest import EVICTING, RETRIEVING, make_llama
 
 import kvkeep
 from kvkeep.compress.parse import parse
-from kvkeep.engine import pooled_batch
-from kvkeep.engine.shared_prefill import prefill_shared
 from kvkeep.kernels.torch import rotation
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 
@@ -86,22 +84,28 @@ def test_few_bits_on_a_gpu_are_those_of_a_processor(storage):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
-def test_slots_go_on_in_a_graph_where_they_were():
-    model = make_llama(vocab_size=512).to("cuda")
-    caches = [kvkeep.Cache(model, "snapkv+adakv", budget, schedule="prompt") for budget in (40, 60, 80)]
-    for cache in caches:
-        prefill_shared(model, IDS[:, :200].to("cuda"), [cache])
-    rows = pooled_batch.PooledBatch(model, caches, 30)
-    want = [
-        [model(IDS[:, t : t + 1].cuda(), past_key_values=cache).logits[0, -1] for t in range(30)] for cache in caches
-    ]
-    for t in range(30):
-        got = rows.extend(IDS[:, t : t + 1].expand(len(rows.tokens), 1))[:, -1]
-        mine = [row[t] for row in want] if t <= 14 else [want[2][t], want[0][t]]
-        assert (got - torch.stack(mine)).abs().max() < 1e-3
-        assert (rows.runner is not None and rows.runner.graph is not None) == (7 <= t <= 14 or t >= 22)
-        if t == 14:
-            rows.select_rows([2, 0])
+@pytest.mark.parametrize("storage", [None, "int8"])
+def test_rows_come_and_go_in_graphs(storage):
+    """A pool that grows, graphs of 1, 2 and 4 rows, streams and lists beside each other: the answers of a cache."""
+    model, words = tiny_chat.sharp()
+    model = model.to("cuda").double() if storage is None else model.to("cuda")
+    prompts = ["".join(chr(97 + (i * i + n) % 23) for i in range(100 + 60 * n)) for n in range(5)]
+    plain = kvkeep.Engine(model, words, "snapkv+adakv", 48, storage=storage)
+    want = []
+    for prompt in prompts:
+        sequence = plain.config.new_sequence()
+        logits, ids = sequence.prefill(plain.encode(prompt)), []
+        for _ in range(12):
+            ids.append(int(logits.argmax()))
+            logits = sequence.extend(torch.tensor(ids[-1:]))[-1]
+        want.append(words.decode(ids, skip_special_tokens=True))
+    engine = kvkeep.Engine(model, words, "snapkv+adakv", 48, storage=storage, max_rows=4)
+    assert [engine.generate(prompt, max_new_tokens=12) for prompt in prompts] == want
+    handles = [engine.submit(prompt, max_new_tokens=12) for prompt in prompts]
+    assert [handle.result() for handle in handles] == want == engine.generate(prompts, max_new_tokens=12)
+    (batch,) = engine._driver.scheduler.batches.values()
+    assert batch.runners and all(runner.graph is not None for runner in batch.runners.values())
+    assert engine.generate(prompts[0], max_new_tokens=12) == want[0] and engine.cache.seen == len(engine.token_ids)
 
 
 @pytest.mark.parametrize("heads, kv_heads, n, dim", [(8, 8, 100, 64), (8, 2, 700, 128), (4, 1, 33, 64)])

@@ -8,7 +8,6 @@ from conftest import EVICTING, RETRIEVING
 import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine.detokenizer import IncrementalDetokenizer, SentenceBoundaries
-from kvkeep.engine.sampling import Generation, Sampler
 from kvkeep.errors import BadInput, BadParameter, StoreFull
 
 TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 29 == 0 else "") for i in range(600))
@@ -86,7 +85,7 @@ def test_a_question_known_before_changes_what_is_fetched(chat):
             plain = one.cache.kept(1)
             again = one.config.new_sequence()
             again.set_question(question, 1024)
-            list(again.generate(one.encode(TEXT, None), Generation(1)))
+            again.prefill(one.encode(TEXT))
             kept[spec, question] = again.cache.kept(1) == plain
     assert kept == {("qllm", "Why?"): False, ("qllm", "zzzz qqqq"): False} | {
         ("infllm", question): True for question in ("Why?", "zzzz qqqq")
@@ -102,12 +101,9 @@ def test_sampling_repeats_with_its_seed(chat):
     how = {"temperature": 1.5, "max_new_tokens": 20}
     one = engine(chat)
     assert one.generate(TEXT, seed=3, **how) == one.generate(TEXT, seed=3, **how) != one.generate(TEXT, seed=4, **how)
-    logits = torch.tensor([1.0, 3.0, 2.0])
-    assert {Sampler(1.0, 0.1, seed)(logits) for seed in range(9)} == {1}
-    assert {Sampler(1.0, 1.0, seed)(logits) for seed in range(60)} == {0, 1, 2}
-    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}):
+    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"stop": [""]}, {"stop": [1]}):
         with pytest.raises(BadParameter):
-            Sampler(**wrong)
+            one.generate(TEXT, **wrong)
 
 
 @pytest.mark.parametrize("spec", ["h2o", "snapkv", "actqkv"])

@@ -1,90 +1,130 @@
-"""Rows decoded together are rows decoded alone."""
+"""Rows decoded from a pool are rows decoded alone, and leave a cache that holds what they decoded."""
 
 import pytest
 import torch
 from conftest import EVICTING, make_llama
-from families import build, prompt
 
 import kvkeep
-from kvkeep.engine import pooled_batch
-from kvkeep.engine.pooled_batch import PooledBatch, bin_pack
-from kvkeep.engine.shared_prefill import prefill_shared
-from kvkeep.errors import CacheMisuse
+from kvkeep.compress.parse import parse
+from kvkeep.engine.pooled_batch import PooledBatch, can_pool
+from kvkeep.engine.request import Request
+from kvkeep.engine.sampling import Generation
+from kvkeep.engine.sequence import SequenceConfig
+from kvkeep.errors import BadInput
 
 SPECS = [*EVICTING, "snapkv+adakv", "snapkv+pyramid", "protokv:votes=softmax+adakv", "h2o+adakv"]
 
 
-def kept(model, ids, spec, budget):
-    cache = kvkeep.Cache(model, spec, budget, schedule="prompt")
-    return cache, prefill_shared(model, ids, [cache])
+class Words:
+    """The decoded ids are noise."""
+
+    def decode(self, ids, **_):
+        return ""
 
 
-@pytest.fixture(params=["slots", "stretches"])
-def layout(request, monkeypatch):
-    """Both on a processor; on a GPU only the ragged one is used."""
-    monkeypatch.setattr(pooled_batch, "is_ragged", lambda model: request.param == "stretches")
+def prefilled(model, spec, budget, length, new=12, storage=None, **how):
+    options = {"schedule": "prompt", "storage": storage}
+    sequence = SequenceConfig(model, Words(), parse(spec), budget, cache_options=options).new_sequence()
+    ids = torch.arange(length) * 7 % 128
+    request = Request(sequence.config, ids, Generation(new), sequence, keeps_cache=True, **how)
+    request.add(int(sequence.prefill(ids).argmax()), set())
+    return request
+
+
+def admitted(model, requests, **how):
+    batch = PooledBatch(model, requests[0].sequence.cache.storage, **how)
+    for request in requests:
+        assert batch.has_room(request, ())
+        batch.admit(request)
+    return batch
+
+
+def step(batch):
+    batch.launch()
+    for request, token in batch.collect():
+        request.steps += 1
+        request.add(token, set())
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("spec", SPECS)
-def test_together_is_alone(tiny, spec, layout):
-    ids, question, answer = torch.arange(150)[None] % 128, torch.tensor([3, 17, 90]), torch.tensor([5, 6])
-    budgets = [24, 60, 33]
-    caches = [kept(tiny, ids, spec, budget)[0] for budget in budgets]
-    rows = PooledBatch(tiny, caches, room=5)
-    got = rows.extend(question.expand(3, -1), keep=0)
-    for each in answer:
-        got = torch.cat([got, rows.extend(each.expand(3, 1))], 1)
-    for row, cache in enumerate(caches):
-        for place, token in enumerate(torch.cat([question, answer])):  # one at a time nothing competes
-            want = tiny(token[None, None], past_key_values=cache, logits_to_keep=1).logits[0, 0]
-            assert torch.allclose(got[row, place], want, atol=2e-5), (row, place)
+def test_together_is_alone_and_the_caches_go_on(tiny, spec):
+    requests = [prefilled(tiny, spec, budget, 150) for budget in (24, 60, 33)]
+    alone = [request.sequence.fork() for request in requests]
+    batch = admitted(tiny, requests)
+    for _ in range(5):
+        inputs = [request.answer.ids[-1] for request in requests]
+        step(batch)
+        for request, sequence, token in zip(requests, alone, inputs, strict=True):
+            assert request.answer.ids[-1] == int(sequence.extend(torch.tensor([token]))[-1].argmax())
+    for request, sequence in zip(requests, alone, strict=True):
+        batch.release(request)
+        mine, other = request.sequence, sequence
+        assert mine.token_ids == other.token_ids and mine.cache.seen == other.cache.seen == 155
+        assert [mine.cache.kept(i) for i in range(4)] == [other.cache.kept(i) for i in range(4)]
+        assert mine.cache.report().kept == other.cache.report().kept
+        got, want = (each.extend(torch.tensor([5, 6, 7]), keep=0) for each in (mine, other))
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
-def test_rows_that_are_done_leave(tiny, layout):
-    ids = torch.arange(90)[None] % 128
-    caches = [kept(tiny, ids, "snapkv+adakv", budget)[0] for budget in (70, 80, 85)]
-    rows, fewer = (PooledBatch(tiny, caches, room=4) for _ in range(2))
-    want = [rows.extend(torch.full((3, 1), token)) for token in (1, 2, 3)][-1]
-    fewer.extend(torch.full((3, 1), 1))
-    fewer.select_rows([2, 0])
-    got = [fewer.extend(torch.full((2, 1), token)) for token in (2, 3)][-1]
-    assert torch.allclose(got, want[[2, 0]], atol=1e-5)
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+@pytest.mark.parametrize("new", [5, 40, 64])
+def test_quantized_groups_come_back_as_they_are(storage, new):
+    """bfloat16, where numbers made of codes would not give the same codes again."""
+    model = make_llama().bfloat16()
+    one = prefilled(model, "snapkv", 70, 200, 80, storage)
+    batch = admitted(model, [one])
+    for _ in range(new):
+        step(batch)
+    starts, buffers = batch.pool.allocated[0], batch.pool.buffers
+    batch.release(one)
+    for (start, size), (i, buffer) in zip(starts, buffers.items(), strict=True):
+        layer = one.sequence.cache.backend.store[i].quantized
+        groups, tail = divmod(70 + new, 32)
+        for head, first in enumerate(layer.firsts):
+            theirs = (start + head * size // 4) // 32
+            for mine, pooled in zip(layer.kv.tensors, buffer.kv.tensors, strict=True):
+                each = len(mine) * 32 // layer.kv.slots  # rows of a group: 32 tokens, or one
+                parts = (t[at * each : (at + groups) * each] for t, at in ((mine, first), (pooled, theirs)))
+                assert torch.equal(*parts)
+            for mine, pooled in zip((layer.tail_keys, layer.tail_values), buffer.tails, strict=True):
+                assert mine[0, head, :tail].equal(pooled[0, head, :tail])
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen2"])
-def test_families_decode_together(name, layout):
-    model, ids = build(name, "eager"), prompt(60)
-    caches = [kept(model, ids, "snapkv:window=8", budget)[0] for budget in (16, 24)]
-    got = PooledBatch(model, caches, room=3).extend(ids[:, :3].expand(2, -1), keep=0)
-    for row, cache in enumerate(caches):
-        for place in range(3):
-            want = model(ids[:, place : place + 1], past_key_values=cache).logits[0, 0]
-            assert torch.allclose(got[row, place], want, atol=1e-4)
+def test_rows_that_are_done_leave_and_others_come(tiny):
+    first = [prefilled(tiny, "snapkv+adakv", budget, 90) for budget in (70, 80, 85)]
+    alone = [request.sequence.fork() for request in first]
+    batch = admitted(tiny, first, max_rows=3)
+    step(batch)
+    batch.release(first[1])
+    late = prefilled(tiny, "snapkv+adakv", 40, 60)
+    alone_late = late.sequence.fork()
+    assert batch.has_room(late, ()) and not batch.inflight
+    batch.admit(late)
+    assert batch.by_row[1] is late and not batch.has_room(prefilled(tiny, "snapkv", 40, 60), ())
+    for _ in range(3):
+        step(batch)
+    for request, sequence in ((first[0], alone[0]), (first[2], alone[2]), (late, alone_late)):
+        logits = [sequence.extend(torch.tensor([token]))[-1] for token in request.answer.ids[:-1]]
+        assert request.answer.ids[1:] == [int(each.argmax()) for each in logits]
 
 
-def test_only_rows_of_one_text_and_only_so_much_room(tiny):
-    one, other = (kept(tiny, torch.arange(n)[None], "snapkv:window=8", 20)[0] for n in (40, 41))
-    with pytest.raises(CacheMisuse, match="the same number of tokens"):
-        PooledBatch(tiny, [one, other], room=1)
-    with pytest.raises(CacheMisuse, match="3 tokens were to be appended, but there is room for 2"):
-        PooledBatch(tiny, [one], room=2).extend(torch.zeros(1, 3, dtype=torch.long))
+def test_what_a_pool_takes_and_what_it_refuses(tiny):
+    one = prefilled(tiny, "snapkv", 20, 60)
+    batch = PooledBatch(tiny, max_tokens=20)
+    with pytest.raises(BadInput, match="one sequence take .* can be used for them"):
+        batch.has_room(one, ())
+    sequences = {spec: kvkeep.Engine(tiny, Words(), spec, 64).sequence for spec in ("snapkv", "h2o", "infllm", "full")}
+    assert {spec: can_pool(each) for spec, each in sequences.items()} == {
+        "snapkv": True, "h2o": False, "infllm": False, "full": True,
+    }  # fmt: skip
 
 
-def test_packs_waste_at_most_half():
-    sizes = [64] * 18 + [128] * 18 + [1024] * 18 + [4096, 1, 512]
-    found = bin_pack(sizes, 2**20, ragged=False)
-    assert sorted(row for pack in found for row in pack) == list(range(len(sizes)))
-    for pack in found:
-        assert max(sizes[row] for row in pack) * len(pack) <= 2 * sum(sizes[row] for row in pack)
-    assert len(found) < 8 and bin_pack([], 9, False) == []
-    assert bin_pack([9, 9, 9], 20, False) == [[0, 1], [2]] and bin_pack([9], 5, True) == [[0]]
-    assert bin_pack([4, 900, 30], 1000, ragged=True) == [[1, 2, 0]]
-    assert bin_pack([4, 900, 30], 930, ragged=True) == [[1, 2], [0]]
-
-
-def test_what_many_rows_hold_is_never_shared(tiny):
-    cache, _ = kept(make_llama(), torch.arange(50)[None], "snapkv:window=8", 20)
+def test_the_cache_a_row_was_copied_from_is_not_changed(tiny):
+    one = prefilled(tiny, "snapkv:window=8", 20, 50)
+    one.keeps_cache, cache = False, one.sequence.cache
     before = cache.backend.store[0].flat.keys.clone()
-    PooledBatch(cache.model, [cache, cache], room=2).extend(torch.zeros(2, 2, dtype=torch.long))
-    assert cache.backend.store[0].flat.keys.equal(before) and cache.seen == 50
+    batch = admitted(tiny, [one])
+    step(batch)
+    batch.release(one)
+    assert cache.backend.store[0].flat.keys.equal(before) and cache.seen == 50 and one._sequence is None

@@ -1,26 +1,31 @@
-"""Sampling is a plain loop's, for one row and for many."""
+"""Sampling is a plain loop's, and a row's does not depend on the rows beside it."""
 
 import math
 
 import pytest
 import torch
 
-from kvkeep.engine.sampling import Sampler, sample
+from kvkeep.engine.sampling import Generation, SamplingRows, gumbel
 
 
-def test_drawing():
-    torch.manual_seed(0)
-    logits = torch.randn(4, 50) * 3
-    source = torch.Generator().manual_seed(1)
-    temperature, top_p = torch.tensor([0.0, 1.0, 1.0, 2.0]), torch.tensor([1.0, 1e-6, 0.5, 1.0])
-    many = torch.stack([sample(logits, temperature, top_p, source) for _ in range(4000)])
-    assert many[:, 0].eq(logits[0].argmax()).all() and many[:, 1].eq(logits[1].argmax()).all()
-    chances = logits[3].div(2).softmax(-1)
-    seen = torch.bincount(many[:, 3], minlength=50) / 4000
-    assert (seen - chances).abs().max() < 0.03
-    likely, order = logits[2].softmax(-1).sort(descending=True)
-    most = int((likely.cumsum(0) < 0.5).sum()) + 1
-    assert set(many[:, 2].tolist()) == set(order[:most].tolist())
+def plain_noise(seed, position, token):
+    """splitmix64, told with Python's own numbers."""
+
+    def mix(x):
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    bits = mix((mix((mix(seed) + position) % 2**64) + token * 0x9E3779B97F4A7C15) % 2**64)
+    return -math.log(-math.log(((bits >> 11) + 0.5) / 2**53))
+
+
+def test_noise_is_a_plain_loops():
+    seeds, positions = torch.tensor([0, 7, 2**63 - 1, 7]), torch.tensor([0, 5, 131_072, 6])
+    rows = zip(seeds.tolist(), positions.tolist(), strict=True)
+    want = [[plain_noise(seed, at, token) for token in range(50)] for seed, at in rows]
+    torch.testing.assert_close(gumbel(seeds, positions, 50), torch.tensor(want), atol=1e-5, rtol=1e-5)
 
 
 def plain_chances(logits, temperature, top_p, top_k):
@@ -41,30 +46,41 @@ def plain_chances(logits, temperature, top_p, top_k):
     ("temperature", "top_p", "top_k"),
     [(1.0, 1.0, 3), (1.0, 1.0, 1), (0.7, 0.8, 5), (2.0, 0.3, 4), (1.0, 1.0, 0), (1.0, 0.6, 500), (1.0, 1.0, 20)],
 )
-def test_one_and_many_sample_as_a_plain_loop_does(temperature, top_p, top_k):
+@pytest.mark.parametrize("along", ["positions", "seeds"])
+def test_tokens_come_as_often_as_a_plain_loop_says(temperature, top_p, top_k, along):
     torch.manual_seed(0)
     logits, many = torch.randn(20).mul(2).round(decimals=1), 20_000  # some are equal
     want = plain_chances(logits.tolist(), temperature, top_p, top_k)
-    source, ones = torch.Generator().manual_seed(1), torch.ones(many)
-    drawn = sample(
-        logits.expand(many, -1),
-        temperature * ones,
-        top_p * ones,
-        source,
-        torch.full((many,), top_k),
-    )
-    sampler = Sampler(temperature, top_p, 2, top_k)
-    for found, count in ((drawn.tolist(), many), ([sampler(logits) for _ in range(4000)], 4000)):
-        assert set(found) <= set(want)
-        for token, chance in want.items():
-            assert abs(found.count(token) / count - chance) < 5 * (chance / count) ** 0.5 + 1e-3
+    rows = SamplingRows(many, "cpu")
+    rows.hows = [Generation(temperature=temperature, top_p=top_p, top_k=top_k)] * many
+    rows.temperature += temperature
+    rows.top_p *= top_p
+    rows.top_k += top_k
+    counted, zeros = torch.arange(many), torch.zeros(many, dtype=torch.int64)
+    rows.seed, positions = (zeros, counted) if along == "positions" else (counted, zeros)
+    found = rows.sample(logits.expand(many, -1), positions).tolist()
+    assert set(found) <= set(want)
+    for token, chance in want.items():
+        assert abs(found.count(token) / many - chance) < 5 * (chance / many) ** 0.5 + 1e-3
 
 
-def test_rows_keep_their_own_top_k():
+def test_a_row_is_sampled_as_it_is_alone():
     torch.manual_seed(0)
-    logits = torch.randn(4, 50)
-    temperature, top_k = torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([5, 1, 2, 0])
-    source = torch.Generator().manual_seed(1)
-    many = torch.stack([sample(logits, temperature, torch.ones(4), source, top_k) for _ in range(3000)])
-    assert [len(set(column.tolist())) for column in many.T][:3] == [1, 1, 2]
-    assert many[:, 1].eq(logits[1].argmax()).all() and len(set(many[:, 3].tolist())) > 40
+    logits, positions = torch.randn(5, 300), torch.tensor([9, 4, 9, 70, 9])
+    hows = [
+        Generation(), Generation(temperature=1.0, seed=3), Generation(temperature=1.0, top_k=2, seed=3),
+        Generation(temperature=0.5, top_p=0.7), Generation(temperature=9.0, top_k=1),
+    ]  # fmt: skip
+    together = SamplingRows.of(hows, "cpu").sample(logits, positions)
+    for row, how in enumerate(hows):
+        alone = SamplingRows.of([how], "cpu").sample(logits[row : row + 1], positions[row : row + 1])
+        assert alone == together[row]
+    assert together[[0, 4]].equal(logits[[0, 4]].argmax(-1))
+
+
+def test_a_row_that_is_free_again_is_greedy():
+    rows, logits = SamplingRows(2, "cpu"), torch.randn(2, 300)
+    rows.set(1, Generation(temperature=50.0))
+    assert rows.samples(2) and not rows.samples(1)
+    rows.set(1, None)
+    assert not rows.samples(2) and rows.sample(logits, torch.zeros(2, dtype=torch.int64)).equal(logits.argmax(-1))

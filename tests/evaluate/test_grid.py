@@ -21,12 +21,14 @@ from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.shared_prefill import prefill_shared
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse, KvkeepError
 from kvkeep.evaluate.grid import Grid, items, run
-from kvkeep.evaluate.prompt import build_prompt
+from kvkeep.evaluate.prefill import prefill
+from kvkeep.evaluate.prompt import Prompt, build_prompt
 from kvkeep.evaluate.results import KEY, Results
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.suite import Sources, load
 from kvkeep.evaluate.summary import interval, summarize, write_csv
-from kvkeep.evaluate.worker import GreedyDecoder, Worker, _until_stop
+from kvkeep.evaluate.worker import Worker, _until_stop
+from kvkeep.model.chat import eos_token_ids
 from kvkeep.types import Observation
 
 CONTEXT = "".join(chr(97 + i * i % 23) for i in range(300))
@@ -242,18 +244,18 @@ def test_long_answers_are_reported_when_they_are_written(chat, tmp_path):
 
 
 def test_an_answer_that_has_to_speak_does(chat):
-    class Silent:
-        """Would end at once, then begin a line, then say 7."""
-
-        def extend(self, ids, keep=1):
-            return torch.zeros(len(ids), 1, 512)
-
+    """Would end at once, then begin a line, then say 7."""
     model, words = chat
-    end, line = 5, words("\n", add_special_tokens=False).input_ids[-1]
-    logits = torch.zeros(1, 512)
-    logits[0, [end, line, 70]] = torch.tensor([3.0, 2.0, 1.0])
-    asked = [sample(stops=("\n",), non_empty=non_empty, max_new_tokens=1) for non_empty in (True, False)]
-    assert [GreedyDecoder(words, each, {end}).decode(Silent(), logits) for each in asked] == [[[70]], [[]]]
+    (end, *_), line = eos_token_ids(model, words), words("\n", add_special_tokens=False).input_ids[-1]
+    worker, ids = Worker(model, words, [("full", None)]), torch.tensor([3, 4, 5])
+    for non_empty, want in ((True, [70]), (False, [])):
+        asked = sample(stops=("\n",), non_empty=non_empty, max_new_tokens=1)
+        (context,) = prefill(model, words, ids, worker.methods, False, True)
+        logits = torch.zeros_like(context.logits)
+        logits[[end, line, 70]] = torch.tensor([3.0, 2.0, 1.0])
+        prompt = Prompt(ids, ids[:0], "plain", 0, 0, "")
+        ((_, found, _),) = worker._decode([replace(context, logits=logits)], prompt, asked)
+        assert found == want
 
 
 def choice(number=0, shots=""):

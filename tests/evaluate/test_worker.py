@@ -13,7 +13,6 @@ from kvkeep.cli import eval as command
 from kvkeep.cli.reproduce import Options, _eval_options
 from kvkeep.cli.show import remarks
 from kvkeep.compress.parse import parse
-from kvkeep.engine.independent_batch import IndependentBatch
 from kvkeep.errors import BadInput, NoData
 from kvkeep.evaluate.grid import Grid, run
 from kvkeep.evaluate.multiple_choice import loglikelihoods
@@ -71,7 +70,7 @@ def test_choices_are_weighed_as_they_would_be_written(spec):
     engine = kvkeep.Engine(model, words, spec, BUDGET)
     after = engine.prefill(torch.tensor(words(CONTEXT).input_ids))
     question, ids = (torch.tensor(words(text).input_ids) for text in ("Which?", " no, it is not"))
-    weighed = loglikelihoods(IndependentBatch(model, [engine.sequence.fork()]), after[None], question, ids)
+    weighed = loglikelihoods([engine.sequence.fork()], after[None], question, ids)
     logits, want = engine.extend(question)[-1], 0.0
     for token in ids:
         want += float(logits.log_softmax(-1)[token])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import FAMILIES, build, prompt
 
-from kvkeep.model import fused
+from kvkeep.model import fused, fused_layer
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_weights_that_change_later_count():
 def test_a_long_prompt_passes_the_mlp_in_chunks(name, monkeypatch):
     model, ids, seen = build(name, "eager"), prompt(37, 2), []
     want = model(ids).logits
-    monkeypatch.setattr(fused, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(fused_layer, "CHUNK_TOKENS", 16)
     down = model.model.layers[0].mlp.down_proj
     with fused.fused_ops(model):  # compares with the model's own
         pass
@@ -107,7 +107,7 @@ def test_a_long_prompt_passes_the_mlp_in_chunks(name, monkeypatch):
 @torch.no_grad()
 def test_a_sum_in_place_in_chunks_and_the_hidden_states_a_hook_keeps(monkeypatch):
     model, ids, seen = build("qwen3", "eager"), prompt(37, 2), []
-    monkeypatch.setattr(fused, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(fused_layer, "CHUNK_TOKENS", 16)
     hook = model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output))
     want = model(ids).logits
     with fused.fused_ops(model):
@@ -115,6 +115,17 @@ def test_a_sum_in_place_in_chunks_and_the_hidden_states_a_hook_keeps(monkeypatch
         assert (seen[0] - seen[1]).abs().max() < 1e-4 * seen[0].abs().max()
         hook.remove()
         assert (model(ids).logits - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@torch.no_grad()
+def test_hidden_states_that_are_asked_for_inside_are_those_of_each_layer(name):
+    model, ids = build(name, "eager"), prompt(12)
+    with fused.fused_ops(model):
+        model(ids)  # in place
+        states = model(ids, output_hidden_states=True).hidden_states
+    for got, want in zip(states, model(ids, output_hidden_states=True).hidden_states, strict=True):
+        assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
 def test_not_while_training():

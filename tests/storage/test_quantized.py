@@ -10,11 +10,7 @@ from families import build, prompt
 
 import kvkeep
 from kvkeep.compress.parse import parse
-from kvkeep.engine.batch_generate import make_scheduler
-from kvkeep.engine.detokenizer import IncrementalDetokenizer
-from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.row_pool import RowPool
-from kvkeep.engine.scheduler import Request, Scheduler
 from kvkeep.errors import BadParameter
 from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Tokens
@@ -117,41 +113,6 @@ def test_a_step_is_attention_over_what_is_stored(tiny, storage, steps):
             assert abs(float(output[0, 0, head, c]) - want) <= 1e-5
 
 
-def reader(model, spec, storage):
-    def read(ids):
-        cache = kvkeep.Cache(model, spec, 40, schedule="prompt", storage=storage)
-        return cache, model(ids[None], past_key_values=cache, logits_to_keep=1).logits[0, -1]
-
-    return read
-
-
-def alone(model, spec, storage, one):
-    cache, logits = reader(model, spec, storage)(one.ids)
-    written = []
-    for _ in range(one.max_new_tokens):
-        written.append(int(logits.argmax()))
-        logits = model(torch.tensor([written[-1:]]), past_key_values=cache).logits[0, -1]
-    return written
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("storage", STORAGE)
-@pytest.mark.parametrize("spec", ["full", "kvkeep", "snapkv", "snapkv+adakv", "h2o", "intelllm", "pyramidkv", "cake"])
-def test_together_is_alone_whoever_comes_and_goes(spec, storage):
-    model, words = make_llama(), tiny_chat.tokenizer()
-    pool = RowPool(model, 3, 6000, 400, storage)
-    work = Scheduler(model, reader(model, spec, storage), set(), pool)
-    requests = [
-        work.submit(Request(IDS[0, seed : seed + 60 + 37 * seed], IncrementalDetokenizer(words), 5 + 9 * seed))
-        for seed in range(5)
-    ]
-    assert len(list(work.run())) == 5
-    for one in requests:
-        assert one.detokenizer.ids == alone(model, spec, storage, one)
-    assert all(free.spans == [(0, 6000)] for free in pool.free.values())
-    assert not any(int(place.lengths.sum() + place.active.sum()) for place in pool.slot_tables.values())
-
-
 def test_a_pool_takes_codes_as_they_are_and_packs_the_rest(tiny):
     """bfloat16, where numbers made of codes would not give the same codes again."""
     model = tiny.bfloat16()
@@ -182,9 +143,6 @@ def test_the_engine_answers_many_as_it_answers_one(spec):
     want = [engine.generate(prompt, max_new_tokens=40) for prompt in prompts]
     assert engine.generate(prompts, max_new_tokens=40, rows=2) == want
     assert engine.cache.nbytes < engine.cache.report().kept_per_head * 4 * 0.8 * 2 * 8 * 4  # of 4 heads, 8 numbers each
-    requests = [Request(engine.encode(prompt), IncrementalDetokenizer(words), 3) for prompt in prompts]
-    pool = make_scheduler(engine.sequence, requests, 2).pool
-    assert all(pool.could_fit(engine.config.prefill_sequence(request.ids)[0], 3) for request in requests)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -359,14 +317,6 @@ def test_autocast_meets_numbers_of_its_own_precision(tiny):
         with torch.autocast("cpu", torch.bfloat16):
             assert tiny(part, past_key_values=cache).logits.isfinite().all()
     assert tiny(IDS[:, :1], past_key_values=cache).logits.isfinite().all()
-
-
-def test_many_questions_about_a_stored_text(tiny):
-    cache, _ = fed(tiny, "snapkv", 64, storage="int8")
-    rows = PooledBatch(tiny, [cache, cache], room=3)
-    for t in range(3):
-        want = tiny(IDS[:, t : t + 1], past_key_values=cache).logits[0, -1]
-        assert torch.allclose(rows.extend(IDS[:, t : t + 1].expand(2, 1))[:, -1], want.expand(2, -1), atol=2e-5)
 
 
 EVERY_STEP = [name for name in EVICTING if parse(name).schedule.every == 1]

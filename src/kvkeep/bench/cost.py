@@ -5,7 +5,7 @@ All figures of a table come from one run on one machine, so ratios can be compar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,9 +21,10 @@ from kvkeep.bench.timing import median_interval, timed_prefill
 from kvkeep.cache.cache import Cache
 from kvkeep.compress.parse import parse
 from kvkeep.compress.schedule import as_schedule
-from kvkeep.engine.detokenizer import IncrementalDetokenizer
-from kvkeep.engine.row_pool import RowPool, slots_needed
-from kvkeep.engine.scheduler import Request, Scheduler
+from kvkeep.engine.request import Request
+from kvkeep.engine.sampling import Generation
+from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadParameter
 from kvkeep.model.chunked_mlp import chunked_mlp
 from kvkeep.model.fused import fused_ops
@@ -173,7 +174,7 @@ def _ratio(mine: float | None, theirs: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Compressed:
-    """A method of kvkeep; all sequences are decoded as one batch from a RowPool."""
+    """A method of kvkeep; all sequences are decoded as one batch."""
 
     model: Any
     method: str
@@ -188,20 +189,20 @@ class Compressed:
         return cache.nbytes
 
     def step_seconds(self, cache: Cache, context: int, rows: int, steps: int) -> tuple[float, str]:
-        room = steps + SPARE
-        most = max(max(layer.row_lengths(0)) for layer in cache.backend.store.values()) + room
-        pool = RowPool(self.model, rows, rows * slots_needed(cache, room), most, self.storage)
-        logits = torch.zeros(self.model.config.get_text_config().vocab_size, device=self.model.device)
-        batch = Scheduler(self.model, lambda ids: (cache, logits), set(), pool)
-        ids = torch.zeros(context, dtype=torch.int64)
+        """All rows are copies of one sequence."""
+        config = SequenceConfig(self.model, _NullTokenizer(), cache.method, self.budget)
+        ids, logits = torch.zeros(context, dtype=torch.int64), torch.zeros(1, device=self.model.device)
+        sequence, how = Sequence(config, cache, ids.tolist()), Generation(steps + SPARE)
+        scheduler = Scheduler(self.model, set(), rows)
         for _ in range(rows):
-            batch.submit(Request(ids, IncrementalDetokenizer(_NullTokenizer()), room))
-        batch.step()
-        return median_interval(batch.step, steps), ""
+            scheduler.submit(Request(config, ids, how, sequence, logits=logits))
+        for _ in range(2):  # admit all, capture
+            scheduler.step()
+        return median_interval(scheduler.step, steps), ""
 
 
 class _NullTokenizer:
     """The decoded ids are noise."""
 
-    def decode(self, ids: Sequence[int], **_: Any) -> str:
+    def decode(self, ids: list[int], **_: Any) -> str:
         return ""

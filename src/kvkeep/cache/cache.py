@@ -9,7 +9,7 @@ within the budget. (Longer than most files: it is the one class that implements 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,11 @@ class Cache(HFCacheAdapter):
         """Bytes of the keys and values of the compressed layers, measured on their storages, with scales and mins."""
         return self.backend.nbytes
 
+    @property
+    def longest_head(self) -> int:
+        """Tokens of the fullest key head."""
+        return max(len(head) for i in self.compressed_layers for row in self.backend.positions(i) for head in row)
+
     def report(self) -> Report:
         """What the cache holds, and what a full cache would hold."""
         report = self.backend.report(self.tracker.seen)
@@ -183,6 +188,17 @@ class Cache(HFCacheAdapter):
         fork.host_budget = self.host_budget  # blocks both hold count once
         fork.tracker, fork.backend = copy.copy(self.tracker), self.backend.fork()
         return fork
+
+    def defer_eviction(self, tokens: int) -> None:
+        """Keep all tokens until so many have been seen: a prompt prefilled in chunks is then evicted from at once."""
+        self.tracker.deferred_until = tokens
+
+    def append_decoded(self, count: int, decoded: Callable[[int], None]) -> None:
+        """Append tokens that were decoded elsewhere, where nothing was evicted; decoded: appends to a layer's store"""
+        self._rollback()
+        for index in self.compressed_layers:
+            decoded(index)
+        self.tracker.append_decoded(count)
 
     def share_host_budget(self, host_budget: HostMemoryBudget) -> None:
         """Count offloaded tokens against the same limit as other caches. Before the first forward pass."""

@@ -19,6 +19,7 @@ from kvkeep.cache.report import Report
 from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.cache.step_eviction import StepEvictor
 from kvkeep.compress.method import Method
+from kvkeep.kernels.dispatch import ragged_attention
 from kvkeep.kernels.torch.reference import segment_attention
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 from kvkeep.model.rope import Rotation
@@ -79,13 +80,15 @@ class EvictingBackend:
         return with_lse or (call.hf_attention(), None)
 
     def _attend_over_cache(self, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout) -> Tensor:
-        layer.append(call.key.detach(), call.value.detach(), layout.positions, layout.token_columns)
+        layer.append(call.key.detach(), call.value.detach(), layout.positions, layout.token_columns, layout.expected)
+        how = call.scale, call.softcap, call.sink_logits
         if codes := layer.codes:
-            return codes.attend(call.query, call.scale, call.softcap, call.sink_logits)
+            return codes.attend(call.query, *how)
+        if layout.is_step and not call.query.requires_grad and ragged_attention.uses_kernel(call.query):
+            return layer.attend_step(call.query, *how)
         output = segment_attention(
-            layout.pack(call.query), layer.flat.keys, layer.flat.values, layer.segments, layout.counts,
-            call.scale, call.softcap, call.sink_logits,
-        )  # fmt: skip
+            layout.pack(call.query), layer.flat.keys, layer.flat.values, layer.segments, layout.counts, *how
+        )
         return layout.unpack(output)
 
     @torch.no_grad()  # kept tokens carry no graph; with learned sinks, scores would
@@ -93,12 +96,15 @@ class EvictingBackend:
         self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer, lse: Tensor | None
     ) -> None:
         """Evict from the rows of `evict_now`; update the token state or the queries of the others."""
-        if not layer or any(layout.evict_now) or self.method.memory:
+        memory, is_chunk = self.method.memory, max(layout.counts) > 1
+        if not layer or any(layout.evict_now) or (memory and (memory.sees_all or not is_chunk)):
             self.snapshots[index] = None  # evicted tokens cannot be restored
             rows = self.query_buffer.observe(index, call, layout, layer, lse)
             self.attention_check.check_nan(row.tokens.keys for row in rows)
             uncompressed = self.evictor.evict(index, rows)
             self.peak_bytes = max(self.peak_bytes, self.nbytes + uncompressed)
+        elif is_chunk:
+            self.query_buffer.append_chunk(index, call.query, layout)
         else:
             self.query_buffer.append_step(index, call.query, layout)
 

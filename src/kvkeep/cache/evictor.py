@@ -61,8 +61,9 @@ class Evictor:
 
     def _update_token_state(self, row: EvictionCandidate) -> EvictionCandidate:
         """From here on, only a row that is evicted from has an observation."""
-        seen, tokens = row.observation, row.tokens
-        if seen and self.method.memory:
+        seen, tokens, memory = row.observation, row.tokens, self.method.memory
+        # while eviction is deferred, a memory of the observation window waits for the last one
+        if seen and memory and (row.evict_now or memory.sees_all or seen.is_step):
             seen = update_token_state(seen, self.method, self._tokens(seen))
             tokens = replace(tokens, token_state=seen.token_state)
         return replace(row, observation=seen if row.evict_now else None, tokens=tokens)

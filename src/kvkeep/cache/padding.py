@@ -23,6 +23,7 @@ class BatchLayout:
     evict_now: list[bool]  # rows to be brought back within their budget after this pass
     seen: list[int]  # tokens of each row before this pass
     frozen: bool = False  # nothing is evicted any more
+    expected: int = 0  # tokens of each row before any is evicted
 
     @property
     def is_step(self) -> bool:
@@ -71,6 +72,7 @@ class PaddingTracker:
         self.prompt: list[int] = []  # of each row's tokens, how many are not of the last generation
         self.context = 0  # of these, how many came before the question
         self.frozen = False  # nothing is evicted any more
+        self.deferred_until = 0  # tokens of each row: while they are fewer, nothing is evicted
 
     def next_layout(self, rows: int, q: int, padding: Tensor | None, device: torch.device) -> BatchLayout:
         if self.seen and len(self.seen) != rows:
@@ -83,11 +85,11 @@ class PaddingTracker:
             torch.arange(s, s + n, dtype=torch.int32, device=device) for s, n in zip(self.seen, counts, strict=True)
         ]
         evict_now = [self._should_evict(row, count) for row, count in enumerate(counts)]
-        return BatchLayout(counts, columns, positions, evict_now, self.seen, self.frozen)
+        return BatchLayout(counts, columns, positions, evict_now, self.seen, self.frozen, self.deferred_until)
 
     def _should_evict(self, row: int, count: int) -> bool:
         """After a prefill always, after a decode step when the schedule says so."""
-        if self.frozen:
+        if self.frozen or self.seen[row] + count < self.deferred_until:
             return False
         if count == 1 and self.seen[row]:
             return self.schedule.evict_now(self.kept[row] + 1, self.budget.tokens(self.seen[row] + 1))
@@ -120,6 +122,11 @@ class PaddingTracker:
         self.kept = [min(h, limit) for h, limit in zip(held, limits, strict=True)]
         self.padded_length += q
         self.attention_mask = padding if padding is not None else self.attention_mask
+
+    def append_decoded(self, count: int) -> None:
+        """Count tokens that were decoded elsewhere, where nothing was evicted for them."""
+        self.seen, self.kept = [s + count for s in self.seen], [k + count for k in self.kept]
+        self.padded_length += count
 
     def mark_prompt(self) -> None:
         """All tokens so far are the prompt, a last chunk of a single token included."""

@@ -26,7 +26,9 @@ class QueryBuffer:
         self.queries: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries [heads, w, dim]
         # layer -> the queries of decode steps since: all rows together, or row by row where some got no token
         self.steps: dict[int, deque[Tensor | list[Tensor]]] = {}
-        self.uncommitted: set[int] = set()  # layers whose last step is of a forward pass that has not completed
+        # of a forward pass that has not completed: layers whose last step it is, and queries as they were before it
+        self.uncommitted: set[int] = set()
+        self.before: dict[tuple[int, int], Tensor | None] = {}
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +38,7 @@ class QueryBuffer:
 
     def begin(self, counts: Sequence[int]) -> None:
         """Drop the prompt's queries of rows that decode, unless decode steps evict, too."""
-        self.uncommitted.clear()
+        self.commit()
         if not self.decoding:
             over = {row for row, count in enumerate(counts) if count == 1}
             self.queries = {key: queries for key, queries in self.queries.items() if key[1] not in over}
@@ -56,14 +58,25 @@ class QueryBuffer:
         steps.append([layout.unpad(query, row) for row in range(len(query))] if uneven else query)
         self.uncommitted.add(index)
 
+    def append_chunk(self, index: int, query: Tensor, layout: BatchLayout) -> None:
+        """Add the queries of a chunk that is not evicted from yet. query [rows, heads, q, dim]"""
+        for row, count in enumerate(layout.counts):
+            if count:
+                self.before[index, row] = self.queries.get((index, row))
+                self._append(index, row, layout.unpad(query, row).detach())
+
     def commit(self) -> None:
         self.uncommitted.clear()
+        self.before.clear()
 
     def rollback(self) -> None:
         """Drop the step of a forward pass that did not complete."""
         for index in self.uncommitted:
             self.steps[index].pop()
-        self.uncommitted.clear()
+        self.queries |= {key: queries for key, queries in self.before.items() if queries is not None}
+        for key in [key for key, queries in self.before.items() if queries is None]:
+            self.queries.pop(key, None)
+        self.commit()
 
     def merge_steps(self) -> None:
         """Append the decode steps' queries to those they follow."""

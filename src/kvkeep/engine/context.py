@@ -20,6 +20,9 @@ from kvkeep.cache import serialize
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import Report
 from kvkeep.cache.rewind import check_can_rewind, rewind
+from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
+from kvkeep.engine.driver import Driver, Handle
+from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
 from kvkeep.errors import BadCacheFile, QueryAwareWarning
@@ -29,14 +32,18 @@ from kvkeep.model.chat import check_text, context_ids, question_ids
 class Context:
     """The compressed cache of a text. Made by `Engine.read` and `Engine.load_context`."""
 
-    def __init__(self, sequence: Sequence, text: str, known_questions: frozenset[str] = frozenset()):
+    def __init__(self, driver: Driver, sequence: Sequence, text: str, known_questions: frozenset[str] = frozenset()):
         """sequence: one of its own, with the text prefilled; known_questions: those that took part in the selection"""
         sequence.cache.tracker.mark_context()
-        self._sequence, self.text, self.known_questions, self._warned = sequence, text, known_questions, False
-        self.answer, self._report = sequence.answer, sequence.cache.report()  # of the last question
+        self._driver, self._sequence, self.text = driver, sequence, text
+        self.known_questions, self._warned = known_questions, False
+        self.answer = Answer(IncrementalDetokenizer(sequence.config.tokenizer), 0)  # to the last question
+        self._report = sequence.cache.report()
 
     @classmethod
-    def read(cls, sequence: Sequence, text: str, question: str | None, progress: ProgressCallback) -> Context:
+    def read(
+        cls, driver: Driver, sequence: Sequence, text: str, question: str | None, progress: ProgressCallback
+    ) -> Context:
         """sequence: an empty one; a question takes part in the selection, and is removed again"""
         check_text("text", text)
         ids, rest = context_ids(sequence.config.tokenizer, text), []
@@ -47,11 +54,11 @@ class Context:
             if sequence.config.method.query_aware:
                 check_can_rewind(sequence.cache)
                 rest = question_ids(sequence.config.tokenizer, text, question, ids)
-        sequence.prefill(torch.tensor(ids + rest), progress)
+        driver.prefill(sequence, torch.tensor(ids + rest), progress)
         if rest:
             rewind(sequence.cache, len(ids))
         sequence.token_ids = ids
-        return cls(sequence, text, frozenset({question.strip()} if question else ()))
+        return cls(driver, sequence, text, frozenset({question.strip()} if question else ()))
 
     def ask(self, question: str, **options: Any) -> str:
         """The answer to a question about the text; options as in `Engine.stream`."""
@@ -69,12 +76,14 @@ class Context:
         return self._stream(question, torch.tensor(ids), how, progress)
 
     def _stream(self, question: str, ids: Tensor, how: Generation, progress: ProgressCallback) -> Iterator[str]:
-        sequence = self._sequence.fork()
-        try:
+        with self._driver.lock:
+            sequence = self._sequence.fork()
             sequence.set_question(question, self.tokens)
-            yield from sequence.generate(ids, how, progress)
+        request = Request(sequence.config, ids, how, sequence, progress=progress, interactive=True, keeps_cache=True)
+        try:
+            yield from Handle(self._driver.submit(request), self._driver)
         finally:
-            self.answer, self._report = sequence.answer, sequence.cache.report()
+            self.answer, self._report = request.answer, sequence.cache.report()
 
     def _warn(self, question: str) -> None:
         """Once, where tokens were evicted without knowing this question."""
@@ -101,12 +110,12 @@ class Context:
         serialize.save(self._sequence.cache, path, context=facts)
 
     @classmethod
-    def load(cls, config: SequenceConfig, path: str | Path) -> Context:
+    def load(cls, driver: Driver, config: SequenceConfig, path: str | Path) -> Context:
         cache, found = serialize.load_context(Cache, path, config.model)
         if context_ids(config.tokenizer, found["text"]) != found["ids"]:
             raise BadCacheFile(f"{path} was saved with another tokenizer or chat template; load it with that one.")
         sequence = Sequence(replace(config, method=cache.method, budget=cache.budget), cache, found["ids"])
-        return cls(sequence, found["text"], frozenset(found["questions"]))
+        return cls(driver, sequence, found["text"], frozenset(found["questions"]))
 
     def __len__(self) -> int:
         """Tokens of the text, with the chat template's beginning."""

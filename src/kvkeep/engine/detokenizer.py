@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,19 @@ class IncrementalDetokenizer:
         text = self._decode(0)
         new, self.text = text[len(self.text) :], text
         return new
+
+    def cut(self, stops: Sequence[str]) -> None:
+        """End the text before the first of these texts; one at the very beginning does not count."""
+        begin = len(self.text) - len(self.text.lstrip())
+        self.text = self.text[: min(at for stop in stops if (at := self.text.find(stop, begin)) >= 0)]
+
+    def held_from(self, stops: Sequence[str]) -> int:
+        """Where a text at the end may be the beginning of a stop: it is not to be shown yet."""
+        longest = max(map(len, stops), default=1) - 1
+        for first in range(max(0, len(self.text) - longest), len(self.text)):
+            if any(stop.startswith(self.text[first:]) for stop in stops):
+                return first
+        return len(self.text)
 
     def _decode(self, first: int) -> str:
         return self.tokenizer.decode(self.ids[first:], skip_special_tokens=True)

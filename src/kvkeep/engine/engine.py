@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -11,13 +12,15 @@ from torch import Tensor
 from kvkeep.cache.cache import Cache
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
-from kvkeep.engine.batch_generate import generate_batch
 from kvkeep.engine.context import Context
-from kvkeep.engine.detokenizer import Answer
+from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
+from kvkeep.engine.driver import Driver, Handle
+from kvkeep.engine.request import Request, check_prompts, raise_numbered, too_long
 from kvkeep.engine.sampling import Generation, check_count
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import ProgressCallback, SequenceConfig
 from kvkeep.errors import CacheMisuse
-from kvkeep.model.chat import check_messages, encode, with_question
+from kvkeep.model.chat import check_messages, encode, eos_token_ids, with_question
 
 
 class Engine:
@@ -38,19 +41,29 @@ class Engine:
         host_limit: int | None = None,
         disk: str | Path | None = None,
         storage: str | None = None,
+        max_rows: int = 64,
+        max_tokens: int | None = None,
+        memory: int | None = None,
         **parameters: Any,
     ):
         """prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
 
-        The rest as in `kvkeep.Cache`.
+        max_rows: answers decoded at a time; max_tokens: per key head, of all of them, allocated once; None: the pool
+        grows as needed, within `memory` bytes, by default 80 % of what is free. The rest as in `kvkeep.Cache`.
         """
         if prefill_chunk_size is not None:
             check_count("prefill_chunk_size", prefill_chunk_size, 1, "use a whole number of tokens, at least one")
+        for name, value in (("max_rows", max_rows), ("max_tokens", max_tokens), ("memory", memory)):
+            if value is not None:
+                check_count(name, value, 1, "use a whole number, at least one")
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         how = parse(method, **parameters), budget, prefill_chunk_size, options
         self.config = SequenceConfig(model, tokenizer, *how)
         self.sequence = self.config.new_sequence()  # of the last answer of `stream` or `chat`
-        self._streaming = False  # it is not complete: `chat` must not continue it
+        self.config = replace(self.config, host_budget=self.sequence.cache.host_budget)
+        self._last: Request | None = None  # that answer
+        eos = eos_token_ids(model, tokenizer)
+        self._driver = Driver(Scheduler(self.sequence.cache.model, eos, max_rows, max_tokens, memory))
 
     @property
     def model(self) -> Any:
@@ -77,7 +90,7 @@ class Engine:
     @property
     def answer(self) -> Answer:
         """The last answer of `stream` or `chat`, with its token ids."""
-        return self.sequence.answer
+        return self._last.answer if self._last else Answer(IncrementalDetokenizer(self.tokenizer), 0)
 
     @overload
     def generate(self, prompt: str, **options: Any) -> str: ...
@@ -90,26 +103,69 @@ class Engine:
         """
         if isinstance(prompt, str):
             return "".join(self.stream(prompt, **options))
-        return generate_batch(self.sequence, prompt, **options)
+        return self._generate_all(check_prompts(prompt), **options)
+
+    def _generate_all(
+        self, prompts: list[str], *, question: str | None = None, rows: int | None = None, **options: Any
+    ) -> list[str]:
+        if rows is not None:
+            check_count("rows", rows, 1, "at least one prompt is answered at a time; give a whole number")
+        how = Generation.of(options)
+        requests = [Request(self.config, self.encode(prompt, question), how, question=question) for prompt in prompts]
+        raise_numbered(too_long(request) for request in requests)
+        self._driver.run(requests, rows or len(requests))
+        raise_numbered(request.error for request in requests)
+        return [request.text for request in requests]
+
+    def submit(
+        self, prompt: str, *, question: str | None = None, progress: ProgressCallback = None, **options: Any
+    ) -> Handle:
+        """Answer a prompt beside all others; from any thread. Options as in `stream`."""
+        ids, how = self.encode(prompt, question), Generation.of(options)
+        request = Request(self.config, ids, how, question=question, progress=progress, interactive=True)
+        handle = Handle(self._driver.submit(request), self._driver)
+        self._driver.start()
+        return handle
+
+    def warmup(self, rows: int | None = None, progress: Callable[[str], None] = lambda text: None) -> None:
+        """Allocate, compile and capture for so many rows, None: for all, so that the first answer is as fast as others.
+
+        progress: told what is being done
+        """
+        most = self._driver.scheduler.max_rows
+        check_count("rows", most if rows is None else rows, 1, "use a whole number, at least one")
+        self._driver.warmup(self.config, min(rows or most, most), progress)
+
+    def close(self) -> None:
+        """Cancel all answers under way, and free the pool."""
+        self._driver.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def read(self, text: str, *, question: str | None = None, progress: ProgressCallback = None) -> Context:
         """Prefill a text once, to ask any number of questions about it.
 
         question: one that is known before: query-aware methods keep what it needs; others may be asked, too
         """
-        return Context.read(self.config.new_sequence(), text, question, progress)
+        return Context.read(self._driver, self.config.new_sequence(), text, question, progress)
 
     def load_context(self, path: str | Path) -> Context:
         """A saved `Context`, with its own method and budget."""
-        return Context.load(self.config, path)
+        return Context.load(self._driver, self.config, path)
 
     def prefill(self, ids: Tensor, progress: ProgressCallback = None) -> Tensor:
         """Prefill the ids the cache does not hold yet, in chunks. ids [n] -> logits after the last one [vocabulary]"""
-        return self.sequence.prefill(ids, progress)
+        with self._driver.lock:
+            return self.sequence.prefill(ids, progress)
 
     def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
         """Append tokens. ids [q] -> logits of the last `keep` of them, 0: of all [keep, vocabulary]"""
-        return self.sequence.extend(ids, keep)
+        with self._driver.lock:
+            return self.sequence.extend(ids, keep)
 
     def stream(
         self,
@@ -122,21 +178,23 @@ class Engine:
         """The answer, detokenized incrementally.
 
         question: asked after the prompt; methods that can use it before the prompt do.
-        options: max_new_tokens=256, temperature=0.0 (the likeliest token), top_p=1.0, top_k=0 (all tokens), seed=0
+        options: max_new_tokens=256, temperature=0.0 (the likeliest token), top_p=1.0, top_k=0 (all tokens), seed=0,
+        stop=() (a text, or several, that end the answer)
         """
         self._check_no_prefill()
         return self._stream(self.encode(prompt, question), question, Generation.of(options), progress)
 
     def _stream(self, ids: Tensor, question: str | None, how: Generation, progress: ProgressCallback) -> Iterator[str]:
-        sequence = self.sequence = self.config.new_sequence()
-        self._streaming = True
-        try:
-            if question is not None:
-                sequence.set_question(question, len(ids))
-            yield from sequence.generate(ids, how, progress)
-        finally:
-            if self.sequence is sequence:  # no other answer was begun between two yields
-                self._streaming = False
+        self.sequence = self.config.new_sequence()
+        yield from self._answer(ids, how, question, progress)
+
+    def _answer(self, ids: Tensor, how: Generation, question: str | None, progress: ProgressCallback) -> Iterator[str]:
+        """Continue the engine's own sequence."""
+        sequence = self.sequence
+        request = Request(self.config, ids, how, sequence, question, progress, interactive=True, keeps_cache=True)
+        self._driver.submit(request)
+        sequence.has_prefill, self._last = False, request
+        yield from Handle(request, self._driver)
 
     def _check_no_prefill(self) -> None:
         """Refuse a new prompt where that would drop tokens prefilled by `prefill` or `extend`."""
@@ -167,11 +225,12 @@ class Engine:
         ids = encode(self.tokenizer, messages)[0]
         if not self._continues(ids):
             self._check_no_prefill()
-            self.sequence, self._streaming = self.config.new_sequence(), False
-        return "".join(self.sequence.generate(ids, how, progress)).strip()
+            self.sequence = self.config.new_sequence()
+        return "".join(self._answer(ids, how, None, progress)).strip()
 
     def _continues(self, ids: Tensor) -> bool:
         """Whether these ids begin with those of the cache, no forward pass of which was cut short."""
         seen = self.token_ids
-        complete = not (self._streaming or self.cache.in_forward) and self.cache.seen == len(seen)
-        return complete and 0 < len(seen) < len(ids) and ids[: len(seen)].tolist() == seen
+        complete = (self._last is None or self._last.done) and not self.cache.in_forward
+        begins = 0 < len(seen) < len(ids) and ids[: len(seen)].tolist() == seen
+        return complete and begins and self.cache.seen == len(seen)

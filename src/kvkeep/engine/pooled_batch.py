@@ -1,196 +1,202 @@
-"""Several compressed caches of one text, decoded as one batch.
+"""Decoding from a `RowPool`: all rows in one step that is captured in a CUDA graph, one graph for every number of rows.
 
-Nothing is evicted here: a question and its answer are appended to copies of the caches, which stay as they are, so one
-compressed text serves many questions. Rows are padded on CPU; a GPU has kernels for ragged ones.
+The pool grows with its requests. While a step runs on the device, the host detokenizes the step before; so a finished
+request has run one step too many, whose token is ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.cache import Cache
-from kvkeep.engine.cuda_graph import MAX_WARMUP_PASSES, CudaGraphRunner
-from kvkeep.errors import CacheMisuse
-from kvkeep.kernels.dispatch import append_ragged, padded_attention, ragged_attention
-from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import CompressedLayer, HFCacheAdapter, execution_device
-from kvkeep.types import Tokens
+from kvkeep.cache.report import format_bytes
+from kvkeep.engine.cuda_graph import CudaGraphRunner
+from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, free_host_bytes, slot_bytes
+from kvkeep.engine.request import Request
+from kvkeep.engine.row_pool import RowPool, slots_needed
+from kvkeep.engine.sampling import SamplingRows
+from kvkeep.engine.sequence import Sequence
+from kvkeep.errors import BadInput
+from kvkeep.model.hf_cache import execution_device, key_shape
 
-CAPTURE_AFTER = 8  # decode steps before one is captured: a capture costs more than a short answer
-
-
-@dataclass
-class PaddedRows:
-    """One layer's rows. keys and values [rows, kv_heads, size, dim], of which each head's first `lengths` are used"""
-
-    keys: Tensor
-    values: Tensor
-    lengths: Tensor  # [rows, kv_heads]
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[Tokens]], room: int) -> PaddedRows:
-        """Copies of every row's key heads, padded to the longest and `room` more tokens."""
-        lengths, like = _lengths(rows), rows[0][0]
-        shape = *lengths.shape, int(lengths.max()) + room
-        keys, values = (like.keys.new_zeros(*shape, t.shape[-1]) for t in (like.keys, like.values))
-        for row, heads in enumerate(rows):
-            for number, head in enumerate(heads):
-                mine = row, number, slice(len(head.keys))
-                keys[mine], values[mine] = head.keys, head.values
-        return cls(keys, values, lengths.to(keys.device))
-
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Append q tokens to every head. keys, values [rows, kv_heads, q, dim]"""
-        where = (self.lengths[..., None] + torch.arange(keys.shape[2], device=keys.device))[..., None]
-        for buffer, new in ((self.keys, keys), (self.values, values)):
-            buffer.scatter_(2, where.expand(-1, -1, -1, buffer.shape[-1]), new.to(buffer.dtype))
-        self.lengths += keys.shape[2]
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        how = call.scale, call.softcap, call.sink_logits
-        return padded_attention(call.query, self.keys, self.values, self.lengths, *how)
-
-    def select_rows(self, rows: Tensor) -> PaddedRows:
-        return PaddedRows(self.keys[rows], self.values[rows], self.lengths[rows])
+USUAL_ANSWER, USUAL_BUDGET = 256, 2048  # tokens, where a warm-up has no others
 
 
-@dataclass
-class RaggedRows:
-    """The same without padding: every head has a span of a flat buffer. keys and values [slots, dim]"""
+def can_pool(sequence: Sequence) -> bool:
+    """Nothing is retrieved or evicted while the answer is decoded, and every layer is compressed."""
+    cache = sequence.cache
+    appends_only = cache.tracker.frozen or cache.method.schedule.every is None
+    return cache.method.retrieval is None and appends_only and not cache.hf_layers
 
-    keys: Tensor
-    values: Tensor
-    starts: Tensor  # [rows, kv_heads]
-    lengths: Tensor  # [rows, kv_heads]
-    longest: int  # tokens a head may have
+
+@dataclass(frozen=True)
+class InflightStep:
+    """A decode step running on the device: its requests, and the tokens it will have sampled."""
+
+    requests: dict[int, Request]  # by row
+    tokens: Tensor  # [rows] on the host
+    event: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[Tokens]], room: int) -> RaggedRows:
-        lengths, like = _lengths(rows), rows[0][0]
-        *starts, total = accumulate((lengths + room).flatten().tolist(), initial=0)
-        keys, values = (like.keys.new_zeros(total, t.shape[-1]) for t in (like.keys, like.values))
-        for start, head in zip(starts, (head for heads in rows for head in heads), strict=True):
-            mine = slice(start, start + len(head.keys))
-            keys[mine], values[mine] = head.keys, head.values
-        spans = (torch.tensor(starts).view_as(lengths), lengths)
-        return cls(keys, values, *(t.to(keys.device) for t in spans), int(lengths.max()) + room)
+    def of(cls, requests: dict[int, Request], tokens: Tensor) -> InflightStep:
+        if tokens.device.type != "cuda":
+            return cls(dict(requests), tokens.clone(), None)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(tokens.device))
+        return cls(dict(requests), host, event)
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        active = torch.ones_like(self.lengths[:, :1])
-        for token in range(keys.shape[2]):
-            new = (t[:, :, token : token + 1] for t in (keys, values))
-            append_ragged(self.keys, self.values, *new, self.starts, self.lengths, active)
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        how = self.longest, call.scale, call.softcap, call.sink_logits
-        return ragged_attention(call.query, self.keys, self.values, self.starts, self.lengths, *how)
-
-    def select_rows(self, rows: Tensor) -> RaggedRows:
-        return replace(self, starts=self.starts[rows], lengths=self.lengths[rows])
+    def wait(self) -> list[tuple[Request, int]]:
+        if self.event:
+            self.event.synchronize()
+        tokens = self.tokens.tolist()
+        return [(request, tokens[row]) for row, request in self.requests.items()]
 
 
-def _lengths(rows: Sequence[Sequence[Tokens]]) -> Tensor:
-    return torch.tensor([[len(head.keys) for head in heads] for heads in rows])
+class PooledBatch:
+    """Requests over the rows of a pool."""
 
-
-class PooledBatch(HFCacheAdapter):
-    """A cache of many rows, each a copy of another cache of the same text."""
-
-    def __init__(self, model: Any, caches: Sequence[Cache], room: int):
-        """room: tokens that may be appended to each row"""
-        super().__init__(model)
-        if len({cache.seen for cache in caches}) != 1 or any(len(cache.tracker.seen) != 1 for cache in caches):
-            raise CacheMisuse("only caches of one row and the same number of tokens can be decoded together.")
-        self.length = caches[0].seen
-        self.max_length = self.length + room
-        room += MAX_WARMUP_PASSES
-        kind = RaggedRows if is_ragged(model) else PaddedRows
-        stores = [cache.backend.store for cache in caches]
-        self.rows = {i: kind.of([store[i].row(0) for store in stores], room) for i in self.compressed_layers}
-        self.copy_hf_layers(caches[0])
-        for layer in self.layers:
-            if not isinstance(layer, CompressedLayer):
-                layer.batch_repeat_interleave(len(caches))
-        self._init_step(len(caches))
-
-    def _init_step(self, rows: int) -> None:
-        """Allocate the inputs of a decode step, where a CUDA graph reads them."""
-        self.tokens, self.position_ids = torch.zeros(2, rows, 1, dtype=torch.int64, device=execution_device(self.model))
-        self.steps, self.runner = 0, None
+    def __init__(
+        self,
+        model: Any,
+        storage: str | None = None,
+        max_rows: int = 64,
+        max_tokens: int | None = None,
+        memory: int | None = None,
+    ) -> None:
+        """max_tokens: per key head, of all rows together, allocated at once; None: as needed, within `memory` bytes"""
+        self.model, self.storage, self.max_rows, self.memory = model, storage, max_rows, memory
+        self.device, self.kv_heads = execution_device(model), key_shape(model)[0]
+        self.max_slots = None if max_tokens is None else max_tokens * self.kv_heads
+        self.pool = RowPool(model, 1, 0, 1, storage)  # it grows
+        self.by_row: dict[int, Request] = {}
+        self.tokens, self.positions = torch.zeros(2, max_rows, 1, dtype=torch.int64, device=self.device)
+        self.sampling = SamplingRows(max_rows, self.device)
+        self.runners: dict[int, CudaGraphRunner] = {}  # by number of rows
+        self.inflight: deque[InflightStep] = deque()
+        self.lag = int(self.device.type == "cuda")  # steps launched ahead
 
     @property
-    def seen(self) -> int:
-        return self.length
+    def requests(self) -> list[Request]:
+        return list(self.by_row.values())
 
-    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        rows = self.rows[index]
-        rows.append(call.key.detach(), call.value.detach())
-        return call.to_hf_output(rows.attend(call))
+    def has_room(self, request: Request, waiting: Iterable[Request]) -> bool:
+        """The pool grows for this one and those that wait, as far as memory allows."""
+        if len(self.by_row) >= self.max_rows:
+            return False
+        cache, room = request.sequence.cache, request.how.max_new_tokens
+        if not (self.pool.fits(cache, room) and len(self.by_row) < self.pool.rows):
+            slots = slots_needed(cache, room)
+            soon = [each.expected_tokens for each in waiting][: self.max_rows - len(self.by_row) - 1]
+            self.reserve(slots, cache.longest_head + room, 1 + len(soon), slots + self.kv_heads * sum(soon))
+        return self.pool.fits(cache, room)
 
-    def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
-        """One forward pass. ids [rows, q] -> logits of the last `keep` tokens, 0: of all [rows, keep, vocabulary]"""
-        if self.length + ids.shape[1] > self.max_length:
-            room = self.max_length - self.length
-            raise CacheMisuse(f"{ids.shape[1]} tokens were to be appended, but there is room for {room}.")
+    def reserve(self, slots: int, longest: int, rows: int, in_all: int) -> None:
+        """Make room for a row of this size, and for so many rows and slots in all if memory allows."""
+        limit, pool = self._slot_limit(), self.pool
+        if slots > limit:
+            raise BadInput(
+                f"keys and values of one sequence take {format_bytes(slots * self._slot_bytes)}, and "
+                f"{format_bytes(limit * self._slot_bytes)} can be used for them; use a smaller budget, fewer new "
+                "tokens, storage='int8', or another max_tokens= or memory=."
+            )
+        rows, longest = min(self.max_rows, len(self.by_row) + rows), 1 << (longest - 1).bit_length()
+        tokens = self.max_slots or max(pool.tokens, min(limit, pool.tokens + in_all))
+        larger = max(rows, pool.rows), tokens, max(longest, pool.longest)
+        if larger != (pool.rows, pool.tokens, pool.longest):
+            pool.grow(*larger)
+            self.runners.clear()  # they have the old buffers
+
+    @property
+    def _slot_bytes(self) -> int:
+        return slot_bytes(self.model, self.storage)
+
+    def _slot_limit(self) -> int:
+        """Slots of a layer that memory allows."""
+        if self.max_slots:
+            return self.max_slots
+        if self.memory is not None:
+            return self.memory // self._slot_bytes
+        free = free_device_bytes(self.device) if self.lag else free_host_bytes()
+        if free is None:
+            return sys.maxsize
+        return int(MEMORY_FRACTION * (free + self.pool.nbytes)) // self._slot_bytes
+
+    def admit(self, request: Request) -> None:
+        cache = request.sequence.cache
+        row = min(set(range(self.pool.rows)) - set(self.by_row))
+        self.pool.admit(row, cache, request.how.max_new_tokens)
+        self.by_row[row] = request
+        self.tokens[row], self.positions[row] = request.answer.ids[-1], cache.seen
+        self.sampling.set(row, request.how)
+        request.drop_sequence()  # its tokens are in the pool
+
+    def release(self, request: Request) -> None:
+        row = next(row for row, mine in self.by_row.items() if mine is request)
+        del self.by_row[row]
+        if request.keeps_cache and request.steps:
+            self.pool.copy_decoded(row, request.sequence.cache, request.steps)
+            request.sequence.token_ids += request.answer.ids[: request.steps]
+        self.pool.release(row)
+        self.sampling.set(row, None)
+
+    def warmup(self, budget: int | float | None, rows: int, progress: Callable[[str], None]) -> None:
+        """Room for rows of this budget and USUAL_ANSWER tokens, and a graph for every number of rows."""
+        if not self.lag:  # nothing is captured, and a pool grows at little cost
+            return
+        tokens = (budget if isinstance(budget, int) else USUAL_BUDGET) + USUAL_ANSWER
+        self.reserve(self.kv_heads * tokens, tokens, rows, rows * self.kv_heads * tokens)
+        for size in sorted({min(1 << n, self.pool.rows) for n in range(self.pool.rows.bit_length() + 1)}):
+            progress(f"capturing {size} rows")
+            with torch.inference_mode():
+                self.runner(size)
+
+    def launch(self) -> None:
+        """Decode one token for every row in use, and for free rows between them."""
+        rows = max(self.by_row) + 1
+        if self.lag:
+            rows = min(1 << (rows - 1).bit_length(), self.pool.rows)
         with torch.inference_mode():
-            if ids.shape[1] == 1 and len(self.compressed_layers) == len(self.layers):
-                logits = self._decode(ids)
-            else:
-                ids = ids.to(execution_device(self.model))
-                logits = self.model(ids, past_key_values=self, logits_to_keep=keep).logits
-        self.length += ids.shape[1]
-        return logits
+            logits = self.runner(rows)()
+            if self.sampling.samples(rows):
+                self.tokens[:rows, 0] = self.sampling.sample(logits, self.positions[:rows, 0])
+            self.inflight.append(InflightStep.of(self.by_row, self.tokens[:rows, 0]))
 
-    def _decode(self, ids: Tensor) -> Tensor:
-        """The same for one token each, captured after `CAPTURE_AFTER` steps. -> valid until the next forward pass"""
-        self.tokens.copy_(ids)
-        self.position_ids.fill_(self.length)
-        self.steps += 1
-        if self.steps == CAPTURE_AFTER:
-            lengths = {index: rows.lengths.clone() for index, rows in self.rows.items()}
-            step = WeakMethod(self._step)  # weak: an unreferenced batch is freed at once
-            self.runner = CudaGraphRunner(lambda: step()(), self.model)
-            for index, before in lengths.items():
-                self.rows[index].lengths.copy_(before)
-        return self.runner() if self.runner else self._step()
+    def collect(self) -> list[tuple[Request, int]]:
+        return self.inflight.popleft().wait() if len(self.inflight) > self.lag else []
 
-    def _step(self) -> Tensor:
-        return self.model(self.tokens, position_ids=self.position_ids, past_key_values=self).logits
+    def clear(self) -> None:
+        self.inflight.clear()
+        for row in list(self.by_row):
+            self.pool.release(row)
+        self.by_row = {}
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows only."""
-        index = torch.tensor(rows)
-        self.rows = {i: layer.select_rows(index.to(layer.keys.device)) for i, layer in self.rows.items()}
-        for layer in self.layers:
-            if not isinstance(layer, CompressedLayer):
-                layer.batch_select_indices(index)
-        self._init_step(len(rows))
+    def runner(self, rows: int) -> CudaGraphRunner:
+        """A decode step that replaces every row's token by the likeliest next one."""
+        self.pool.set_active_rows(rows)
+        if rows not in self.runners:
+            self.runners[rows] = self._new_runner(rows)
+        return self.runners[rows]
 
+    def _new_runner(self, rows: int) -> CudaGraphRunner:
+        tokens, positions, model, pool = self.tokens[:rows], self.positions[:rows], self.model, self.pool
 
-def is_ragged(model: Any) -> bool:
-    """Whether rows of different lengths cost no padding."""
-    return model.device.type == "cuda"
+        def run() -> Tensor:  # without self, which holds it: the pool is freed with the batch
+            logits = model(tokens, position_ids=positions, past_key_values=pool).logits[:, -1]
+            torch.argmax(logits, -1, keepdim=True, out=tokens)
+            positions.add_(1)
+            return logits
 
-
-def bin_pack(sizes: Sequence[int], max_slots: int, ragged: bool) -> list[list[int]]:
-    """Rows to be decoded as one batch of at most `max_slots`; if not ragged, at most half of these are padding.
-
-    -> their indices, largest first
-    """
-    batches: list[list[int]] = []
-    for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
-        last = batches[-1] if batches else []
-        used = sum(sizes[other] for other in [*last, row])
-        slots = used if ragged or not last else (len(last) + 1) * sizes[last[0]]
-        if last and slots <= min(2 * used, max_slots):
-            last.append(row)
-        else:
-            batches.append([row])
-    return batches
+        before = tokens.clone(), positions.clone()
+        with pool.graph_capture_scratch(rows):
+            runner = CudaGraphRunner(run, model)
+        tokens.copy_(before[0])
+        positions.copy_(before[1])
+        return runner

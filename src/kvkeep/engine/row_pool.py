@@ -7,10 +7,9 @@ on the device alone, so a decode step of all rows can be captured in a CUDA grap
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,7 @@ from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, execution_device, key_shape, layer_devices
 from kvkeep.storage.free_list import FreeList
-from kvkeep.storage.pool import QuantizedBuffer, RaggedBuffer
-
-MEMORY_FRACTION = 0.8  # of free memory, for keys and values; forward passes need the rest
+from kvkeep.storage.pool import QuantizedBuffer, RaggedBuffer, new_buffer
 
 
 @dataclass(frozen=True)
@@ -63,21 +60,45 @@ class RowPool(HFCacheAdapter):
         kind = QuantizedBuffer if (bits := STORAGE[storage]) else RaggedBuffer
         self.rows, self.tokens, self.slots = rows, tokens, kind.slots
         self.buffers = {
-            i: kind(rows, kv_heads, tokens, dim, bits, model.dtype, device) for i, device in device_of.items()
+            i: new_buffer(rows, kv_heads, tokens, dim, bits, model.dtype, device) for i, device in device_of.items()
         }
         self.layers_on: dict[torch.device, list[int]] = {}
         for i, device in device_of.items():
             self.layers_on.setdefault(device, []).append(i)
+        self.free = {i: FreeList(tokens) for i in self.compressed_layers}
+        self.allocated: dict[int, list[tuple[int, int]]] = {}  # row -> (start, size) of its span in every layer
+        self.room: dict[int, int] = {}  # row -> tokens it may decode
+        self.longest, self.active_rows = longest, rows
+        self._init_tables(kv_heads)
+
+    def _init_tables(self, kv_heads: int) -> None:
         self.slot_tables = {
-            device: SlotTable.empty(len(layers), rows, kv_heads, tokens, device)
+            device: SlotTable.empty(len(layers), self.rows, kv_heads, self.tokens, device)
             for device, layers in self.layers_on.items()
         }
         self.table_of = {
-            i: (self.slot_tables[device], self.layers_on[device].index(i)) for i, device in device_of.items()
+            i: (self.slot_tables[device], number)
+            for device, layers in self.layers_on.items()
+            for number, i in enumerate(layers)
         }
-        self.free = {i: FreeList(tokens) for i in self.compressed_layers}
-        self.allocated: dict[int, list[tuple[int, int]]] = {}  # row -> (start, size) of its span in every layer
-        self.longest, self.active_rows = longest, rows
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def grow(self, rows: int, tokens: int, longest: int) -> None:
+        """Make room for more, one layer after the other; admitted rows stay where they are."""
+        for i, buffer in self.buffers.items():
+            buffer.grow(rows, tokens)
+            if tokens > self.tokens:
+                self.free[i].free(self.tokens, tokens - self.tokens)
+        self.rows, self.tokens, self.longest, before = rows, tokens, longest, self.slot_tables
+        self._init_tables(next(iter(before.values())).starts.shape[2])
+        used = sorted(self.allocated)
+        for device, table in self.slot_tables.items():
+            for new, old in zip(table.parts[:2], before[device].parts[:2], strict=True):
+                new[:, used] = old[:, used]
+            table.active[used] = 1
 
     @property
     def seen(self) -> int:
@@ -95,15 +116,13 @@ class RowPool(HFCacheAdapter):
 
     def could_fit(self, cache: Cache, room: int) -> bool:
         """Whether there would be space in an empty pool."""
-        layers = self.compressed_layers
-        longest = max(max(cache.backend.store[i].row_lengths(0)) for i in layers) + room
-        return longest <= self.longest and all(sum(self.sizes(cache, i, room)) <= self.tokens for i in layers)
+        return cache.longest_head + room <= self.longest and slots_needed(cache, room) <= self.tokens
 
     def admit(self, row: int, cache: Cache, room: int) -> None:
         """Copy a cache of one row, with space for `room` more tokens."""
         if row in self.allocated:
             raise CacheMisuse(f"row {row} is in use.")
-        self.allocated[row] = []
+        self.allocated[row], self.room[row] = [], room
         starts, lengths = {}, {i: cache.backend.store[i].row_lengths(0) for i in self.compressed_layers}
         for i in self.compressed_layers:
             sizes = self.sizes(cache, i, room)
@@ -116,6 +135,19 @@ class RowPool(HFCacheAdapter):
             table.starts[:, row] = torch.tensor([starts[i] for i in layers]).to(device)
             table.lengths[:, row] = torch.tensor([lengths[i] for i in layers]).to(device)
             table.active[row] = 1
+
+    def copy_decoded(self, row: int, cache: Cache, count: int) -> None:
+        """Append the first `count` tokens a row has decoded to the cache it was admitted from."""
+        sizes = {i: self.sizes(cache, i, self.room[row]) for i in self.compressed_layers}
+        starts = dict(zip(self.compressed_layers, (start for start, _ in self.allocated[row]), strict=True))
+
+        def decoded(i: int) -> None:
+            layer = cache.backend.store[i]
+            positions = torch.arange(cache.seen, cache.seen + count, dtype=torch.int32, device=layer.ends.device)
+            *first, _ = accumulate(sizes[i], initial=starts[i])
+            self.buffers[i].copy_decoded(row, first, layer, positions)
+
+        cache.append_decoded(count, decoded)
 
     def release(self, row: int) -> None:
         for i, (start, size) in zip(self.compressed_layers, self.allocated.pop(row), strict=True):
@@ -155,28 +187,3 @@ def slots_needed(cache: Cache, room: int) -> int:
     """Slots of the fullest layer for a cache of one row and `room` more tokens per key head."""
     kind = QuantizedBuffer if cache.bits else RaggedBuffer
     return max(sum(kind.slots(n + room) for n in layer.row_lengths(0)) for layer in cache.backend.store.values())
-
-
-def row_bytes(model: Any, tokens: int, storage: str | None = None) -> int:
-    """Bytes of a sequence of so many tokens per key head in a pool."""
-    kind, (kv_heads, dim) = QuantizedBuffer if STORAGE[storage] else RaggedBuffer, key_shape(model)
-    buffer = kind(1, kv_heads, kv_heads * kind.slots(tokens), dim, STORAGE[storage], model.dtype, "meta")
-    return buffer.nbytes * model.config.get_text_config(decoder=True).num_hidden_layers
-
-
-def free_host_bytes() -> int | None:
-    """Available host memory; None where it is unknown."""
-    with suppress(OSError):  # only Linux has this file
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, size = line.partition(":")
-            if name == "MemAvailable":
-                return int(size.split()[0]) * 1024
-    return None
-
-
-def free_device_bytes(device: torch.device) -> int | None:
-    """Available memory of a GPU; None for other devices."""
-    if device.type != "cuda":
-        return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kvkeep.errors import BadParameter
 from kvkeep.registry import did_you_mean
+
+GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
 
 OTHER_NAMES = {  # names other libraries use
     "do_sample": " Leave it out: an answer is sampled where temperature is above 0.",
@@ -57,11 +59,16 @@ class Generation:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    stop: str | Sequence[str] = ()  # texts that end an answer, which does not include them
 
     def __post_init__(self) -> None:
         check_new_tokens(self.max_new_tokens)
         check_sampling(self.temperature, self.top_p, self.top_k)
         check_seed(self.seed)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise BadParameter(f"stop={self.stop!r}: give a text, or a list of texts, none of them empty.")
+        object.__setattr__(self, "stop", stop)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Generation:
@@ -74,52 +81,80 @@ class Generation:
         return cls(**options)
 
     @property
-    def sampler(self) -> Sampler:
-        return Sampler(self.temperature, self.top_p, self.seed, self.top_k)
+    def filters(self) -> bool:
+        """Only some of the tokens are sampled from."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
-@dataclass
-class Sampler:
-    """Samples one sequence on the host: the likeliest token, or one of the top_k likeliest that make up top_p.
+class SamplingRows:
+    """How every row of a batch is sampled, on the device."""
 
-    As in transformers and vLLM, top_p is of the probability that top_k leaves.
-    """
+    def __init__(self, rows: int, device: Any) -> None:
+        self.hows: list[Generation | None] = [None] * rows  # on the host: what a step has to compute
+        self.temperature, self.top_p = torch.zeros(rows, device=device), torch.ones(rows, device=device)
+        self.top_k, self.seed = torch.zeros(2, rows, dtype=torch.int64, device=device)
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    top_k: int = 0  # 0: all
-    generator: torch.Generator = field(init=False)
+    @classmethod
+    def of(cls, hows: Sequence[Generation], device: Any) -> SamplingRows:
+        rows = cls(len(hows), device)
+        for row, how in enumerate(hows):
+            rows.set(row, how)
+        return rows
 
-    def __post_init__(self) -> None:
-        check_sampling(self.temperature, self.top_p, self.top_k)
-        check_seed(self.seed)
-        self.generator = torch.Generator().manual_seed(self.seed)
+    def set(self, row: int, how: Generation | None) -> None:
+        """None: the row is not in use."""
+        self.hows[row] = how
+        if how is not None and how.temperature:
+            self.temperature[row], self.top_p[row] = how.temperature, how.top_p
+            self.top_k[row], self.seed[row] = how.top_k, how.seed
+        else:
+            self.temperature[row] = 0.0
 
-    def __call__(self, logits: Tensor) -> int:
-        """logits [vocabulary]"""
-        if not self.temperature:
-            return int(logits.argmax())
-        logits, tokens = (logits.float().cpu() / self.temperature).sort(descending=True, stable=True)
-        probs = logits[: self.top_k or None].softmax(-1)
-        probs[probs.cumsum(0) - probs >= self.top_p] = 0.0
-        return int(tokens[torch.multinomial(probs, 1, generator=self.generator)])
+    def samples(self, rows: int) -> bool:
+        """Any of the first rows is not greedy."""
+        return any(how is not None and how.temperature for how in self.hows[:rows])
+
+    def sample(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """The next token of the first rows. logits [rows, vocabulary], positions of the sampled tokens [rows] -> [rows]
+
+        The likeliest where temperature is 0; else one of the top_k likeliest (0: all) that make up top_p. As in
+        transformers and vLLM, top_p is of the probability that top_k leaves.
+        """
+        rows, greedy = len(logits), logits.argmax(-1)
+        if not self.samples(rows):
+            return greedy
+        temperature = self.temperature[:rows]
+        scaled = logits.float() / temperature.clamp_min(1e-5)[:, None]
+        if any(how is not None and how.filters for how in self.hows[:rows]):
+            scaled = _filter(scaled, self.top_p[:rows], self.top_k[:rows])
+        sampled = (scaled + gumbel(self.seed[:rows], positions, logits.shape[1])).argmax(-1)
+        return torch.where(temperature > 0, sampled, greedy)
 
 
-def sample(
-    logits: Tensor, temperature: Tensor, top_p: Tensor, generator: torch.Generator, top_k: Tensor | None = None
-) -> Tensor:
-    """Samples every row on its device: the likeliest token where temperature is 0; else one of top_k, 0: of all.
-
-    logits [rows, vocabulary], temperature, top_p and top_k [rows] -> [rows]
-    """
-    scaled = logits.float() / temperature.clamp_min(1e-5)[:, None]
+def _filter(scaled: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """-inf for all but the top_k likeliest that make up top_p; of equal ones the first are kept."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    if top_k is not None:
-        beyond = torch.arange(logits.shape[1], device=logits.device) >= top_k[:, None]
-        ordered = ordered.masked_fill(beyond & (top_k > 0)[:, None], float("-inf"))
+    beyond = torch.arange(scaled.shape[1], device=scaled.device) >= top_k[:, None]
+    ordered = ordered.masked_fill(beyond & (top_k > 0)[:, None], float("-inf"))
     probs = ordered.softmax(-1)
-    probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p[:, None], 0.0)
-    noise = torch.empty_like(probs).exponential_(generator=generator)
-    sampled = order.gather(1, (probs / noise).argmax(-1, keepdim=True))[:, 0]
-    return torch.where(temperature > 0, sampled, logits.argmax(-1))
+    dropped = (probs.cumsum(-1) - probs >= top_p[:, None]) | (ordered == float("-inf"))
+    return scaled.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped), float("-inf"))
+
+
+def gumbel(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
+    """Noise that depends on a row's seed and position alone: not on the batch, nor on the device. -> [rows, size]
+
+    A counter-based generator (splitmix64's finalizer) in place of torch.Generator, whose stream rows would share.
+    """
+    stream = _mix(_mix(seeds) + positions)[:, None]
+    bits = _mix(stream + torch.arange(size, device=seeds.device) * GOLDEN)
+    uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) * 2.0**-53
+    return -(-uniform.log()).log().float()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finalizer; torch shifts arithmetically, so the sign is masked off."""
+    x = x + GOLDEN
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31 & (1 << 33) - 1)

@@ -1,217 +1,256 @@
-"""Continuous batching: each prompt is prefilled and compressed alone, then all decode together from a `RowPool`.
-
-A finished sequence releases its row to the next waiting request. While a step runs on the device, the host detokenizes
-the step before; so a finished sequence has run one step too many, whose token is ignored.
-"""
+"""Continuous batching: each step decodes one token for every running request, beside a chunk of the waiting prompts."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.cache import Cache
-from kvkeep.engine.cuda_graph import CudaGraphRunner
-from kvkeep.engine.detokenizer import IncrementalDetokenizer
-from kvkeep.engine.row_pool import RowPool
-from kvkeep.engine.sampling import check_new_tokens, check_sampling, sample
-from kvkeep.errors import BadInput
-from kvkeep.model.hf_cache import execution_device
+from kvkeep.engine.decode_batch import DecodeBatch
+from kvkeep.engine.independent_batch import IndependentBatch, fits_host
+from kvkeep.engine.packed_forward import PackedForward
+from kvkeep.engine.pooled_batch import PooledBatch, can_pool
+from kvkeep.engine.request import Request
+from kvkeep.engine.sampling import SamplingRows
+from kvkeep.errors import BadInput, StoreFull
+from kvkeep.model.hf_cache import attention_cost, execution_device
 
-
-@dataclass
-class Request:
-    """One prompt, and its answer so far."""
-
-    ids: Tensor  # [n]
-    detokenizer: IncrementalDetokenizer
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    deltas: deque[str] = field(default_factory=deque)  # text to be streamed
-    done: bool = False
-    error: str = ""  # why there is no answer, or only part of one
-
-    def __post_init__(self) -> None:
-        check_new_tokens(self.max_new_tokens)
-        check_sampling(self.temperature, self.top_p, self.top_k)
-
-    @property
-    def text(self) -> str:
-        return self.detokenizer.text
-
-    def fail(self, error: Exception) -> None:
-        self.error, self.done = str(error).splitlines()[0], True
-
-    def restart(self) -> None:
-        """Drop the answer so far."""
-        self.detokenizer, self.deltas = IncrementalDetokenizer(self.detokenizer.tokenizer), deque()
-
-    def add(self, token: int, eos_token_ids: set[int]) -> None:
-        if token not in eos_token_ids:
-            self.deltas.append(self.detokenizer.add(token))
-        self.done = token in eos_token_ids or len(self.detokenizer.ids) >= self.max_new_tokens
-        if self.done:
-            self.deltas.append(self.detokenizer.finish())
-
-
-@dataclass(frozen=True)
-class InflightStep:
-    """A decode step running on the device: its requests, and the tokens it will have sampled."""
-
-    requests: dict[int, Request]  # by row
-    tokens: Tensor  # [rows] on the host
-    event: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, requests: dict[int, Request], tokens: Tensor) -> InflightStep:
-        if tokens.device.type != "cuda":
-            return cls(dict(requests), tokens.clone(), None)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(tokens.device))
-        return cls(dict(requests), host, event)
-
-    def wait(self) -> list[int]:
-        """-> the token of every row"""
-        if self.event:
-            self.event.synchronize()
-        return self.tokens.tolist()
+OUT_OF_MEMORY = torch.OutOfMemoryError, StoreFull
+PACKED_TOKENS = {"cuda": 8192, "cpu": 1024}  # of several prompts in one forward pass
+BESIDE_TOKENS = {"cuda": 4096, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
+MIN_CHUNK = 16  # tokens
 
 
 class Scheduler:
-    """Requests over the rows of a pool."""
+    """Requests over the rows of a pooled and an independent batch."""
 
     def __init__(
         self,
         model: Any,
-        prefill: Callable[[Tensor], tuple[Cache, Tensor]],
         eos_token_ids: set[int],
-        pool: RowPool,
-        seed: int = 0,
-    ):
-        """prefill: ids -> a cache of them, and the logits after the last"""
-        self.model, self.prefill, self.eos_token_ids, self.pool = model, prefill, eos_token_ids, pool
-        self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}  # by row
-        self.prefilled: tuple[Cache, Tensor] | None = None  # of the first waiting request, if it has no room yet
-        device = execution_device(model)
-        self.tokens = torch.zeros(pool.rows, 1, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(pool.rows, 1, dtype=torch.int64, device=device)
-        self.temperature, self.top_p = torch.zeros(pool.rows, device=device), torch.ones(pool.rows, device=device)
-        self.top_k = torch.zeros(pool.rows, dtype=torch.int64, device=device)
-        self.runners: dict[int, CudaGraphRunner] = {}  # by number of rows
-        self.inflight: InflightStep | None = None
-        self.generator = torch.Generator(device).manual_seed(seed)
+        max_rows: int = 64,
+        max_tokens: int | None = None,
+        memory: int | None = None,
+    ) -> None:
+        """max_tokens, memory: as in `PooledBatch`"""
+        self.model, self.eos_token_ids, self.max_rows = model, eos_token_ids, max_rows
+        self.pool_sizes = max_rows, max_tokens, memory
+        self.forward = PackedForward(model)
+        self.attention_cost, self.device = attention_cost(model), execution_device(model).type
+        self.submitted: deque[Request] = deque()  # by any thread, since the last step
+        self.waiting: deque[Request] = deque()  # those whose prompts are not prefilled to the end
+        self.prefilled: deque[tuple[Request, DecodeBatch]] = deque()  # those a batch has no room for yet
+        self.finished: deque[tuple[Request, DecodeBatch]] = deque()  # they still have a row
+        self.batches: dict[str, DecodeBatch] = {}
+        self.row_limit = max_rows  # fewer while memory is short
 
     def submit(self, request: Request) -> Request:
-        self.waiting.append(request)
+        """From any thread."""
+        self.submitted.append(request)
         return request
+
+    def run(self, requests: Iterable[Request]) -> None:
+        """Until all of these are done."""
+        submitted = [self.submit(request) for request in requests]
+        while not all(request.done for request in submitted):
+            self.step()
+        self.release_finished()
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for batch in self.batches.values() for request in batch.requests]
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.submitted or self.waiting or self.prefilled or self.running)  # of which some may be finished
 
-    def run(self) -> Iterator[Request]:
-        """Requests in the order they finish."""
-        while self.busy:
-            yield from self.step()
+    @property
+    def requests(self) -> list[Request]:
+        """All that are not done."""
+        return [*self.submitted, *self.waiting, *(each for each, _ in self.prefilled), *self.running]
 
-    def step(self) -> list[Request]:
-        """Admit waiting requests, launch the next decode step, process the tokens of the last. -> finished requests"""
-        done = self._admit_waiting()
-        last, self.inflight = self.inflight, self._decode() if self.running else None
-        for row, token in enumerate(last.wait()) if last else ():
-            request = self.running.get(row)
-            if request is not None and request is last.requests.get(row):
-                request.add(token, self.eos_token_ids)
-        for row in [row for row, request in self.running.items() if request.done]:
-            done.append(self.running.pop(row))
-            self.pool.release(row)
-        return done
+    def step(self) -> None:
+        """Launch a decode step of all running requests, prefill a chunk beside it, deliver the decoded tokens."""
+        while self.submitted:
+            self.waiting.append(self.submitted.popleft())
+        self.release_finished()
+        self.drop_cancelled()
+        self._admit_prefilled()
+        active = [batch for batch in self.batches.values() if batch.requests]
+        for batch in active:
+            self._launch(batch)
+        self._prefill(list(self._next_chunks()))
+        for batch in active:
+            for request, token in batch.collect():
+                self._deliver(batch, request, token)
 
-    def _admit_waiting(self) -> list[Request]:
-        """Prefill the requests there is room for. -> those that failed, or finished with the first token"""
-        finished: list[Request] = []
-        free = [row for row in range(self.pool.rows) if row not in self.running]
-        while self.waiting and free:
-            request = self.waiting[0]
-            try:
-                cache, logits = self.prefilled or self.prefill(request.ids)
-            except (BadInput, torch.OutOfMemoryError) as error:
-                request.fail(error)
-            else:
-                room = request.max_new_tokens
-                if self.pool.could_fit(cache, room) and not self.pool.fits(cache, room):
-                    self.prefilled = cache, logits  # until a row is released
-                    return finished
-                self._admit(free, request, cache, logits)
-            self.prefilled = None
-            self.waiting.popleft()
-            finished += [request] if request.done else []
-        return finished
+    def drop_cancelled(self) -> None:
+        """Between two steps."""
+        for request in [each for each in self.waiting if each.cancelled]:
+            self._finish(request)
+        for request, batch in [each for each in self.prefilled if each[0].cancelled]:
+            self.prefilled.remove((request, batch))
+            request.finish()
+        for batch in self.batches.values():
+            for request in [each for each in batch.requests if each.cancelled]:
+                batch.release(request)
+                request.finish()
 
-    def _admit(self, free: list[int], request: Request, cache: Cache, logits: Tensor) -> None:
-        if not self.pool.fits(cache, request.max_new_tokens):
-            request.error, request.done = self._too_large(cache, request), True
+    def _finish(self, request: Request, error: BaseException | None = None) -> None:
+        """Of a waiting request."""
+        self.waiting.remove(request)
+        request.finish(error)
+
+    def abort(self, error: BaseException) -> None:
+        """All requests fail: a step was cut short, and may have left anything."""
+        for request in self.requests:
+            request.finish(error)
+        for queue in (self.submitted, self.waiting, self.prefilled, self.finished):
+            queue.clear()
+        for batch in self.batches.values():
+            batch.clear()
+
+    # decode
+
+    def _launch(self, batch: DecodeBatch) -> None:
+        try:
+            batch.launch()
+        except OUT_OF_MEMORY as error:
+            requests = list(batch.requests)
+            batch.clear()
+            self.row_limit = max(1, len(requests) // 2)
+            lost = [each for each in requests if len(requests) == 1 or each.continues]
+            for request in lost:
+                request.finish(error)
+            restarted = [each for each in requests if each not in lost]
+            for request in restarted:
+                request.restart()
+            self.waiting.extendleft(reversed(restarted))
+
+    def _deliver(self, batch: DecodeBatch, request: Request, token: int) -> None:
+        if request.done:  # one step too many
             return
-        first = self._sample_first(request, logits) if request.temperature else logits.argmax()
-        request.add(int(first), self.eos_token_ids)
+        request.steps += 1
+        request.add(token, self.eos_token_ids)
         if request.done:
+            self.finished.append((request, batch))
+            if not request.keeps_cache:
+                self.release_finished()
+
+    def release_finished(self) -> None:
+        """Between two steps. A cache that is kept is completed here, when its last token has been delivered."""
+        while self.finished:
+            request, batch = self.finished.popleft()
+            batch.release(request)
+        if not self.running:
+            self.row_limit = self.max_rows
+
+    # prefill
+
+    def _next_chunks(self) -> Iterator[tuple[Request, Tensor]]:
+        """The next chunk of the first prompts, as many as fit into one forward pass."""
+        beside, first = any(request.interactive for request in self.running), True
+        limit: float = (BESIDE_TOKENS if beside else PACKED_TOKENS)[self.device]
+        rows = self.row_limit - len(self.running)
+        for request in list(self.waiting)[:rows] if not self.prefilled else []:
+            if not self._start(request, alone=first and not self.running):
+                return
+            if request.logits is not None and request.is_prefilled:
+                self._begin_answer(request, request.logits)
+                continue
+            cost = 1 + self.attention_cost * request.sequence.cache.seen
+            size = 1 << int(max(MIN_CHUNK, limit / cost)).bit_length() - 1  # few different sizes: kernels plan for each
+            ids = request.sequence.next_chunk(request.ids, size if beside else None)
+            if not first and not (request.packs and len(ids) * cost <= limit):
+                return
+            yield request, ids
+            limit, first = limit - len(ids) * cost, False
+            if limit < 1 or not (request.packs and self.forward.shares_forward):
+                return
+
+    def _start(self, request: Request, alone: bool) -> bool:
+        """Make its sequence, if that is not done. -> False: it failed, or has to wait until others are done"""
+        if request.started:
+            return True
+        if not alone and not fits_host(request):
+            return False
+        try:
+            request.start()
+        except Exception as error:
+            self._fail(request, error)
+        return request.started
+
+    def _prefill(self, chunks: list[tuple[Request, Tensor]]) -> None:
+        """One forward pass."""
+        if not chunks:
             return
-        row = free.pop(0)
-        self.pool.admit(row, cache, request.max_new_tokens)
-        self.running[row] = request
-        self.tokens[row], self.positions[row] = first, len(request.ids)
-        self.temperature[row], self.top_p[row], self.top_k[row] = request.temperature, request.top_p, request.top_k
+        try:
+            logits = self.forward([(request.sequence, ids) for request, ids in chunks])
+        except Exception as error:
+            if len(chunks) == 1:
+                return self._fail(chunks[0][0], error)
+            for request, _ in chunks:  # alone, it will be seen whose error it is
+                request.packs = False
+                request.restart()
+        else:
+            for (request, _), after in zip(chunks, logits, strict=True):
+                self._advance(request, after[-1])
 
-    def _sample_first(self, request: Request, logits: Tensor) -> Tensor:
-        temperature, top_p = logits.new_tensor([request.temperature]), logits.new_tensor([request.top_p])
-        top_k = torch.tensor([request.top_k], device=logits.device)
-        return sample(logits[None], temperature, top_p, self.generator, top_k)
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Out of memory beside others: try again when some of them are done."""
+        if isinstance(error, OUT_OF_MEMORY) and self.running:
+            self.row_limit = len(self.running)
+            request.restart()
+        else:
+            self._finish(request, error)
 
-    def _too_large(self, cache: Cache, request: Request) -> str:
-        layers, room = self.pool.compressed_layers, request.max_new_tokens
-        slots = max(sum(self.pool.sizes(cache, i, room)) for i in layers)
-        most = max(max(cache.backend.store[i].row_lengths(0)) for i in layers) + room
-        return (
-            f"prompt and answer need {slots} slots of a layer and up to {most} of a "
-            f"key head; the pool has {self.pool.tokens} and {self.pool.longest}."
-        )
+    def _advance(self, request: Request, logits: Tensor) -> None:
+        """After a chunk: report progress; after the last, begin the answer."""
+        try:
+            request.report_progress()
+        except Exception as error:  # of the user's callback
+            return self._finish(request, error)
+        if request.is_prefilled:
+            request.sequence.cache.tracker.mark_prompt()
+            if request.prefill_only:
+                self._finish(request)
+            else:
+                self._begin_answer(request, logits)
 
-    def _decode(self) -> InflightStep:
-        """Decode one token for every running row, and for free rows between them."""
-        rows = 1 << max(self.running).bit_length()  # rows are allocated from the first, so few are free
-        rows = min(rows, self.pool.rows)
-        with torch.inference_mode():
-            if rows not in self.runners:
-                self.runners[rows] = self._runner(rows)
-            self.pool.set_active_rows(rows)
-            logits = self.runners[rows]()
-            if any(request.temperature for request in self.running.values()):
-                how = self.temperature[:rows], self.top_p[:rows], self.generator, self.top_k[:rows]
-                self.tokens[:rows, 0] = sample(logits, *how)
-            return InflightStep.of(self.running, self.tokens[:rows, 0])
+    def _begin_answer(self, request: Request, logits: Tensor) -> None:
+        self.waiting.remove(request)
+        request.add(self._sample_first(request, logits), self.eos_token_ids)
+        if not request.done:
+            self.prefilled.append((request, self._batch_for(request)))
+            self._admit_prefilled()
 
-    def _runner(self, rows: int) -> CudaGraphRunner:
-        """A decode step that replaces every row's token by the likeliest next one."""
-        tokens, positions, model, pool = self.tokens[:rows], self.positions[:rows], self.model, self.pool
+    def _sample_first(self, request: Request, logits: Tensor) -> int:
+        if request.banned_first:
+            banned = torch.tensor(request.banned_first, device=logits.device)
+            logits = logits.index_fill(-1, banned, float("-inf"))
+        position = torch.tensor([len(request.ids)], device=logits.device)
+        return int(SamplingRows.of([request.how], logits.device).sample(logits[None], position))
 
-        def run() -> Tensor:  # without self, which holds it: the pool is freed with the scheduler
-            logits = model(tokens, position_ids=positions, past_key_values=pool).logits[:, -1]
-            torch.argmax(logits, -1, keepdim=True, out=tokens)
-            positions.add_(1)
-            return logits
+    def _batch_for(self, request: Request) -> DecodeBatch:
+        storage = request.sequence.cache.storage
+        kind = f"pooled {storage}" if can_pool(request.sequence) else "independent"
+        if kind not in self.batches:
+            if kind == "independent":
+                self.batches[kind] = IndependentBatch(self.model, self.max_rows)
+            else:
+                self.batches[kind] = PooledBatch(self.model, storage, *self.pool_sizes)
+        return self.batches[kind]
 
-        before = tokens.clone(), positions.clone()
-        with pool.graph_capture_scratch(rows):
-            runner = CudaGraphRunner(run, model)
-        tokens.copy_(before[0])
-        positions.copy_(before[1])
-        return runner
+    def _admit_prefilled(self) -> None:
+        while self.prefilled:
+            request, batch = self.prefilled[0]
+            try:
+                if not batch.has_room(request, self.waiting):
+                    return
+                batch.admit(request)
+            except (BadInput, *OUT_OF_MEMORY) as error:
+                request.finish(error)
+            self.prefilled.popleft()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,16 +13,17 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
+from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.compress.method import Method
-from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer, SentenceBoundaries
+from kvkeep.engine.detokenizer import SentenceBoundaries
+from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, row_bytes
 from kvkeep.engine.progress import Progress
 from kvkeep.engine.question_queries import capture_question_queries
-from kvkeep.engine.sampling import Generation
 from kvkeep.errors import BadInput
-from kvkeep.model.chat import eos_token_ids
-from kvkeep.model.chunked_mlp import CHUNK_TOKENS, chunked_mlp
+from kvkeep.model.chunked_mlp import long_prompt
 from kvkeep.model.fused import fused_ops
 from kvkeep.model.hf_cache import context_length, execution_device
+from kvkeep.storage.offload.host import HostMemoryBudget
 from kvkeep.storage.offload.malloc_trim import trim
 
 PREFILL_CHUNK_SIZE = 1024  # tokens of a forward pass of a long prompt: what it costs in memory
@@ -53,19 +53,17 @@ class SequenceConfig:
     budget: int | float | None
     prefill_chunk_size: int | None = None
     cache_options: Mapping[str, Any] = field(default_factory=dict)
+    host_budget: HostMemoryBudget | None = None  # shared by all sequences; None: each has its own
 
     @cached_property
     def sentences(self) -> SentenceBoundaries:
         return SentenceBoundaries(self.tokenizer)
 
     def new_sequence(self) -> Sequence:
-        return Sequence(self, Cache(self.model, self.method, self.budget, **self.cache_options))
-
-    def prefill_sequence(self, ids: Tensor) -> tuple[Cache, Tensor]:
-        """A new cache with a prompt prefilled, and the logits after it."""
-        self.check_length(len(ids), 1)
-        sequence = self.new_sequence()
-        return sequence.cache, sequence.prefill(ids)
+        cache = Cache(self.model, self.method, self.budget, **self.cache_options)
+        if self.host_budget is not None:
+            cache.share_host_budget(self.host_budget)
+        return Sequence(self, cache)
 
     def check_length(self, prompt: int, max_new_tokens: int) -> None:
         """Refuse what exceeds the model's context length, unless the method extends it."""
@@ -73,13 +71,13 @@ class SequenceConfig:
 
 
 class Sequence:
-    """Prefill a prompt, extend it by tokens, or generate an answer."""
+    """Prefill a prompt, and extend it by tokens."""
 
     def __init__(self, config: SequenceConfig, cache: Cache, token_ids: list[int] | None = None):
         self.config, self.cache = config, cache
         self.token_ids = token_ids or []  # the tokens the cache has seen
-        self.answer = Answer(IncrementalDetokenizer(config.tokenizer), 0)
         self.has_prefill = False  # `prefill` or `extend` were called, and no answer was generated since
+        self.defers = False  # the whole prompt is evicted from at once, however many chunks it is prefilled in
         self.last_logits: Tensor | None = None  # after the last token, where the method needs surprise
 
     def fork(self) -> Sequence:
@@ -95,42 +93,41 @@ class Sequence:
             ids = self.config.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
             edge = retrieval.sizes(self.cache.backend.budget.tokens(tokens)).near
             queries = capture_question_queries(model, ids.to(execution_device(model)), self.cache.rotations, edge)
-            self.cache.backend.question = queries
-
-    def generate(self, ids: Tensor, how: Generation, progress: ProgressCallback = None) -> Iterator[str]:
-        """Prefill the ids the cache does not hold yet, and decode an answer. ids [n]"""
-        config, sampler = self.config, how.sampler
-        config.check_length(len(ids), how.max_new_tokens)
-        logits = self.prefill(ids, progress)
-        self.has_prefill = False
-        detokenizer, eos = IncrementalDetokenizer(config.tokenizer), eos_token_ids(config.model, config.tokenizer)
-        self.answer = Answer(detokenizer, len(ids))
-        for number in range(how.max_new_tokens):
-            token = sampler(logits)
-            if token in eos:
-                break
-            if text := detokenizer.add(token):
-                yield text
-            if number + 1 < how.max_new_tokens:
-                logits = self.forward(torch.tensor([token]))[-1]
-        if rest := detokenizer.finish():
-            yield rest
+            self._retrieval_backend.question = queries
 
     def prefill(self, ids: Tensor, progress: ProgressCallback = None) -> Tensor:
         """Prefill the ids the cache does not hold yet, in chunks. ids [n] -> logits after the last one [vocabulary]"""
-        began, start = time.perf_counter(), len(self.token_ids)
-        size = self.chunk_size(len(ids))
-        logits = None
-        for first in range(start, len(ids), size):
-            logits = self.forward(ids[first : first + size])[-1].clone()
+        began, start, logits = time.perf_counter(), len(self.token_ids), None
+        while len(chunk := self.next_chunk(ids)):
+            logits = self.forward(chunk)[-1].clone()
             if self.config.method.retrieval:
                 trim()
             if progress:
-                progress(Progress(min(first + size, len(ids)) - start, len(ids) - start, time.perf_counter() - began))
+                progress(Progress(len(self.token_ids) - start, len(ids) - start, time.perf_counter() - began))
         assert logits is not None
         self.cache.tracker.mark_prompt()
         self.has_prefill = True
         return logits
+
+    def next_chunk(self, ids: Tensor, limit: int | None = None) -> Tensor:
+        """Those of the ids that the next forward pass prefills; limit: at most so many, where that changes nothing."""
+        start, size = len(self.token_ids), self.chunk_size(len(ids))
+        if limit and self.defers:
+            size = min(size, limit)
+            size += start + size == len(ids) - 1  # a last chunk of one token would pass for a decode step
+        return ids[start : start + size]
+
+    def defer_eviction(self, tokens: int) -> bool:
+        """Before a prefill of so many: evict at its end alone, if the method and memory allow. -> whether they do"""
+        config = self.config
+        if config.method.retrieval or self.chunk_size(tokens) < tokens - len(self.token_ids):
+            return False
+        free = free_device_bytes(execution_device(config.model))
+        size = row_bytes(config.model, tokens)
+        self.defers = free is None or size <= MEMORY_FRACTION * free
+        if self.defers:
+            self.cache.defer_eviction(tokens)
+        return self.defers
 
     def chunk_size(self, tokens: int) -> int:
         """Tokens of one forward pass of a prefill of so many."""
@@ -155,9 +152,9 @@ class Sequence:
         """One forward pass."""
         model = self.config.model
         self.before_forward(ids)
-        with torch.inference_mode(), fused_ops(model), chunked_mlp(model) if len(ids) > CHUNK_TOKENS else nullcontext():
+        with torch.inference_mode(), fused_ops(model), long_prompt(model, len(ids)):
             batch = ids[None].to(execution_device(model))
-            shown = 0 if self._needs == "surprise" else keep
+            shown = 0 if self.needs_all_logits else keep
             logits = model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]
         self.after_forward(ids, logits)
         return logits[-keep:]
@@ -167,15 +164,25 @@ class Sequence:
         retrieval = self.config.method.retrieval
         return retrieval.needs if retrieval else ""
 
+    @property
+    def _retrieval_backend(self) -> RetrievalBackend:
+        backend = self.cache.backend
+        assert isinstance(backend, RetrievalBackend)
+        return backend
+
+    @property
+    def needs_all_logits(self) -> bool:
+        return self._needs == "surprise"
+
     def before_forward(self, ids: Tensor) -> None:
         """Give the cache the text's marks of the next tokens. ids [q]"""
         if self._needs == "sentences":
-            self.cache.backend.set_token_marks(0, self.config.sentences.mark_ends(ids), self.cache.seen)
+            self._retrieval_backend.set_token_marks(0, self.config.sentences.mark_ends(ids), self.cache.seen)
 
     def after_forward(self, ids: Tensor, logits: Tensor) -> None:
         """Record tokens that the model has processed. ids [q], logits after each, or after the last"""
-        if self._needs == "surprise":
-            self.cache.backend.set_token_marks(0, self._surprise(logits, ids))
+        if self.needs_all_logits:
+            self._retrieval_backend.set_token_marks(0, self._surprise(logits, ids))
         self.token_ids += ids.tolist()
 
     def _surprise(self, logits: Tensor, ids: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kvkeep.cache.cache import Cache
 from kvkeep.errors import CacheMisuse
+from kvkeep.model.chunked_mlp import long_prompt
+from kvkeep.model.fused import fused_ops
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter
 
@@ -38,7 +40,7 @@ class SharedPrefillCache(HFCacheAdapter):
 def prefill_shared(model: Any, ids: Tensor, caches: Sequence[Cache]) -> Tensor:
     """One forward pass for all of them. ids [1, n] -> logits after the last token [vocabulary]"""
     shared = SharedPrefillCache(model, caches)
-    with torch.inference_mode():
+    with torch.inference_mode(), fused_ops(model), long_prompt(model, ids.shape[1]):
         logits = model(ids, past_key_values=shared, logits_to_keep=1).logits[0, -1]
     for cache in caches:
         cache.copy_hf_layers(shared)

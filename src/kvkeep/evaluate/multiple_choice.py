@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.engine.independent_batch import IndependentBatch
+from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BadInput
-from kvkeep.evaluate.prefill import AnswerBatch
 from kvkeep.evaluate.prompt import Prompt
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.choice import pairs
@@ -36,19 +35,21 @@ def choice_prompts(tokenizer: Any, sample: Sample, protocol: str, context_length
     return found
 
 
-def loglikelihoods(batch: AnswerBatch, after: Tensor, question: Tensor, ids: Tensor) -> list[float]:
-    """Of these tokens after the question, for every row; after: logits after the context [rows, vocabulary]
+def loglikelihoods(contexts: Seq[Sequence], after: Tensor, question: Tensor, ids: Tensor) -> list[float]:
+    """Of these tokens after the question, for every context; after: logits after the context [contexts, vocabulary]
 
     Retrieval methods get the tokens one by one, as in decode: of a chunk they may attend to every token.
     """
-    one_by_one = isinstance(batch, IndependentBatch)
-    follow = (question, *ids[:-1].split(1)) if one_by_one else (torch.cat([question, ids[:-1]]),)
-    logits = [after[:, None].float()]
-    logits += [batch.extend(some.expand(len(after), -1), keep=0).float() for some in follow if len(some)]
-    scores = torch.cat(logits, 1)[:, -len(ids) :].log_softmax(-1)
-    return scores.gather(2, ids.to(scores.device).expand(len(after), -1)[..., None]).sum((1, 2)).tolist()
+    chunk, steps = [torch.cat([question, ids[:-1]])], [question, *ids[:-1].split(1)]
+    found = []
+    for sequence, first in zip(contexts, after, strict=True):
+        follow = chunk if sequence.cache.tracker.frozen else steps
+        logits = [first[None], *(sequence.forward(some, keep=0) for some in follow if len(some))]
+        scores = torch.cat(logits)[-len(ids) :].float().log_softmax(-1)
+        found.append(float(scores.gather(1, ids.to(scores.device)[:, None]).sum()))
+    return found
 
 
-def most_likely_choice(sample: Sample, likelihoods: Sequence[float]) -> str:
+def most_likely_choice(sample: Sample, likelihoods: Seq[float]) -> str:
     """The likeliest choice, the first of equals."""
     return sample.choices[likelihoods.index(max(likelihoods))]

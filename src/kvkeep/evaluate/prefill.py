@@ -1,42 +1,27 @@
-"""Prefill one context for many configs, then batches of configs that answer questions about it.
+"""Prefill one context for many configs, then ask questions about it.
 
-Methods that leave the attention of prefill as the model computes it share one forward pass over the context. Eviction
-methods answer in one batch; nothing of a question or an answer is evicted or counted, whatever the method. Retrieval
-methods, and long answers that have to stay within the budget, get a sequence each and decode as an independent batch.
+Methods that leave the attention of prefill as the model computes it share one forward pass over the context. Every
+question is asked on forks. Of eviction methods nothing of a question or an answer is evicted or counted; retrieval
+methods retrieve for both, and long answers have to stay within the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import Report
-from kvkeep.compress.parse import parse
-from kvkeep.engine.independent_batch import IndependentBatch
-from kvkeep.engine.pooled_batch import PooledBatch, bin_pack, is_ragged
+from kvkeep.compress.method import Method
 from kvkeep.engine.progress import now
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.engine.shared_prefill import prefill_shared
 from kvkeep.model.hf_cache import context_length, execution_device
 
-AT_ONCE = {"cpu": 2**31, "cuda": 2**32}  # bytes of keys and values in one batch of answers
-
 Config = tuple[str, int | float | None]  # a method and its budget; "full" has none
-
-
-class AnswerBatch(Protocol):
-    """One row for each of one or more configs; every call is one forward pass."""
-
-    def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
-        """ids [rows, q] -> logits of the last `keep` tokens, 0: of all [rows, keep, vocabulary]"""
-
-    def select_rows(self, rows: Seq[int]) -> None:
-        """Drop the other rows."""
 
 
 @dataclass(frozen=True)
@@ -44,105 +29,87 @@ class PrefilledContext:
     """What one config keeps of a context after prefill."""
 
     config: Config
-    cache: Cache
+    sequence: Sequence
     report: Report
     logits: Tensor  # after the last token [vocabulary]
     prefill_s: float
     prefill_configs: int  # that shared the prefill
-    sequence: Sequence | None = None  # of a config that is decoded by a sequence of its own
+    is_frozen: bool  # nothing of a question or an answer is evicted or counted
+
+    @property
+    def method(self) -> Method:
+        return self.sequence.cache.method
+
+    def fork(self, question: str) -> Sequence:
+        """For one question. question: where it was not known at prefill"""
+        fork = self.sequence.fork()
+        if self.is_frozen:
+            fork.cache.tracker.mark_context()
+        elif question:
+            fork.set_question(question, fork.cache.seen)
+        return fork
 
 
 def prefill(
-    model: Any, tokenizer: Any, ids: Tensor, configs: Seq[Config], long: bool, share: bool, question: str = ""
+    model: Any,
+    tokenizer: Any,
+    ids: Tensor,
+    configs: Mapping[Config, Method],
+    long: bool,
+    share: bool,
+    question: str = "",
 ) -> list[PrefilledContext]:
     """Prefill a context with every config. ids [n]; question: where it is known before prefill"""
     too_long = len(ids) > context_length(model)  # left to methods that bound what a query attends to
-    separate = [config for config in configs if long or too_long or _has_retrieval_window(config)]
+    sequences = {config: _sequence(model, tokenizer, config, method, long) for config, method in configs.items()}
+    separate = [config for config in configs if long or too_long or _has_retrieval_window(configs[config])]
     together = [config for config in configs if config not in separate]
     found: dict[Config, PrefilledContext] = {}
     for group in [together] if share and together else [[config] for config in together]:
-        found |= {context.config: context for context in _prefill_shared(model, tokenizer, ids, group)}
+        contexts = _prefill_shared(model, ids, group, [sequences[config] for config in group])
+        found |= {context.config: context for context in contexts}
     for config in separate:
-        found[config] = _prefill_one(model, tokenizer, ids, config, long, question)
+        found[config] = _prefill_one(model, ids, config, sequences[config], long, question)
     return [found[config] for config in configs]
 
 
-def _has_retrieval_window(config: Config) -> bool:
-    retrieval = parse(config[0]).retrieval
-    return retrieval is not None and retrieval.window is not None
+def _has_retrieval_window(method: Method) -> bool:
+    return method.retrieval is not None and method.retrieval.window is not None
 
 
-def _prefill_shared(model: Any, tokenizer: Any, ids: Tensor, configs: Seq[Config]) -> list[PrefilledContext]:
+def _prefill_shared(
+    model: Any, ids: Tensor, configs: Seq[Config], sequences: Seq[Sequence]
+) -> list[PrefilledContext]:
     began = now(model.device)
-    sequences = [_sequence(model, tokenizer, config) if parse(config[0]).retrieval else None for config in configs]
-    caches = [
-        sequence.cache if sequence else Cache(model, method, budget, schedule="prompt")
-        for sequence, (method, budget) in zip(sequences, configs, strict=True)
-    ]
-    for sequence in filter(None, sequences):
+    for sequence in sequences:
         sequence.before_forward(ids)
-    logits = prefill_shared(model, ids[None].to(execution_device(model)), caches)
-    for sequence in filter(None, sequences):
+    logits = prefill_shared(model, ids[None].to(execution_device(model)), [sequence.cache for sequence in sequences])
+    for sequence in sequences:
         sequence.after_forward(ids, logits[None])
     seconds = now(model.device) - began
     return [
-        PrefilledContext(config, cache, cache.report(), logits, seconds, len(configs), sequence)
-        for config, cache, sequence in zip(configs, caches, sequences, strict=True)
+        _context(config, sequence, logits, seconds, len(configs), not sequence.config.method.retrieval)
+        for config, sequence in zip(configs, sequences, strict=True)
     ]
 
 
 def _prefill_one(
-    model: Any, tokenizer: Any, ids: Tensor, config: Config, long: bool, question: str
+    model: Any, ids: Tensor, config: Config, sequence: Sequence, long: bool, question: str
 ) -> PrefilledContext:
     began = now(model.device)
-    sequence = _sequence(model, tokenizer, config, long)
     if question:
         sequence.set_question(question, len(ids))
     logits = sequence.prefill(ids)
-    seconds, own = now(model.device) - began, long or sequence.config.method.retrieval
-    return PrefilledContext(
-        config, sequence.cache, sequence.cache.report(), logits, seconds, 1, sequence if own else None
-    )
+    frozen = not (long or sequence.config.method.retrieval)
+    return _context(config, sequence, logits, now(model.device) - began, 1, frozen)
 
 
-def _sequence(model: Any, tokenizer: Any, config: Config, long: bool = True) -> Sequence:
+def _context(config: Config, sequence: Sequence, logits: Tensor, *rest: Any) -> PrefilledContext:
+    return PrefilledContext(config, sequence, sequence.cache.report(), logits, *rest)
+
+
+def _sequence(model: Any, tokenizer: Any, config: Config, method: Method, long: bool) -> Sequence:
     """long: the answer has to stay within the budget, too"""
-    method = parse(config[0])
     own = method.retrieval or (long and (method.scorer is None or method.schedule.every is not None))
     options = {"schedule": None if own else "buffer" if long else "prompt"}
     return SequenceConfig(model, tokenizer, method, config[1], cache_options=options).new_sequence()
-
-
-def answer_batches(
-    model: Any, contexts: Seq[PrefilledContext], room: int, share: bool, question: str = ""
-) -> Iterator[tuple[list[int], AnswerBatch]]:
-    """Batches of configs with room for so many tokens, with their indices in `contexts`; made one at a time.
-
-    question: where it was not known at prefill
-    """
-    pooled = [number for number, context in enumerate(contexts) if context.sequence is None]
-    sizes = [max(n for layer in contexts[number].report.tokens for n in layer[0]) + room for number in pooled]
-    for pack in bin_pack(sizes, _max_slots(contexts), is_ragged(model)) if share else [[i] for i in range(len(pooled))]:
-        numbers = [pooled[i] for i in pack]
-        yield numbers, PooledBatch(model, [contexts[number].cache for number in numbers], room)
-    own = [number for number, context in enumerate(contexts) if context.sequence]
-    for numbers in [own] if share and own else [[number] for number in own]:
-        sequences = [contexts[number].sequence.fork() for number in numbers]
-        for sequence in sequences if question else ():
-            sequence.set_question(question, sequence.cache.seen)
-        yield numbers, IndependentBatch(model, sequences)
-
-
-def report_after(batch: AnswerBatch, contexts: Seq[PrefilledContext]) -> Callable[[], list[PrefilledContext]]:
-    """-> call it after the answers: the contexts with new reports, where a sequence's cache has grown or evicted"""
-    sequences = list(getattr(batch, "sequences", ()))  # listed now: finished rows leave the batch
-    return lambda: [
-        replace(context, report=sequence.cache.report()) if sequence else context
-        for context, sequence in zip(contexts, sequences or [None] * len(contexts), strict=True)
-    ]
-
-
-def _max_slots(contexts: Seq[PrefilledContext]) -> int:
-    """Of all layers and key heads, in one batch."""
-    report, device = contexts[0].report, contexts[0].logits.device.type
-    return AT_ONCE.get(device, AT_ONCE["cpu"]) // max(1, report.full_bytes // report.tokens_seen[0])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from typing import Any
@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.engine.progress import now
+from kvkeep.engine.request import Request
+from kvkeep.engine.sampling import Generation
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.answer import extract_answer
 from kvkeep.evaluate.multiple_choice import choice_prompts, loglikelihoods, most_likely_choice
-from kvkeep.evaluate.prefill import AnswerBatch, Config, PrefilledContext, answer_batches, prefill, report_after
+from kvkeep.evaluate.prefill import Config, PrefilledContext, prefill
 from kvkeep.evaluate.prompt import Prompt, build_prompt
 from kvkeep.evaluate.sample import Sample
 from kvkeep.model.chat import eos_token_ids
@@ -58,26 +62,28 @@ class Worker:
     def context_length(self) -> int:
         return min(context_length(self.model), self.max_length or UNLIMITED)
 
+    @cached_property
+    def methods(self) -> dict[Config, Method]:
+        return {config: parse(config[0]) for config in self.configs}
+
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        return Scheduler(self.model, eos_token_ids(self.model, self.tokenizer))
+
     @property
     def configs_by_limit(self) -> dict[int, list[Config]]:
         """By the most tokens of prompt and answer they can attend to."""
         found: dict[int, list[Config]] = {}
-        for config in self.configs:
-            beyond = self.beyond_window and parse(config[0]).extends_context
+        for config, method in self.methods.items():
+            beyond = self.beyond_window and method.extends_context
             found.setdefault(UNLIMITED if beyond else context_length(self.model), []).append(config)
         return found
 
     def _prefill(self, prompt: Prompt, sample: Sample, configs: Sequence[Config]) -> list[PrefilledContext]:
         """Query-aware methods are given the question before prefill, where it is part of the prefilled ids."""
         known = "" if len(prompt.question) else _asked(sample)
-        return prefill(self.model, self.tokenizer, prompt.context, configs, sample.long, self.share, known)
-
-    def _batches(
-        self, contexts: Sequence[PrefilledContext], sample: Sample, prompt: Prompt, new: int
-    ) -> Iterator[tuple[list[int], AnswerBatch]]:
-        """Elsewhere they are given it after prefill. new: tokens that follow the question"""
-        unknown = _asked(sample) if len(prompt.question) else ""
-        return answer_batches(self.model, contexts, len(prompt.question) + new, self.share, unknown)
+        methods = {config: self.methods[config] for config in configs}
+        return prefill(self.model, self.tokenizer, prompt.context, methods, sample.long, self.share, known)
 
     def _generate(self, item: Item) -> Iterator[TimedRow]:
         """Every sample's answers, from one prefill wherever the context is the same to the last token."""
@@ -99,30 +105,39 @@ class Worker:
         self, contexts: Sequence[PrefilledContext], prompt: Prompt, sample: Sample
     ) -> list[tuple[PrefilledContext, list[int], dict[str, Any]]]:
         """-> for each config, in order: its context, the ids it decoded, and timings"""
-        found: dict[int, tuple[PrefilledContext, list[int], dict[str, Any]]] = {}
-        began = now(self.model.device)
-        for numbers, batch in self._batches(contexts, sample, prompt, sample.max_new_tokens):
-            mine = [contexts[number] for number in numbers]
-            report = report_after(batch, mine)
-            logits = torch.stack([context.logits for context in mine])
-            if len(prompt.question):
-                logits = batch.extend(prompt.question.expand(len(numbers), -1))[:, -1]
-            first = now(self.model.device) - began
-            decoder = GreedyDecoder(self.tokenizer, sample, eos_token_ids(self.model, self.tokenizer))
-            decoded = decoder.decode(batch, logits)
-            seconds = now(self.model.device) - began
-            for number, ids, context in zip(numbers, decoded, report(), strict=True):
-                found[number] = context, ids, {
-                    "prefill_s": context.prefill_s,
-                    "prefill_configs": context.prefill_configs,
-                    "first_token_s": context.prefill_s + first,
-                    "answer_s": seconds,
-                    "decode_configs": len(numbers),
-                    "tokens_per_s": decoder.steps / (seconds - first) if decoder.steps else None,  # of each config
-                }  # fmt: skip
-            del batch, report  # freed before the next batch is made
-            began = now(self.model.device)
-        return [found[number] for number in range(len(contexts))]
+        requests = [self._request(context, prompt, sample) for context in contexts]
+        for together in [requests] if self.share else [[request] for request in requests]:
+            self.scheduler.run(together)
+        found = []
+        for context, request in zip(contexts, requests, strict=True):
+            if request.error:
+                raise request.error
+            decoding = request.done_s - request.first_token_s
+            timed = {
+                "prefill_s": context.prefill_s,
+                "prefill_configs": context.prefill_configs,
+                "first_token_s": context.prefill_s + request.first_token_s,
+                "answer_s": request.done_s,
+                "decode_configs": len(contexts) if self.share else 1,
+                "tokens_per_s": request.steps / decoding if request.steps else None,  # of each config
+            }
+            after = context if context.is_frozen else replace(context, report=request.sequence.cache.report())
+            found.append((after, request.answer.ids, timed))
+        return found
+
+    def _request(self, context: PrefilledContext, prompt: Prompt, sample: Sample) -> Request:
+        """Greedy, until an end token, a stop text or max_new_tokens."""
+        sequence = context.fork(_asked(sample) if len(prompt.question) else "")
+        how = Generation(sample.max_new_tokens, stop=sample.stops)
+        return Request(
+            sequence.config, torch.cat([prompt.context, prompt.question]), how, sequence, logits=context.logits,
+            keeps_cache=not context.is_frozen, banned_first=self._ends(sample) if sample.non_empty else (),
+        )  # fmt: skip
+
+    def _ends(self, sample: Sample) -> tuple[int, ...]:
+        """The tokens that would end an answer before it begins."""
+        stops = (self.tokenizer(stop, add_special_tokens=False).input_ids[-1] for stop in sample.stops)
+        return *eos_token_ids(self.model, self.tokenizer), *stops
 
     def _rank_choices(self, item: Item) -> Iterator[TimedRow]:
         """The log-likelihood of every choice, given the compressed cache."""
@@ -134,14 +149,17 @@ class Worker:
                 text = tuple(prompt.context.tolist())
                 if text not in prefilled:
                     prefilled[text] = self._prefill(prompt, sample, self.configs)
-                contexts = list(prefilled[text])
-                for numbers, batch in self._batches(contexts, sample, prompt, len(ids)):
-                    report = report_after(batch, [contexts[number] for number in numbers])
-                    after = torch.stack([contexts[number].logits for number in numbers])
-                    found = loglikelihoods(batch, after, prompt.question, ids)
-                    for number, likelihood, context in zip(numbers, found, report(), strict=True):
-                        likelihoods[number].append(likelihood)
-                        contexts[number] = context
+                contexts = prefilled[text]
+                asked = _asked(sample) if len(prompt.question) else ""
+                forks = [context.fork(asked) for context in contexts]
+                after = torch.stack([context.logits for context in contexts])
+                found = loglikelihoods(forks, after, prompt.question, ids)
+                for mine, likelihood in zip(likelihoods, found, strict=True):
+                    mine.append(likelihood)
+                contexts = [
+                    context if context.is_frozen else replace(context, report=fork.cache.report())
+                    for context, fork in zip(contexts, forks, strict=True)
+                ]
             seconds = now(self.model.device) - began
             for context, mine in zip(contexts, likelihoods, strict=True):
                 score = METRICS[sample.metric](mine, **sample.extra)
@@ -154,7 +172,7 @@ class Worker:
         self, item: Item, sample: Sample, prompt: Prompt, context: PrefilledContext, facts: dict[str, Any]
     ) -> dict[str, Any]:
         """A score with all that decides it, so that rows can be compared."""
-        method, report = context.cache.method, context.report
+        method, report = context.method, context.report
         return {
             **_row_key(item, sample, context),
             **facts,
@@ -185,46 +203,6 @@ class Worker:
         }
 
 
-@dataclass
-class GreedyDecoder:
-    """Greedy, until an end token, a stop text or max_new_tokens."""
-
-    tokenizer: Any
-    sample: Sample
-    eos_ids: set[int]
-    steps: int = 0  # forward passes
-
-    def decode(self, batch: AnswerBatch, logits: Tensor) -> list[list[int]]:
-        """Finished rows leave the batch when half of them are finished. logits [rows, vocabulary] -> ids of each row"""
-        ids: list[list[int]] = [[] for _ in logits]
-        rows = running = list(range(len(ids)))
-        logits = self._mask_ends(logits) if self.sample.non_empty else logits
-        while running:
-            tokens = dict(zip(rows, logits.argmax(-1).tolist(), strict=True))
-            running = [number for number in running if self._add(ids[number], tokens[number])]
-            if running and 2 * len(running) <= len(rows):
-                batch.select_rows([rows.index(number) for number in running])
-                rows = running
-            if running:
-                logits = batch.extend(torch.tensor([[tokens[number]] for number in rows]))[:, -1]
-                self.steps += 1
-        return ids
-
-    def _mask_ends(self, logits: Tensor) -> Tensor:
-        """Without the tokens that would end the answer before it begins."""
-        stops = (self.tokenizer(stop, add_special_tokens=False).input_ids[-1] for stop in self.sample.stops)
-        return logits.index_fill(-1, torch.tensor([*self.eos_ids, *stops], device=logits.device), float("-inf"))
-
-    def _add(self, ids: list[int], token: int) -> bool:
-        """-> whether the answer goes on"""
-        if token in self.eos_ids:
-            return False
-        ids.append(token)
-        stops = self.sample.stops
-        stopped = stops and any(stop in self.tokenizer.decode(ids).lstrip() for stop in stops)
-        return not stopped and len(ids) < self.sample.max_new_tokens
-
-
 def _asked(sample: Sample) -> str:
     """The question, for query-aware methods; "" where there is no context beside it."""
     return sample.question.strip() if sample.context else ""
@@ -236,7 +214,7 @@ def _row_key(item: Item, sample: Sample, context: PrefilledContext) -> dict[str,
 
 
 def _compressed(sample: Sample, prompt: Prompt, context: PrefilledContext) -> str:
-    method = context.cache.method
+    method = context.method
     if not (method.scorer or method.retrieval):
         return "nothing"
     if sample.long:

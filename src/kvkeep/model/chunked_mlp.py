@@ -6,7 +6,7 @@ Attention still sees the whole prompt, so nothing changes but the memory that no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,11 @@ def chunked_mlp(model: PreTrainedModel, tokens: int = CHUNK_TOKENS) -> Iterator[
     """Within, norms and MLPs run on at most so many tokens at a time."""
     with replace_forward(other_modules(model), lambda module: _chunked(module, tokens)):
         yield
+
+
+def long_prompt(model: PreTrainedModel, tokens: int) -> AbstractContextManager[None]:
+    """The same for a forward pass of so many tokens, if they are many."""
+    return chunked_mlp(model) if tokens > CHUNK_TOKENS else nullcontext()
 
 
 def _chunked(module: nn.Module, tokens: int) -> Callable[..., Any]:

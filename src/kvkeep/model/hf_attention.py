@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,17 @@ class AttentionCall:
     sink_logits: Tensor | None
     is_sdpa: bool = False  # `hf_attention` is torch's, and no other cache shares its output
     memo: dict[Any, Tensor] | None = None  # results shared by caches that share a prefill
+    mask: Tensor | None = None  # of the new tokens, as `hf_attention` takes it
+
+    def tokens(self, span: slice) -> AttentionCall:
+        """The call of some of the tokens alone."""
+        query, key, value = (t[:, :, span] for t in (self.query, self.key, self.value))
+        mask = None if self.mask is None else self.mask[..., span, span]
+
+        def hf_attention(query=query, key=key, value=value, mask=mask):
+            return self.hf_attention(query, key, value, mask)
+
+        return replace(self, query=query, key=key, value=value, mask=mask, hf_attention=hf_attention)
 
     def to_hf_output(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """An output [rows, heads, q, dim] in the layout of transformers' attention functions."""
@@ -145,6 +156,7 @@ def _attention(implementation: str) -> Callable:
             AttentionCall(
                 query, key, value, _padding(mask, layer.cache), hf_attention, scale,
                 kwargs.get("softcap") if capped else None, kwargs.get("s_aux") if capped else None, not capped,
+                mask=mask,
             )
         )  # fmt: skip
 

@@ -284,6 +284,13 @@ def kv_widths(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
     return {i: (keys, values) for i, keys, values in widths if i is not None and keys and values}
 
 
+def attention_cost(model: PreTrainedModel) -> float:
+    """Of one token per token it attends to, relative to all else the model computes for it."""
+    config = model.config.get_text_config(decoder=True)
+    heads, size = config.num_attention_heads, key_shape(model)[1]
+    return 2 * heads * size * config.num_hidden_layers / model.num_parameters()
+
+
 def context_length(model: PreTrainedModel) -> int:
     """How many tokens the model was trained for."""
     return config_context_length(model.config)

@@ -7,6 +7,8 @@ captured of the model before would read memory that is free now.)
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -17,11 +19,11 @@ class Projections:
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers, self.sizes = layers, [layer.out_features for layer in layers]
-        for kind in ("weight", "bias"):
-            _pack([getattr(layer, kind) for layer in layers])
+        for parts in _parameters(layers):
+            _pack(parts)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        weight, bias = (_joined([getattr(layer, kind) for layer in self.layers]) for kind in ("weight", "bias"))
+        weight, bias = map(_joined, _parameters(self.layers))
         if weight is None or (bias is None and self.layers[0].bias is not None):
             return [linear(x, layer.weight, layer.bias) for layer in self.layers]
         return list(linear(x, weight, bias).split(self.sizes, -1))
@@ -37,7 +39,7 @@ class SharedInput:
     def forward(self, index: int, x: Tensor) -> Tensor:
         held = self.held  # another thread may replace it at any time
         if held is None or held[0] is not x:
-            held = self.held = x, self.project(x)
+            held = self.held = (x, [*self.project(x)])
         part, held[1][index] = held[1][index], None
         if part is None:
             return linear(x, self.layers[index].weight, self.layers[index].bias)
@@ -48,28 +50,37 @@ class SharedInput:
         return part
 
 
-def is_plain(*layers: nn.Module) -> bool:
-    """Whether nothing but nn.Linear's own code uses their weights: not quantized, sharded, adapted or offloaded."""
-    if not all(type(layer) is nn.Linear and "forward" not in vars(layer) for layer in layers):
+def can_join(layers: list[nn.Module]) -> TypeGuard[list[nn.Linear]]:
+    plain = [layer for layer in layers if is_plain(layer)]
+    kinds = {(each.weight.device, each.weight.dtype, each.weight.shape[1], each.bias is None) for each in plain}
+    return len(plain) == len(layers) and len(kinds) == 1
+
+
+def is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether nothing but nn.Linear's own code uses its weights: not quantized, sharded, adapted or offloaded."""
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
         return False
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    same = len({(w.device, w.dtype, w.shape[1]) for w in weights}) == 1 and len({b is None for b in biases}) == 1
-    plain = all(type(w.data) is Tensor for w in (*weights, *biases) if w is not None)
-    return same and plain and weights[0].is_floating_point() and weights[0].device.type != "meta"
+    plain = all(type(each.data) is Tensor for each in (layer.weight, layer.bias) if each is not None)
+    return plain and layer.weight.is_floating_point() and layer.weight.device.type != "meta"
 
 
-def _pack(parts: list[nn.Parameter | None]) -> None:
-    if parts[0] is not None and _joined(parts) is None:
+def _parameters(layers: list[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights, and biases where layers have them."""
+    return [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
+
+
+def _pack(parts: list[Tensor]) -> None:
+    if parts and _joined(parts) is None:
         joined = torch.cat([part.data for part in parts])
         for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
             part.data = view
 
 
-def _joined(parts: list[nn.Parameter | None]) -> Tensor | None:
+def _joined(parts: list[Tensor]) -> Tensor | None:
     """The tensor whose rows these are, in this order; None where there is none."""
-    first, rows = parts[0], 0
-    if first is None:
+    if not parts:
         return None
+    first, rows = parts[0], 0
     storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
     for part in parts:
         if part.untyped_storage().data_ptr() != storage or part.data_ptr() != end or not part.is_contiguous():

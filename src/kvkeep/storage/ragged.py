@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvkeep.kernels.dispatch import append_ragged, ragged_attention
 from kvkeep.kernels.torch.quantization import GROUP_SIZE
 from kvkeep.storage.quantized import QuantizedLayer, whole_groups
 from kvkeep.types import NOTHING, PAD_POSITION, Tokens
@@ -171,9 +173,14 @@ class RaggedLayer:
             self.fill(self.all_rows())
 
     def append(
-        self, keys: Tensor, values: Tensor, positions: Sequence[Tensor], columns: Sequence[Tensor] | None
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Sequence[Tensor],
+        columns: Sequence[Tensor] | None,
+        expected: int = 0,
     ) -> None:
-        """Add new tokens at the end of every segment.
+        """Add new tokens at the end of every segment; expected: tokens that a segment will have soon.
 
         keys, values [rows, kv_heads, q, dim]; per row the positions of its new tokens and the columns of the q that are
         not padding (None: all of them, in every row). A quantized layer quantizes single tokens at once, several later.
@@ -185,7 +192,9 @@ class RaggedLayer:
         if single and (codes := self.codes):
             codes.append(keys[:, :, 0], values[:, :, 0])
             return self._write(keys[..., :0], values[..., :0], torch.stack(list(positions)))
-        if columns is None and not self.codes and self._has_room(keys.shape[2]):
+        if columns is None and not self.codes:
+            if not self._has_room(keys.shape[2]):
+                self._make_room(keys.shape[2], expected)
             return self._write(keys, values, torch.stack(list(positions)))
         rows = []
         for row, where in enumerate(positions):
@@ -193,6 +202,22 @@ class RaggedLayer:
             heads = zip(self.row(row), *each, strict=True)
             rows.append([_concat(old, self._new(k, v, where)) for old, k, v in heads])
         self._write_segments(rows, GROWTH)
+
+    def _make_room(self, count: int, expected: int) -> None:
+        """Repack for so many more tokens in every segment, and a 64th."""
+        room = [max(n + count + (n + count) // GROWTH, expected) for n in self.lengths]
+        *starts, total = accumulate(room, initial=0)
+        source, target = self.slots(), self.slots(starts)
+        self.flat = self.flat.map(lambda t: t.new_empty(total, *t.shape[1:]).index_copy_(0, target, t[source]))
+        self.starts, self.room = starts, room
+        self.update_ends()
+
+    def slots(self, starts: Sequence[int] | None = None) -> Tensor:
+        """Of all tokens, on the device; starts: if the segments began there, in another buffer. [tokens]"""
+        lengths, total = self.ends - self.segment_starts, sum(self.lengths)
+        first = self.segment_starts if starts is None else torch.tensor(starts, device=lengths.device)
+        shift = first - lengths.cumsum(0) + lengths  # of each segment's tokens, which follow one another
+        return torch.arange(total, device=shift.device) + shift.repeat_interleave(lengths, output_size=total)
 
     def _has_room(self, count: int) -> bool:
         return self._writable and all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
@@ -211,18 +236,38 @@ class RaggedLayer:
     def _write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Write the same number of new tokens into the room of every segment."""
         count = positions.shape[1]
-        slots = (self.ends[:, None] + torch.arange(count, device=keys.device)).flatten()
         where = positions[:, None].expand(-1, self.kv_heads, -1).reshape(-1)
-        new = self._new(keys.flatten(0, 2), values.flatten(0, 2), where).parts
-        for name, buffer in self.flat.parts.items():
+        new, flat = self._new(keys.flatten(0, 2), values.flatten(0, 2), where).parts, self.flat.parts
+        slots = self.ends
+        if count > 1:
+            slots = (self.ends[:, None] + torch.arange(count, device=keys.device)).flatten()
+        elif append_ragged.uses_kernel(keys) and keys.dtype == flat["keys"].dtype and keys.shape[-1]:
+            starts, lengths = self._device_segments
+            active = lengths.new_ones(len(keys), 1)
+            append_ragged(flat.pop("keys"), flat.pop("values"), keys, values, starts, lengths, active)
+        for name, buffer in flat.items():
             buffer.index_copy_(0, slots, new[name].to(buffer.dtype))
         self.lengths = [length + count for length in self.lengths]
         self.ends += count
 
+    @property
+    def _device_segments(self) -> tuple[Tensor, Tensor]:
+        """Start and length of every segment, on the device. [rows, kv_heads]"""
+        shape = self.rows, self.kv_heads
+        return self.segment_starts.view(shape), (self.ends - self.segment_starts).view(shape)
+
+    def attend_step(self, queries: Tensor, *how: Any) -> Tensor:
+        """One query per row. queries [rows, heads, 1, dim] -> the same; how: scale, softcap, sink_logits"""
+        keys, values = self.flat.keys, self.flat.values
+        longest = 1 << (max(self.lengths) - 1).bit_length()  # rounded up: what is compiled for it serves many steps
+        output = ragged_attention(queries.to(keys.dtype), keys, values, *self._device_segments, longest, *how)
+        return output.to(queries.dtype)
+
     def update_ends(self) -> None:
         """The first free slot of every segment, on the device, so that decoding never synchronizes with the host."""
         ends = [start + length for start, length in self.segments]
-        self.ends = torch.tensor(ends, device=self.flat.token_positions.device)
+        places = torch.tensor([self.starts, ends], device=self.flat.token_positions.device)
+        self.segment_starts, self.ends = places
 
     @property
     def is_uniform(self) -> bool:
@@ -246,7 +291,6 @@ class RaggedLayer:
         """Repack with one free slot in every segment."""
         self.fill(self.all_rows(), spare=1)
         self.free_slots = self.ends
-        self.segment_starts = torch.tensor(self.starts, device=self.ends.device)
 
     def write_free_slot(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write one token's key and value into the free slot of every segment.

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds: bool = True) -> Tensor:

@@ -214,8 +214,9 @@ def ragged_attention(
     queries [rows, heads, q, dim], keys and values [slots, dim], starts and lengths [rows, kv_heads], none longer than
     `longest` -> [rows, heads, q, dim]
     """
-    where = (starts[..., None] + torch.arange(longest, device=keys.device)).clamp_max(len(keys) - 1)
-    return padded_attention(queries, keys[where], values[where], lengths, scale, softcap, sink_logits)
+    how, rows = (scale, softcap, sink_logits), zip(queries, starts.tolist(), lengths.tolist(), strict=True)
+    segments = ((row[None], list(zip(*spans, strict=True))) for row, *spans in rows)
+    return torch.cat([segment_attention(row, keys, values, mine, row.shape[2:3], *how) for row, mine in segments])
 
 
 def append_ragged(

@@ -1,0 +1,213 @@
+"""Steps a scheduler for requests of any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from kvkeep.engine.request import Request
+from kvkeep.engine.sampling import Generation
+from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
+from kvkeep.errors import CacheMisuse
+
+WARMUP_TOKENS = 64  # of a prompt
+PATIENCE = 0.02  # seconds until a waiting thread looks whether another one still steps
+
+
+class Driver:
+    """Whoever waits for an answer steps the scheduler for everybody; `start` has a thread do it while there is work."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.lock = threading.RLock()  # held during a step
+        self.stepped = threading.Condition()  # notified after a step
+        self.stepping = self.closed = False
+        self.thread: threading.Thread | None = None
+        self.thread_lock = threading.Lock()  # of `thread`
+
+    def submit(self, request: Request) -> Request:
+        if self.closed:
+            raise CacheMisuse("this engine is closed; make a new one.")
+        request.config.check_length(len(request.ids), request.how.max_new_tokens)
+        return self.scheduler.submit(request)
+
+    def step(self) -> None:
+        with self.lock:
+            if self.stepping:
+                raise CacheMisuse("a progress callback cannot use the engine that calls it; use another engine.")
+            self.stepping = True
+            try:
+                self.scheduler.step()
+            except BaseException as error:
+                self.scheduler.abort(error)
+                raise
+            finally:
+                self.stepping = False
+                with self.stepped:
+                    self.stepped.notify_all()
+
+    def wait(self, request: Request) -> None:
+        """Until it has new text, or is done."""
+        while not (request.deltas or request.done):
+            if self.lock.acquire(blocking=False):
+                try:
+                    self.step()
+                finally:
+                    self.lock.release()
+            else:
+                with self.stepped:
+                    self.stepped.wait(PATIENCE)
+
+    def run(self, requests: list[Request], rows: int) -> None:
+        """Until all of these are done, at most `rows` of them at a time."""
+        waiting, active = deque(requests), list[Request]()
+        try:
+            while waiting or active:
+                while waiting and len(active) < rows:
+                    active.append(self.submit(waiting.popleft()))
+                self.step()
+                active = [request for request in active if not request.done]
+        finally:
+            self.cancel(active)
+
+    def cancel(self, requests: list[Request]) -> None:
+        """Free what they hold at once, unless another thread is in a step: then after it."""
+        pending = [request for request in requests if not request.done]
+        for request in pending:
+            request.cancelled = True
+        if pending and not self.stepping and not sys.is_finalizing():
+            with self.lock:
+                self.scheduler.drop_cancelled()
+
+    def prefill(self, sequence: Sequence, ids: Tensor, progress: ProgressCallback) -> None:
+        """Beside all others."""
+        request = Request(
+            sequence.config, ids, Generation(1), sequence, progress=progress, prefill_only=True, keeps_cache=True
+        )
+        try:
+            self.wait(self.submit(request))
+        finally:
+            self.cancel([request])
+        if request.error is not None:
+            raise request.error
+
+    def settle(self, request: Request) -> None:
+        """Of a request that is done: complete its cache, if it is kept."""
+        if request.keeps_cache:
+            with self.lock:
+                self.scheduler.release_finished()
+
+    def start(self) -> None:
+        with self.thread_lock:
+            if self.thread is None:
+                atexit.register(_stop, weakref.ref(self))  # a thread in the middle of a step would crash Python's end
+                self.thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
+                self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with suppress(Exception):  # every request has been told
+                while self.scheduler.busy and not self.closed:
+                    self.step()
+            with self.thread_lock:
+                if self.closed or not self.scheduler.busy:
+                    self.thread = None
+                    return
+
+    def warmup(self, config: SequenceConfig, rows: int, progress: Callable[[str], None]) -> None:
+        """Answer one prompt, then allocate and capture for up to `rows` of them."""
+        with self.lock:
+            progress("compiling")
+            ids = torch.arange(WARMUP_TOKENS) % config.model.config.get_text_config(decoder=True).vocab_size
+            self.run([Request(config, ids, Generation(2))], 1)
+            for batch in self.scheduler.batches.values():
+                batch.warmup(config.budget, rows, progress)
+
+    def close(self) -> None:
+        """Cancel all requests, and free the pool."""
+        self.closed = True
+        with self.lock:
+            self.cancel(self.scheduler.requests)
+            self.scheduler.batches.clear()
+
+
+def _stop(reference: weakref.ReferenceType[Driver]) -> None:
+    driver = reference()
+    thread = driver and driver.thread
+    if driver and thread:
+        driver.closed = True
+        thread.join()
+
+
+class Handle:
+    """An answer under way: iterate over its text, also with `async for`; wait for it; or cancel it.
+
+    An iteration that is left early cancels it, too.
+    """
+
+    def __init__(self, request: Request, driver: Driver) -> None:
+        self.request, self._driver = request, driver
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return self.request.text
+
+    @property
+    def done(self) -> bool:
+        return self.request.done
+
+    def result(self) -> str:
+        """The whole answer, when it is complete."""
+        for _ in self:
+            pass
+        return self.text
+
+    def cancel(self) -> None:
+        """Stop, and free its memory; its text so far stays. Others are not affected."""
+        self._driver.cancel([self.request])
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            while not self._is_over():
+                self._driver.wait(self.request)
+                while self.request.deltas:
+                    yield self.request.deltas.popleft()
+        finally:
+            self.cancel()
+            self._driver.settle(self.request)
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def notify() -> None:
+            loop.call_soon_threadsafe(news.set)
+
+        self.request.notify = notify
+        self._driver.start()
+        try:
+            while not self._is_over():
+                news.clear()
+                while self.request.deltas:
+                    yield self.request.deltas.popleft()
+                if not self.request.done:
+                    await news.wait()
+        finally:
+            self.cancel()
+
+    def _is_over(self) -> bool:
+        """All text was taken; raises what the request failed with."""
+        over = self.request.done and not self.request.deltas
+        if over and self.request.error is not None:
+            raise self.request.error
+        return over

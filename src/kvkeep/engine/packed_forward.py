@@ -1,0 +1,63 @@
+"""One forward pass for chunks of several sequences, packed one after the other: a prefill, or a token of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.engine.sequence import Sequence
+from kvkeep.model.chunked_mlp import long_prompt
+from kvkeep.model.fused import fused_ops
+from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.model.hf_cache import HFCacheAdapter, execution_device
+
+Chunk = tuple[Sequence, Tensor]  # a sequence, and ids that follow those it has seen [q]
+
+
+class PackedForward(HFCacheAdapter):
+    """Norms, MLPs and projections run over all tokens at once; each sequence attends through its own cache."""
+
+    seen = 0  # every token has a position id
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.spans: list[tuple[Sequence, slice]] = []
+        self.shares_forward = len(self.compressed_layers) == len(self.layers)  # others would mix the sequences
+
+    def __call__(self, chunks: Seq[Chunk], keep: int = 1) -> list[Tensor]:
+        """-> for each chunk the logits of its last `keep` tokens, 0: of all [keep, vocabulary]"""
+        if len(chunks) == 1 or not self.shares_forward:
+            return [sequence.forward(ids, keep) for sequence, ids in chunks]
+        ends = list(accumulate((len(ids) for _, ids in chunks), initial=0))
+        spans = [slice(*span) for span in pairwise(ends)]
+        shown = [span if keep == 0 or sequence.needs_all_logits else slice(span.stop - keep, span.stop)
+                 for (sequence, _), span in zip(chunks, spans, strict=True)]  # fmt: skip
+        self.spans = [(sequence, span) for (sequence, _), span in zip(chunks, spans, strict=True)]
+        try:
+            logits = self._forward(chunks, torch.cat([torch.arange(span.start, span.stop) for span in shown]))
+        finally:
+            self.spans = []
+        parts = logits.split([span.stop - span.start for span in shown])
+        for (sequence, ids), part in zip(chunks, parts, strict=True):
+            sequence.after_forward(ids, part)
+        return [part[-keep:] for part in parts]
+
+    def _forward(self, chunks: Seq[Chunk], shown: Tensor) -> Tensor:
+        for sequence, ids in chunks:
+            sequence.before_forward(ids)
+        ids = torch.cat([ids for _, ids in chunks])[None]
+        positions = torch.cat([torch.arange(each.cache.seen, each.cache.seen + len(new)) for each, new in chunks])[None]
+        device = execution_device(self.model)
+        every = 0 if len(shown) == ids.shape[1] else shown.to(device)
+        with torch.inference_mode(), fused_ops(self.model), long_prompt(self.model, ids.shape[1]):
+            return self.model(
+                ids.to(device), position_ids=positions.to(device), past_key_values=self, logits_to_keep=every
+            ).logits[0]
+
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        outputs = [sequence.cache.attend(index, call.tokens(span))[0] for sequence, span in self.spans]
+        return torch.cat(outputs, 1), None

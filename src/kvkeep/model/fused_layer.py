@@ -1,0 +1,147 @@
+"""A gated MLP and a decoder layer with fewer operations, and the modules that compute just that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from kvkeep.kernels.dispatch import gated
+from kvkeep.kernels.torch.elementwise import ACTIVATIONS
+from kvkeep.model.chunked_mlp import CHUNK_TOKENS
+from kvkeep.model.projections import Projections, can_join, is_plain
+from kvkeep.model.replacement import Forward, Replacement, output_of, random, same
+
+GATE_UP = "gate_proj", "up_proj"
+NORM_NAMES = "input_layernorm", "post_attention_layernorm"
+
+
+@dataclass
+class GatedMLP:
+    """down(activation(gate(x)) * up(x)), at most CHUNK_TOKENS at a time, to save memory."""
+
+    project: Projections
+    activation: str
+    down: nn.Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[-2] <= CHUNK_TOKENS:
+            return self.down(self._hidden(x))
+        output = torch.empty_like(x)
+        for part, into in zip(x.split(CHUNK_TOKENS, -2), output.split(CHUNK_TOKENS, -2), strict=True):
+            into.copy_(self.down(self._hidden(part)))
+        return output
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """In place, for a plain `down` without bias."""
+        for part, into in zip(_tokens(x).split(CHUNK_TOKENS), _tokens(total).split(CHUNK_TOKENS), strict=True):
+            into.addmm_(self._hidden(part), self.down.weight.t())
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        return gated(*self.project(x), self.activation)
+
+
+def fused_mlp(module: nn.Module, parts: dict[str, nn.Module]) -> GatedMLP | None:
+    if not all(name in parts for name in (*GATE_UP, "down_proj", "act_fn")):
+        return None
+    layers, down = [parts[name] for name in GATE_UP], parts["down_proj"]
+    if not can_join(layers) or not isinstance(down, nn.Linear):
+        return None
+    x = random(4, layers[0].in_features, like=layers[0].weight)
+    activation = next((kind for kind in ACTIVATIONS if same(ACTIVATIONS[kind](x), parts["act_fn"](x))), None)
+    if activation is None:
+        return None
+    theirs = output_of(module, x)
+    mlp = GatedMLP(Projections(layers), activation, down)
+    return mlp if same(mlp(x), theirs) else None
+
+
+class Layer:
+    """x + attention(norm(x)), then x + mlp(norm(x)); both sums in place, as part of a matrix product."""
+
+    def __init__(self, module: nn.Module, parts: dict[str, nn.Module], output: nn.Linear, mlp: GatedMLP) -> None:
+        """output: the attention's last product"""
+        self.module, self.own, self.now = module, module.forward, local()
+        self.attention, self.output, self.mlp = parts["self_attn"], output, mlp
+        self.norms = [parts[name] for name in NORM_NAMES]
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self._can_add_to(hidden_states):
+            return self.own(hidden_states, *args, **kwargs)
+        self.now.total = hidden_states
+        try:
+            self.attention(*args, hidden_states=self.norms[0](hidden_states), **kwargs)
+        finally:
+            self.now.total = None
+        self.mlp.add_to(hidden_states, self.norms[1](hidden_states))
+        return hidden_states
+
+    def _can_add_to(self, total: Tensor) -> bool:
+        if self.module._forward_hooks:  # with output_hidden_states, transformers hooks every layer during the call
+            return False
+        alike = total.dtype == self.mlp.down.weight.dtype and not torch.is_autocast_enabled(total.device.type)
+        return alike and total.is_contiguous()
+
+    def output_projection(self, x: Tensor) -> Tensor:
+        """Forward of `output`."""
+        weight, total = self.output.weight, getattr(self.now, "total", None)
+        if total is None:
+            return linear(x, weight)
+        _tokens(total).addmm_(_tokens(x), weight.t())
+        return total
+
+
+def fused_layer(
+    module: nn.Module, parts: dict[str, nn.Module], fused: dict[nn.Module, Forward], known: dict[Any, bool]
+) -> Layer | None:
+    """Of a module whose parts are fused already."""
+    if not all(name in parts for name in ("mlp", "self_attn", *NORM_NAMES)):
+        return None
+    mlp, output = fused.get(parts["mlp"]), dict(parts["self_attn"].named_children()).get("o_proj")
+    if not isinstance(mlp, GatedMLP) or not is_plain(output) or not is_plain(mlp.down):
+        return None
+    if output.bias is not None or mlp.down.bias is not None:
+        return None
+    if not all(parts[name] in fused for name in NORM_NAMES):
+        return None
+    if type(module) not in known:
+        known[type(module)] = _adds_up(module, parts) and _ends_with_output(parts["self_attn"], output)
+    return Layer(module, parts, output, mlp) if known[type(module)] else None
+
+
+def _adds_up(module: nn.Module, parts: dict[str, nn.Module]) -> bool:
+    """Whether the layer adds up as `Layer` does, with simple functions in the place of attention and MLP."""
+    first, second = (parts[name] for name in NORM_NAMES)
+    weight = first.get_parameter("weight")
+    x = random(1, 4, len(weight), like=weight)
+
+    def attention(*_: Any, hidden_states: Tensor, **__: Any) -> tuple[Tensor, None]:
+        return hidden_states * 2, None
+
+    with (
+        Replacement(vars(parts["self_attn"]), "forward", attention),
+        Replacement(vars(parts["mlp"]), "forward", torch.sin),
+    ):
+        theirs = output_of(module, x)
+    middle = x + 2 * first(x)
+    return same(middle + second(middle).sin(), theirs)
+
+
+def _ends_with_output(attention: nn.Module, output: nn.Linear) -> bool:
+    """Whether attention returns the very tensor that its output projection returned."""
+    weight, dim = output.weight, getattr(attention, "head_dim", 0)
+    x, angle, result = random(1, 4, weight.shape[0], like=weight), random(1, 4, dim, like=weight), torch.zeros(())
+    call = partial(attention, hidden_states=x, position_embeddings=(angle, angle), attention_mask=None)
+    with Replacement(vars(output), "forward", lambda _: result):
+        returned = output_of(call)
+    return isinstance(returned, tuple) and returned[0] is result
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[tokens, dim], never a copy."""
+    return x.view(-1, x.shape[-1])
