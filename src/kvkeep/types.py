@@ -71,6 +71,7 @@ class Observation:
     layers: int = 1
     lse: Tensor | None = None  # [heads, w] log-sum-exp of each query's logits, where the attention kernel returned it
     memo: dict[Any, Tensor] | None = None  # results shared by methods that observe the same queries and keys
+    shared: dict[Any, Tensor] | None = None  # masks and indices that are those of every layer of a forward pass
 
     def memoize(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
         """The result of an earlier call with this key, else compute it. Read-only; a key of None is never shared."""
@@ -79,6 +80,23 @@ class Observation:
         if key not in self.memo:
             self.memo[key] = compute()
         return self.memo[key]
+
+    def once(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
+        """What follows from the key and the number of tokens alone, while none is evicted: the same in all layers.
+
+        Read-only.
+        """
+        if self.shared is None or set(self.lengths) != {self.seq_len}:
+            return compute()
+        key = key, self.new, self.queries.shape, self.keys.shape, self.keys.device
+        if key not in self.shared:
+            self.shared[key] = compute()
+        return self.shared[key]
+
+    @property
+    def is_padded(self) -> bool:
+        """Some key heads hold fewer tokens than others."""
+        return min(self.lengths) < self.tokens
 
     @property
     def is_step(self) -> bool:

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from conftest import make_llama
 
-from kvkeep.compress import select
+import kvkeep
+from kvkeep.compress import pipeline, select
 from kvkeep.compress.budget import heads
 from kvkeep.compress.select import Units
 
@@ -45,3 +47,20 @@ def test_integers_are_in_the_order_of_the_scores():
     keys = select.sortable(scores).tolist()
     assert keys[4] == keys[5] and sorted(set(keys)) == [*keys[:4], *keys[5:]]
     assert keys[0] >= 0 and keys[-1] <= select.MOST
+
+
+@pytest.mark.parametrize(
+    "spec", ["kvkeep", "snapkv", "snapkv+adakv", "snapkv+adakv+blocks", "h2o", "pyramidkv", "chunkkv+adakv"]
+)
+def test_what_need_not_wait_for_the_device_keeps_the_same(spec, monkeypatch):
+    """As on a GPU: lengths are known one layer later."""
+    model, ids = make_llama(vocab_size=512), torch.randint(0, 512, (1, 150), generator=torch.Generator().manual_seed(3))
+    kept = []
+    for packs in (False, True):
+        monkeypatch.setattr(pipeline, "packs", lambda scores, packs=packs: packs)
+        cache = kvkeep.Cache(model, spec, 32)
+        for piece in (ids[:, :90], ids[:, 90:140], ids[:, 140:141], ids[:, 141:]):
+            logits = model(piece, past_key_values=cache).logits
+        report = cache.report()
+        kept.append(([cache.kept(i) for i in range(4)], logits.tolist(), report.bytes, report.peak_bytes))
+    assert kept[0] == kept[1]

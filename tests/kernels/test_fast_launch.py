@@ -293,7 +293,17 @@ def test_host_functions_are_tritons(n):
 )
 def test_kernels_of_reading_and_writing_are_quick():
     names = ("apply_rope", "decode", "host_gather", "quantized_decode", "representatives", "retrieval_attention")
-    for name in (*names, "unit_scores", "weighted_query"):
+    for name in (
+        *names,
+        "unit_scores",
+        "weighted_query",
+        "column_mass",
+        "divergence",
+        "assign",
+        "key_similarity",
+        "selection",
+        "smoothing",
+    ):
         module = import_module(f"kvkeep.kernels.triton.{name}")
         started = set(re.findall(r"^ +(_\w+)\[", Path(module.__file__).read_text(), re.MULTILINE))
         assert started and all(isinstance(getattr(module, kernel), FastLauncher) for kernel in started), name

@@ -12,6 +12,7 @@ GPU = torch.cuda.is_available()
 CASES = [
     "decode_cases.py",
     "scoring_cases.py",
+    "selection_cases.py",
     "quantized_decode_cases.py",
     "host_gather_cases.py",
     "retrieval_attention_cases.py",

@@ -111,6 +111,7 @@ class EvictingBackend:
     def commit(self) -> None:
         self.step_evictor.commit()
         self.query_buffer.commit()
+        self.evictor.store_last()
         self.evictor.clear()
         self.snapshots = {}
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvkeep.compress.method import Method
-from kvkeep.compress.pipeline import compress, layer_budgets, update_token_state
+from kvkeep.compress.pipeline import compress, decide, layer_budgets, update_token_state
 from kvkeep.compress.positions import PlacementInput
 from kvkeep.compress.protocols import LayerWeight, Placement
+from kvkeep.compress.select import PlacedSelection
 from kvkeep.model.rope import Rotation
 from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Budget, Observation, Selection, Tokens
@@ -30,6 +34,35 @@ class EvictionCandidate:
     evict_now: bool  # False: only its token state is updated
 
 
+@dataclass(frozen=True)
+class UnstoredLayer:
+    """A layer's kept tokens, head by head, and the heads' lengths on their way to the host."""
+
+    index: int
+    kept: Tokens  # [total, …]
+    lengths: Tensor
+    arrival: Any  # of the lengths
+
+    @classmethod
+    def of(cls, index: int, tokens: Tokens, selection: PlacedSelection) -> UnstoredLayer:
+        heads, where = selection.places
+        kept, counts, arrival = tokens[heads, where], selection.counts, None
+        if counts.device.type == "cuda":
+            counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
+            arrival = torch.cuda.current_stream(where.device).record_event()
+        return cls(index, kept, counts, arrival)
+
+    @property
+    def nbytes(self) -> int:
+        return self.kept.keys.nbytes + self.kept.values.nbytes
+
+    def heads(self) -> list[Tokens]:
+        if self.arrival:
+            self.arrival.synchronize()
+        ends = list(accumulate(self.lengths.tolist(), initial=0))
+        return [self.kept[start:end] for start, end in pairwise(ends)]
+
+
 @dataclass
 class Evictor:
     method: Method
@@ -41,6 +74,7 @@ class Evictor:
     def __post_init__(self) -> None:
         self.pending: dict[int, list[EvictionCandidate]] = {}
         self.selections: dict[int, Selection | None] = {}  # row -> the selection that following layers reuse
+        self.unstored: UnstoredLayer | None = None  # stored one layer later, while the GPU is busy with that one
 
     def evict(self, index: int, rows: list[EvictionCandidate]) -> int:
         """Evict from this layer, or from all layers at the last one. -> bytes of keys and values held uncompressed"""
@@ -48,7 +82,7 @@ class Evictor:
         layer_weight = self.method.layers.layer_weight
         if layer_weight is None:
             self._evict_layer(index, rows, [None] * len(rows))
-            return _bytes([rows])
+            return _bytes([rows]) + (self.unstored.nbytes if self.unstored else 0)
         self.pending[index] = rows
         uncompressed = _bytes(self.pending.values())
         if len(self.pending) == len(self.store):
@@ -81,13 +115,32 @@ class Evictor:
         return layer_budgets(self.method, budget, seen[0].seq_len, weights)
 
     def _evict_layer(self, index: int, rows: list[EvictionCandidate], budgets: Sequence[int | None]) -> None:
-        stored = []
+        self.store_last()
+        stored, placement = [], self.method.placement
+        if len(rows) == 1 and (seen := rows[0].observation) and self._can_wait(index):
+            decided = decide(seen, self.method, self._tokens(seen), budgets[0])
+            if isinstance(decided, PlacedSelection):
+                self.unstored = UnstoredLayer.of(index, rows[0].tokens, decided)
+            else:
+                self.store[index].fill([gather_kept(rows[0].tokens, rows[0].lengths, decided)])
+            return
         for number, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
-            seen, placement = row.observation, self.method.placement
+            seen = row.observation
             selection = self._select(number, seen, budget) if seen else None
             kept = gather_kept(row.tokens, row.lengths, selection)
             stored.append(self._place(index, seen, kept, placement) if seen and selection and placement else kept)
         self.store[index].fill(stored)
+
+    def _can_wait(self, index: int) -> bool:
+        """Whether to store the layer later holds no more memory, and nothing else needs its lengths now."""
+        layer = self.store[index]
+        return not layer and not layer.bits and not self.method.placement and self.method.reuse == 1
+
+    def store_last(self) -> None:
+        """Store the layer that waits for its heads' lengths."""
+        last, self.unstored = self.unstored, None
+        if last:
+            self.store[last.index].fill([last.heads()])
 
     def _select(self, row: int, observation: Observation, layer_budget: int | None) -> Selection | None:
         if observation.layer % self.method.reuse == 0:
@@ -106,7 +159,7 @@ class Evictor:
 
     def clear(self) -> None:
         """Drop what is pending of a forward pass that ended, completed or not."""
-        self.pending, self.selections = {}, {}
+        self.pending, self.selections, self.unstored = {}, {}, None
 
 
 def _bytes(layers: Iterable[list[EvictionCandidate]]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class QueryBuffer:
         # of a forward pass that has not completed: layers whose last step it is, and queries as they were before it
         self.uncommitted: set[int] = set()
         self.before: dict[tuple[int, int], Tensor | None] = {}
+        self.shared: dict[Any, Tensor] = {}  # what all layers of a forward pass compute alike
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +70,7 @@ class QueryBuffer:
     def commit(self) -> None:
         self.uncommitted.clear()
         self.before.clear()
+        self.shared = {}
 
     def rollback(self) -> None:
         """Drop the step of a forward pass that did not complete."""
@@ -115,7 +118,7 @@ class QueryBuffer:
                 queries, tokens.keys, tokens.values, tokens.token_positions, tuple(lengths), layout.seen[row] + count,
                 count, call.scale, call.softcap, call.sink_logits, tokens.parts.get("token_state", NOTHING),
                 self.layers.index(index), len(self.layers), None if lse is None else lse[row],
-                call.memo if len(layout.counts) == 1 else None,
+                call.memo if len(layout.counts) == 1 else None, self.shared,
             )  # fmt: skip
             rows.append(EvictionCandidate(observation, tokens, lengths, layout.evict_now[row]))
         return rows

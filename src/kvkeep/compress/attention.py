@@ -48,7 +48,7 @@ def squared_value_norms(seen: Observation) -> Tensor:
 
 def token_mask(seen: Observation) -> Tensor:
     """True for tokens, False for padding. [kv_heads, n]"""
-    return seen.token_positions != PAD_POSITION
+    return seen.once("tokens", lambda: seen.token_positions != PAD_POSITION)
 
 
 def distance_from_end(seen: Observation) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from kvkeep.compress.attention import token_mask
 from kvkeep.compress.method import Method
 from kvkeep.compress.protocols import ScorerTraits
-from kvkeep.compress.select import first, ranked
+from kvkeep.compress.select import PlacedSelection, first, inverse, packs, ranked, ranks
 from kvkeep.types import Observation, Selection
 
 
@@ -18,7 +20,15 @@ def update_token_state(seen: Observation, method: Method, budget: int) -> Observ
 
 
 def compress(seen: Observation, method: Method, budget: int, layer_budget: int | None = None) -> Selection | None:
-    """The tokens this layer keeps, given a mean budget per key head; None where all of them fit.
+    """The tokens this layer keeps, given a mean budget per key head; None where all of them fit."""
+    kept = decide(seen, method, budget, layer_budget)
+    return kept.known() if isinstance(kept, PlacedSelection) else kept
+
+
+def decide(
+    seen: Observation, method: Method, budget: int, layer_budget: int | None = None
+) -> Selection | PlacedSelection | None:
+    """The same; on a GPU, without waiting for it.
 
     layer_budget: the layer's own, where it depends on all layers
     """
@@ -30,12 +40,30 @@ def compress(seen: Observation, method: Method, budget: int, layer_budget: int |
         return None
     scorer, cache_key = method.scorer, ScorerTraits.of(method.scorer).cache_key(budget)
     scores = seen.memoize(cache_key and (scorer, cache_key), lambda: scorer(seen, budget))
-    forced, tokens = method.guard.fit_to(budget)(seen, budget), token_mask(seen)
-    units = method.group(seen, scores, tokens & ~forced) if method.group else None
-    scores = scores.masked_fill(~tokens, float("-inf"))
+    guard, tokens = method.guard.fit_to(budget), token_mask(seen)
+    forced = seen.once(("forced", guard, budget), lambda: guard(seen, budget))
+    free = seen.once(("free", guard, budget), lambda: tokens & ~forced)
+    units = method.group(seen, scores, free) if method.group else None
+    if seen.is_padded:
+        scores = scores.masked_fill(~tokens, float("-inf"))
+    counts = getattr(method.heads, "counts", None)
+    if packs(scores) and (units is None or packs(units.scores)):
+        by_unit = () if units is None else (units.member, units.scores)
+        rank = ranks(scores, forced, tokens if seen.is_padded else None, *by_unit)
+        if counts:
+            total = min(seen.kv_heads * layer_budget, sum(seen.lengths))
+            return PlacedSelection.of(rank, counts(scores, forced, seen.lengths, layer_budget, units, rank), total)
+        quota = method.heads(scores, forced, seen.lengths, layer_budget, units)
+        if len(set(quota)) == 1:
+            same = torch.full((len(quota),), quota[0], device=rank.device)
+            index = PlacedSelection.of(rank, same, sum(quota)).places[1]
+            return Selection(index.view(len(quota), -1), tuple(quota))
     order = ranked(scores, forced, tokens, units)
-    known = (order,) if getattr(method.heads, "takes_order", False) else ()
-    return first(order, method.heads(scores, forced, seen.lengths, layer_budget, units, *known))
+    if counts:
+        quota = counts(scores, forced, seen.lengths, layer_budget, units, inverse(order)).tolist()
+    else:
+        quota = method.heads(scores, forced, seen.lengths, layer_budget, units)
+    return first(order, quota)
 
 
 def layer_budgets(method: Method, budget: int, tokens: int, weights: Sequence[float]) -> list[int]:

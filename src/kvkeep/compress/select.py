@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from kvkeep.kernels.kernel_dispatch import KernelDispatch
 from kvkeep.types import Selection
 
 
@@ -51,6 +53,48 @@ def ranked(scores: Tensor, forced: Tensor, token_mask: Tensor, units: Units | No
         return sort_packed(tier << 32 | MOST - sortable(scores))
     order = best_first(scores)
     return order.gather(1, tier.gather(1, order).sort(dim=1, stable=True).indices)
+
+
+def _ranks(
+    scores: Tensor,
+    forced: Tensor,
+    token_mask: Tensor | None,
+    member: Tensor | None = None,
+    unit_scores: Tensor | None = None,
+) -> Tensor:
+    """The place of each token in its head's order: `inverse` of `ranked`; token_mask: None for all. [kv_heads, n]"""
+    if token_mask is None:
+        token_mask = torch.ones_like(forced)
+    units = None if member is None or unit_scores is None else Units(member, unit_scores)
+    return inverse(ranked(scores, forced, token_mask, units))
+
+
+def _places_of(rank: Tensor, counts: Tensor, total: int) -> Tensor:
+    """Head and index of the first `counts` tokens of each head, ascending, `total` in all. [2, total]"""
+    return (rank < counts[:, None]).nonzero().t().contiguous()
+
+
+ranks = KernelDispatch("ranks", "selection", reference=_ranks)
+places_of = KernelDispatch("places_of", "selection", reference=_places_of)
+
+
+@dataclass(frozen=True)
+class PlacedSelection:
+    """A selection whose lengths are known to the device alone: the host need not wait for them."""
+
+    places: Tensor  # [2, total] key head and token index of what is kept, head by head, ascending
+    counts: Tensor  # [kv_heads] tokens kept per key head
+
+    @classmethod
+    def of(cls, rank: Tensor, counts: Tensor, total: int) -> PlacedSelection:
+        return cls(places_of(rank, counts, total), counts)
+
+    def known(self) -> Selection:
+        """Wait for the lengths."""
+        lengths = tuple(self.counts.tolist())
+        if len(set(lengths)) == 1:
+            return Selection(self.places[1].view(len(lengths), -1), lengths)
+        return Selection(pad_sequence(list(self.places[1].split(lengths)), True), lengths)
 
 
 def inverse(order: Tensor) -> Tensor:

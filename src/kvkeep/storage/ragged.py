@@ -139,10 +139,13 @@ class RaggedLayer:
         lengths = [len(segment.token_positions) for segment in segments]
         room = [n + spare + (n // growth if growth else 0) for n in lengths]
         *starts, total = accumulate(room, initial=0)
-        flat = segments[0].map(lambda like: like.new_empty(total, *like.shape[1:]))
-        for segment, start in zip(segments, starts, strict=True):
-            for name, part in segment.parts.items():
-                flat.parts[name][start : start + len(part)] = part
+        if room == lengths:
+            flat = Tokens(**{name: torch.cat([each.parts[name] for each in segments]) for name in segments[0].parts})
+        else:
+            flat = segments[0].map(lambda like: like.new_empty(total, *like.shape[1:]))
+            for segment, start in zip(segments, starts, strict=True):
+                for name, part in segment.parts.items():
+                    flat.parts[name][start : start + len(part)] = part
         self.flat, self.starts, self.lengths, self.room, self.free_slots = flat, starts, lengths, room, NOTHING
         self.rows, self.kv_heads = len(rows), len(rows[0])
         self.update_ends()
@@ -266,8 +269,9 @@ class RaggedLayer:
     def update_ends(self) -> None:
         """The first free slot of every segment, on the device, so that decoding never synchronizes with the host."""
         ends = [start + length for start, length in self.segments]
-        places = torch.tensor([self.starts, ends], device=self.flat.token_positions.device)
-        self.segment_starts, self.ends = places
+        device = self.flat.token_positions.device
+        places = torch.tensor([self.starts, ends], pin_memory=device.type == "cuda")
+        self.segment_starts, self.ends = places.to(device, non_blocking=True)
 
     @property
     def is_uniform(self) -> bool:

@@ -1,7 +1,7 @@
 """Head budgets: (scores, forced, lengths, budget, units) -> tokens per key head.
 
 scores [kv_heads, n], -inf beyond a head's length; forced [kv_heads, n]: tokens that are always kept; units: groups of
-tokens selected whole, None for single tokens. One that `takes_order` also gets each head's tokens by priority.
+tokens selected whole, None for single tokens. One with `counts` also says them on the device, given each token's rank.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvkeep.compress.select import MOST, Units, best_first, inverse, packs, ranked, sort_packed, sortable
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.kernel_dispatch import KernelDispatch
 
 INF = float("inf")
 
@@ -39,7 +40,6 @@ class AdaptiveHeads:
 
     alpha: float = 0.2
     needs_scores = True
-    takes_order = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -49,32 +49,45 @@ class AdaptiveHeads:
         self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None = None,
         order: Tensor | None = None,
     ) -> list[int]:  # fmt: skip
-        kv_heads = len(lengths)
-        total = min(kv_heads * budget, sum(lengths))
         if order is None:
             order = ranked(scores, forced, scores > -INF, units)
-        reserved = self._reserved(scores, forced, budget, order)
-        winners = self._contest(scores, reserved, units)[:total]
-        head = kv_heads - 1 - winners % kv_heads
-        return (head[:, None] == torch.arange(kv_heads, device=head.device)).sum(0).tolist()
+        return self.counts(scores, forced, lengths, budget, units, inverse(order)).tolist()
 
-    def _contest(self, scores: Tensor, reserved: Tensor, units: Units | None) -> Tensor:
-        """The tokens of all heads, best first. [kv_heads * n] places in `_token_major` order"""
-        own = _token_major(scores.masked_fill(reserved, INF))
-        if units is None:
-            return best_first(own[None])[0]
-        unit = units.scores.gather(1, units.member).masked_fill(scores == -INF, -INF)
-        unit = _token_major(unit.masked_fill(reserved, INF))
-        if packs(own) and packs(unit):
-            return sort_packed((MOST // 2 - sortable(unit) << 32 | MOST - sortable(own))[None])[0]
-        order = best_first(own)
-        return order[unit[order].sort(descending=True, stable=True).indices]
+    def counts(
+        self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None, rank: Tensor
+    ) -> Tensor:
+        """The same on the device, given the place of each token in its head's order. [kv_heads]"""
+        count = forced.sum(1, dtype=torch.float64)
+        floor = count + (self.alpha * (budget - count).clamp_min(0)).floor()  # forced tokens, and the best others
+        member, unit_scores = (None, None) if units is None else (units.member, units.scores)
+        return contest(scores, rank, floor, min(len(lengths) * budget, sum(lengths)), member, unit_scores)
 
-    def _reserved(self, scores: Tensor, forced: Tensor, budget: int, order: Tensor) -> Tensor:
-        """Forced tokens, and the best ones of each head up to its floor."""
-        count = forced.sum(1)
-        floor = count + (self.alpha * (budget - count).clamp_min(0).double()).floor().long()
-        return (inverse(order) < floor[:, None]) & (scores > -INF)
+
+def _contest(
+    scores: Tensor, rank: Tensor, floor: Tensor, total: int, member: Tensor | None, unit_scores: Tensor | None
+) -> Tensor:
+    """How many of the `total` best tokens of all heads are each head's, those within its floor first. [kv_heads]"""
+    kv_heads = len(scores)
+    reserved = (rank < floor[:, None]) & (scores > -INF)
+    winners = _all_best_first(scores, reserved, member, unit_scores)[:total]
+    head = kv_heads - 1 - winners % kv_heads
+    return (head[:, None] == torch.arange(kv_heads, device=head.device)).sum(0)
+
+
+contest = KernelDispatch("contest", "selection", reference=_contest)
+
+
+def _all_best_first(scores: Tensor, reserved: Tensor, member: Tensor | None, unit_scores: Tensor | None) -> Tensor:
+    """The tokens of all heads, best first. [kv_heads * n] places in `_token_major` order"""
+    own = _token_major(scores.masked_fill(reserved, INF))
+    if member is None or unit_scores is None:
+        return best_first(own[None])[0]
+    unit = unit_scores.gather(1, member).masked_fill(scores == -INF, -INF)
+    unit = _token_major(unit.masked_fill(reserved, INF))
+    if packs(own) and packs(unit):
+        return sort_packed((MOST // 2 - sortable(unit) << 32 | MOST - sortable(own))[None])[0]
+    order = best_first(own)
+    return order[unit[order].sort(descending=True, stable=True).indices]
 
 
 def _token_major(scores: Tensor) -> Tensor:

@@ -25,5 +25,6 @@ class Blocks:
     def __call__(self, seen: Observation, scores: Tensor, free: Tensor) -> Units:
         if self.size > max(self.usual, seen.tokens):
             raise BadParameter(f"{self.name}={self.size} is larger than the text: {seen.tokens} tokens; use fewer.")
-        unit = (torch.arange(seen.tokens, device=scores.device) // self.size).expand_as(scores)
+        unit = seen.once(("blocks", self.size), lambda: torch.arange(seen.tokens, device=scores.device) // self.size)
+        unit = unit.expand_as(scores)
         return Units.summed(unit, scores * free, -(-seen.tokens // self.size))

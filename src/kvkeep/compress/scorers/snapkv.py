@@ -37,7 +37,9 @@ class SnapKVScorer:
         scores = attention_received(seen, max(1, window))
         if self.shared:
             scores = scores.mean(0, keepdim=True).expand_as(scores)
-        return pool(scores, distance_from_end(seen) >= (window if self.kept else 0), self.pool, self.pooling)
+        start = window if self.kept else 0
+        among = seen.once(("before", start), lambda: distance_from_end(seen) >= start)
+        return pool(scores, among, self.pool, self.pooling)
 
 
 @dataclass(frozen=True)

@@ -34,5 +34,7 @@ class ValueNormScorer:
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         tokens = token_mask(seen)
-        norms = pool(squared_value_norms(seen) * tokens, tokens, self.pool) * tokens
-        return self.scorer(seen, budget) * (norms / norms.amax(1, keepdim=True).clamp_min(1e-30)) ** self.power
+        norms = squared_value_norms(seen)
+        norms = pool(norms * tokens, tokens, self.pool) * tokens if seen.is_padded else pool(norms, tokens, self.pool)
+        relative = norms / norms.amax(1, keepdim=True).clamp_min(1e-30)
+        return self.scorer(seen, budget) * (relative if self.power == 1 else relative**self.power)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, pow2
+from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2
 
 TOKENS, CENTRES = 64, 64  # per block; fewer centres where keys are wide
 MEMBERS = 32  # of a cluster per iteration
@@ -42,7 +42,8 @@ def means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return mean, bounds.diff(dim=1)
 
 
-@triton.jit
+@fast_launch
+@triton.jit(do_not_specialize=["n", "count"])
 def _assign(
     keys, centres, sizes, member, n, count, dim, SIZED: tl.constexpr, WIDEN: tl.constexpr,
     TOKENS: tl.constexpr, CENTRES: tl.constexpr, DIM: tl.constexpr,
@@ -69,7 +70,8 @@ def _assign(
     tl.store(member + head * n + tokens, best_index.to(tl.int64), mask=tokens < n)
 
 
-@triton.jit
+@fast_launch
+@triton.jit(do_not_specialize=["n", "count"])
 def _means(keys, order, bounds, mean, n, count, dim, MEMBERS: tl.constexpr, DIM: tl.constexpr):
     cluster, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     bound = bounds + head * (count + 1) + cluster

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, pow2, softcapped
+from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
 
 PROGRAMS = 512  # enough to fill a large GPU
+ROWS = 128  # queries of a program that merges
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -31,26 +32,35 @@ def column_mass(
     """As in the reference."""
     heads, q, dim = queries.shape
     kv_heads, n, _ = keys.shape
-    queries, keys, positions = queries.contiguous(), keys.contiguous(), positions.contiguous()
+    queries, keys, positions = (_dense_last_axis(t) for t in (queries, keys, positions))
     if lse is None:
-        lse = log_sum_exp(queries, keys, positions, seq_len, scale, softcap)
-        if sink_logits is not None:
-            lse = torch.logaddexp(lse, sink_logits.float()[:, None])
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()  # a query whose keys are all masked adds nothing
+        lse = log_sum_exp(queries, keys, positions, seq_len, scale, softcap, sink_logits)
+    else:
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
     mass = queries.new_empty(kv_heads, n, dtype=torch.float32)
     size, warps, stages = _blocks(q, dim, queries.dtype)
     _column_mass[cdiv(n, size), kv_heads](
         queries, keys, positions, lse, lse if weights is None else weights.float().contiguous(), mass, seq_len - q, q,
-        n, heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None, weights is not None, seq_len == n,
+        n, *queries.stride()[:2], *keys.stride()[:2], positions.stride(0), heads // kv_heads, dim, scale,
+        softcap or 0.0, softcap is not None, weights is not None, seq_len == n,
         INTERPRETED, max(MIN_BLOCK, pow2(dim)), size, size, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return mass
 
 
 def log_sum_exp(
-    queries: Tensor, keys: Tensor, positions: Tensor, seq_len: int, scale: float, softcap: float | None
+    queries: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    seq_len: int,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Log-sum-exp of every query's logits; -inf where all keys are masked. All contiguous -> [heads, q] float32"""
+    """Log-sum-exp of every query's logits; inf, so that it adds nothing, for a query whose keys are all masked.
+
+    Last strides are 1. -> [heads, q] float32
+    """
     heads, q, dim = queries.shape
     kv_heads, n, _ = keys.shape
     size, warps, stages = _blocks(q, dim, queries.dtype)
@@ -58,11 +68,20 @@ def log_sum_exp(
     splits = max(1, min(cdiv(n, 4 * size), PROGRAMS // (blocks * heads)))
     parts = queries.new_empty(splits, heads, q, dtype=torch.float32)
     _log_sum_exp[blocks, heads, splits](
-        queries, keys, positions, parts, seq_len - q, q, n, heads // kv_heads, dim, scale, softcap or 0.0, splits,
+        queries, keys, positions, parts, seq_len - q, q, n, *queries.stride()[:2], *keys.stride()[:2],
+        positions.stride(0), heads // kv_heads, dim, scale, softcap or 0.0, splits,
         softcap is not None, seq_len == n, INTERPRETED, max(MIN_BLOCK, pow2(dim)), size, size,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return parts[0] if splits == 1 else parts.logsumexp(0)
+    lse, extra = queries.new_empty(heads, q, dtype=torch.float32), sink_logits
+    _merge[heads, cdiv(q, ROWS)](
+        parts, parts if extra is None else extra.contiguous(), lse, q, splits, extra is not None, ROWS, num_warps=4
+    )
+    return lse
+
+
+def _dense_last_axis(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _blocks(q: int, dim: int, kind: torch.dtype) -> tuple[int, int, int]:
@@ -71,19 +90,21 @@ def _blocks(q: int, dim: int, kind: torch.dtype) -> tuple[int, int, int]:
     return (128, 8, 3) if large else (64, 4, 2)
 
 
-@triton.jit
+@fast_launch
+@triton.jit(do_not_specialize=["before", "q", "n", "position_head", "splits"])
 def _log_sum_exp(
-    queries, keys, positions, parts, before, q, n, group, dim, scale, softcap, splits,
+    queries, keys, positions, parts, before, q, n, query_head, query_token, key_head, key_token, position_head,
+    group, dim, scale, softcap, splits,
     CAPPED: tl.constexpr, DENSE: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query_ids, channels = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, DIM)
-    base = queries + head.to(tl.int64) * q * dim
+    base = queries + head.to(tl.int64) * query_head
     inside = (query_ids < q)[:, None] & (channels < dim)[None, :]
-    query = tl.load(base + query_ids[:, None].to(tl.int64) * dim + channels[None, :], mask=inside, other=0.0)
-    key_base = keys + (head // group).to(tl.int64) * n * dim
-    key_positions = positions + (head // group) * n
+    query = tl.load(base + query_ids[:, None].to(tl.int64) * query_token + channels[None, :], mask=inside, other=0.0)
+    key_base = keys + (head // group).to(tl.int64) * key_head
+    key_positions = positions + (head // group) * position_head
     row_max = tl.full([QUERIES], float("-inf"), tl.float32)
     row_sum = tl.zeros([QUERIES], tl.float32)
     end = n
@@ -94,7 +115,7 @@ def _log_sum_exp(
         tokens = start + tl.arange(0, KEYS)
         valid = tokens < n
         k = tl.load(
-            key_base + tokens[:, None].to(tl.int64) * dim + channels[None, :],
+            key_base + tokens[:, None].to(tl.int64) * key_token + channels[None, :],
             mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
         )  # fmt: skip
         position = tl.load(key_positions + tokens, mask=valid, other=2147483647)
@@ -108,40 +129,67 @@ def _log_sum_exp(
     tl.store(parts + (split * tl.num_programs(1) + head).to(tl.int64) * q + query_ids, result, mask=query_ids < q)
 
 
+@fast_launch
+@triton.jit(do_not_specialize=["q", "splits"])
+def _merge(parts, sink_logits, lse, q, splits, HAS_SINK: tl.constexpr, ROWS: tl.constexpr):
+    head, rows = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    for split in range(0, splits):
+        where = parts + (split * tl.num_programs(0) + head) * q + rows
+        part = tl.load(where, mask=rows < q, other=float("-inf"))
+        row_max, row_sum = _add(part, row_max, row_sum)
+    if HAS_SINK:
+        row_max, row_sum = _add(tl.load(sink_logits + head).to(tl.float32), row_max, row_sum)
+    total = tl.where(row_sum == 0, float("inf"), row_max + tl.log(tl.where(row_sum == 0, 1.0, row_sum)))
+    tl.store(lse + head * q + rows, total, mask=rows < q)
+
+
 @triton.jit
+def _add(part, row_max, row_sum):
+    """One more logit of a sum of exponentials."""
+    new_max = tl.maximum(row_max, part)
+    safe = tl.where(new_max == float("-inf"), 0.0, new_max)
+    return new_max, row_sum * tl.exp(row_max - safe) + tl.exp(part - safe)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["before", "q", "n", "position_head"])
 def _column_mass(
-    queries, keys, positions, lse, weights, mass, before, q, n, group, dim, scale, softcap,
+    queries, keys, positions, lse, weights, mass, before, q, n, query_head, query_token, key_head, key_token,
+    position_head, group, dim, scale, softcap,
     CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, DENSE: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
     tokens, channels = block * KEYS + tl.arange(0, KEYS), tl.arange(0, DIM)
     valid = tokens < n
-    key_base = keys + head.to(tl.int64) * n * dim
+    key_base = keys + head.to(tl.int64) * key_head
     k = tl.trans(tl.load(
-        key_base + tokens[:, None].to(tl.int64) * dim + channels[None, :],
+        key_base + tokens[:, None].to(tl.int64) * key_token + channels[None, :],
         mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
     ))  # fmt: skip
-    position = tl.load(positions + head * n + tokens, mask=valid, other=2147483647)
+    position = tl.load(positions + head * position_head + tokens, mask=valid, other=2147483647)
     first = tl.maximum(tl.min(position, 0) - before, 0) // QUERIES * QUERIES  # earlier queries see none of these keys
     mask_end = q
     if DENSE:  # of a head without evictions, later queries see the whole block
-        whole = tl.load(positions + head * n + n - 1) == n - 1
+        whole = tl.load(positions + head * position_head + n - 1) == n - 1
         after = tl.maximum(first, tl.cdiv((block + 1) * KEYS - 1 - before, QUERIES) * QUERIES)
         mask_end = tl.where(whole, tl.minimum(q, after), q)
     received = tl.zeros([QUERIES, KEYS], tl.float32)  # reduced at the end: no synchronization before
     for member in range(0, group):
-        offset = (head * group + member).to(tl.int64) * q
+        offset = (head * group + member).to(tl.int64)
+        query, offset = queries + offset * query_head, offset * q
         for start in range(first, mask_end, QUERIES):
             probs = _probs(
-                queries + offset * dim, lse + offset, weights + offset, k, channels, start, q, dim, scale, softcap,
+                query, lse + offset, weights + offset, k, channels, start, q, query_token, dim, scale, softcap,
                 CAPPED, WEIGHTED, WIDEN, QUERIES,
             )  # fmt: skip
             query_ids = start + tl.arange(0, QUERIES)
             received += tl.where(position[None, :] <= (before + query_ids)[:, None], probs, 0.0)
         for start in range(mask_end, q, QUERIES):
             received += _probs(
-                queries + offset * dim, lse + offset, weights + offset, k, channels, start, q, dim, scale, softcap,
+                query, lse + offset, weights + offset, k, channels, start, q, query_token, dim, scale, softcap,
                 CAPPED, WEIGHTED, WIDEN, QUERIES,
             )  # fmt: skip
     tl.store(mass + head * n + tokens, tl.sum(received, 0) / group, mask=valid)
@@ -149,13 +197,13 @@ def _column_mass(
 
 @triton.jit
 def _probs(
-    queries, lse, weights, k, channels, start, q, dim, scale, softcap,
+    queries, lse, weights, k, channels, start, q, query_token, dim, scale, softcap,
     CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, WIDEN: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Unmasked attention of a block of queries to a block of keys. k [dim, keys]"""
     query_ids = start + tl.arange(0, QUERIES)
     inside = (query_ids < q)[:, None] & (channels < dim)[None, :]
-    query = tl.load(queries + query_ids[:, None].to(tl.int64) * dim + channels[None, :], mask=inside, other=0.0)
+    query = tl.load(queries + query_ids[:, None].to(tl.int64) * query_token + channels[None, :], mask=inside, other=0.0)
     query_lse = tl.load(lse + query_ids, mask=query_ids < q, other=float("inf"))
     if CAPPED:
         probs = tl.exp(softcapped(dot(query, k, WIDEN) * scale, softcap, CAPPED) - query_lse[:, None])

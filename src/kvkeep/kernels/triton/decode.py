@@ -97,7 +97,7 @@ def _append(
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _partial(
     query, keys, values, starts, lengths, partial, weight, scale, softcap, group, splits, dim, v_dim,
     CAPPED: tl.constexpr, WIDEN: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -139,7 +139,7 @@ def _partial(
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(
     partial, weight, sink_logits, output, heads, splits, v_dim, HAS_SINK: tl.constexpr, SPLITS: tl.constexpr,
     V_DIM: tl.constexpr,

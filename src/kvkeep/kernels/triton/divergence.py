@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvkeep.kernels.triton.column_mass import log_sum_exp
-from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, pow2, softcapped
+from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
 
 KEYS = 64  # per block
 PROGRAMS = 2048  # enough to fill a large GPU, with an even end
@@ -34,7 +34,6 @@ def js_distance(
     kv_heads, n, _ = keys.shape
     queries, keys, positions = queries.contiguous(), keys.contiguous(), positions.contiguous()
     lse = log_sum_exp(queries, keys, positions, seq_len, scale, softcap)  # without the sink: these rows sum to 1
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
     how = (seq_len - w, w, n, heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None)
     splits = max(1, min(cdiv(n, 4 * KEYS), PROGRAMS // heads))
     parts = queries.new_empty(heads, splits, w, dtype=torch.float32)
@@ -46,7 +45,8 @@ def js_distance(
     return parts.sum(1).sqrt()
 
 
-@triton.jit
+@fast_launch
+@triton.jit(do_not_specialize=["before", "w", "n", "smooth", "splits"])
 def _divergence(
     queries, keys, positions, lse, sink_logits, parts, before, w, n, group, dim, scale, softcap, CAPPED: tl.constexpr,
     smooth, splits, HAS_SINK: tl.constexpr, STEPWISE: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr,

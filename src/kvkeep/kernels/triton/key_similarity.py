@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, pow2
+from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
 
 TOKENS = 32  # per program
 
@@ -23,7 +23,8 @@ def key_similarity(keys: Tensor, token_mask: Tensor, kappa: int) -> Tensor:
     return similarity
 
 
-@triton.jit
+@fast_launch
+@triton.jit(do_not_specialize=["n"])
 def _key_similarity(keys, token_mask, similarity, n, dim, kappa, TOKENS: tl.constexpr, DIM: tl.constexpr):
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens, channels = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)

@@ -110,7 +110,7 @@ def merge(one: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, output: Te
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "lse_row", "lse_head", "other_row", "other_head"])
 def _merge(
     one, other, output, lse, other_lse, row_1, head_1, token_1, row_2, head_2, token_2, row_3, head_3, token_3, lse_row,
     lse_head, other_row, other_head, n, heads, dim, TOKENS: tl.constexpr, DIM: tl.constexpr,

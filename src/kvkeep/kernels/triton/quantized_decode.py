@@ -122,7 +122,7 @@ def _online_softmax(logits, row_max, row_sum):
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _partial(
     query, key_codes, key_scales, key_mins, value_codes, value_scales, value_mins, tail_keys, tail_values, starts,
     lengths, partial, weight, scale, softcap, group, splits, dim: tl.constexpr, v_dim: tl.constexpr, BITS: tl.constexpr,

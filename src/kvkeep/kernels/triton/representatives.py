@@ -66,7 +66,7 @@ def _unit_representatives(
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["m_stride"])
 def _by_head(
     keys, mass, out, k_stride, m_stride, size, count, kv_heads, group, dim, COSINE: tl.constexpr, SIZE: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,

@@ -1,0 +1,59 @@
+"""Selection kernels equal compress/'s torch functions, ties, both zeros, infinities and padding included."""
+
+import pytest
+import torch
+
+from kvkeep.compress import pooling, select
+from kvkeep.compress.budget import heads
+from kvkeep.kernels.triton import selection, smoothing
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def drawn(seed):
+    torch.manual_seed(seed)
+    kv_heads, n = int(torch.randint(1, 7, ())), [1, 17, 60, 700, 1024, 5000][seed % 6]
+    scores = (torch.randn(kv_heads, n) * 2).round() / 2 * torch.tensor([1.0, -1.0])[torch.randint(0, 2, (kv_heads, n))]
+    scores[torch.rand(kv_heads, n) < 0.1] = float("inf")
+    lengths = torch.randint(1, n + 1, (kv_heads,)) if seed % 2 else torch.full((kv_heads,), n)
+    tokens = torch.arange(n) < lengths[:, None]
+    forced = (torch.rand(kv_heads, n) < 0.2) & tokens
+    member = unit_scores = None
+    if seed % 4:
+        count = int(torch.randint(1, n + 1, ()))
+        unit_scores = torch.randn(kv_heads, count).round()
+        member = torch.randint(0, count, (n,)).expand(kv_heads, -1) if seed % 4 == 1 else None
+        member = torch.randint(0, count, (kv_heads, n)) if member is None else member
+    scores = scores.masked_fill(~tokens, float("-inf"))
+    return [t if t is None else t.to(DEVICE) for t in (scores, forced, tokens, member, unit_scores, lengths)]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_ranks_contest_and_places(seed):
+    scores, forced, tokens, member, unit_scores, lengths = drawn(seed)
+    rank = select._ranks(scores, forced, tokens, member, unit_scores)
+    assert torch.equal(selection.ranks(scores, forced, tokens, member, unit_scores), rank)
+    if seed % 2 == 0:
+        assert torch.equal(selection.ranks(scores, forced, None, member, unit_scores), rank)
+        assert torch.equal(select._ranks(scores, forced, None, member, unit_scores), rank)
+    total = int(torch.randint(1, int(lengths.sum()) + 1, ()))
+    floor = torch.randint(0, total // len(scores) + 1, (len(scores),)).double().to(DEVICE)
+    how = scores, rank, floor, total, member, unit_scores
+    counts = selection.contest(*how)
+    assert torch.equal(counts, heads._contest(*how)) and int(counts.sum()) == total
+    places = selection.places_of(rank, counts, total)
+    assert torch.equal(places, select._places_of(rank, counts, total))
+    known = select.PlacedSelection(places, counts).known()
+    assert known.tolist() == select.first(rank.argsort(1), counts.tolist()).tolist()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind, width", [("avg", 5), ("avg", 3), ("max", 7)])
+def test_smoothing(kind, width, seed):
+    torch.manual_seed(seed)
+    kv_heads, n = seed % 4 + 1, [1, 4, 513, 1000][seed % 4]
+    scores, among = torch.randn(kv_heads, n, device=DEVICE), torch.rand(kv_heads, n, device=DEVICE) < 0.8
+    if seed % 3 == 0:
+        among = among[:1].expand(kv_heads, -1)
+    got, want = smoothing.smooth(scores, among, width, kind), pooling._with_torch(scores, among, width, kind)
+    assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
