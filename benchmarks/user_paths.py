@@ -1,7 +1,8 @@
 """What a user waits for, through the public API alone: benchmarks/user_paths.py --shape llama-8b --out folder
 
-Random weights. Every measure is a row: what the user writes, seconds or milliseconds, beside stock transformers in the
-same run. First and second calls are apart; engines are warmed up where the row says so.
+Random weights, or those of the default model (--shape default). Every measure is a row: what the user writes, seconds
+or milliseconds, beside stock transformers in the same run. First and second calls are apart; engines are warmed up
+where the row says so.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Run:
         self.options, self.rows = options, []
         self.cuda = options.device.startswith("cuda")
         kind = torch.bfloat16 if self.cuda else torch.float32
-        self.model = random_model(options.shape, options.device, kind)
+        default = options.shape == "default"
+        self.model = kvkeep.load()[0] if default else random_model(options.shape, options.device, kind)
         self.model.generation_config.eos_token_id = None
         self.words = Characters()
 
@@ -184,14 +186,14 @@ class Run:
 
 
 def measures(run: Run) -> dict[str, Callable[[], None]]:
-    long, rows = run.options.length, run.options.rows
+    long, short, rows = run.options.length, run.options.short, run.options.rows
     return {
-        "stock": lambda: run.stock(8000),
-        "one8k": lambda: run.one(8000),
-        "one128k": lambda: run.one(long),
-        "many": lambda: run.many(rows, 8000),
-        "int8": lambda: run.many(rows, 8000, storage="int8"),
-        "cache": lambda: [run.cache(method, 8000) for method in run.options.cache_methods.split(",")],
+        "stock": lambda: run.stock(short),
+        "one": lambda: run.one(short),
+        "long": lambda: run.one(long),
+        "many": lambda: run.many(rows, short),
+        "int8": lambda: run.many(rows, short, storage="int8"),
+        "cache": lambda: [run.cache(method, short) for method in run.options.cache_methods.split(",")],
         "steps": lambda: [
             run.many(n, 2000, method, 1024) for method in run.options.step_methods.split(",") for n in (rows // 4, rows)
         ],
@@ -208,6 +210,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--length", type=int, default=131_000 - 512)
+    parser.add_argument("--short", type=int, default=8000)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--new-each", type=int, default=129)

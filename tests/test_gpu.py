@@ -113,16 +113,16 @@ def test_attention_tells_every_querys_sum(heads, kv_heads, n, dim):
     torch.manual_seed(n)
     query = torch.randn(2, heads, n, dim, device="cuda", dtype=torch.bfloat16)
     key, value = torch.randn(2, 2, kv_heads, n, dim, device="cuda", dtype=torch.bfloat16)
-    handover = AttentionCall(query, key, value, None, lambda: None, 0.2, None, None, is_sdpa=True)
-    (output, _), sums = attend_with_lse(handover)
+    call = AttentionCall(query, key, value, None, lambda: None, 0.2, None, None, is_sdpa=True)
+    (output, _), sums = attend_with_lse(call)
     keys, values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in (key, value))
     logits = (query.double() @ keys.transpose(2, 3) * 0.2).masked_fill(
         torch.ones(n, n, dtype=torch.bool, device="cuda").triu(1), float("-inf")
     )
     assert (sums - logits.logsumexp(-1)).abs().max() < 2e-3
     assert (output.double() - (logits.softmax(-1) @ values).transpose(1, 2)).abs().max() < 2e-2
-    assert attend_with_lse(dataclasses.replace(handover, is_sdpa=False)) is None
-    assert attend_with_lse(dataclasses.replace(handover, softcap=3.0)) is None
+    assert attend_with_lse(dataclasses.replace(call, is_sdpa=False)) is None
+    assert attend_with_lse(dataclasses.replace(call, softcap=3.0)) is None
 
 
 def test_a_kernel_started_again_is_the_one_for_its_arguments():

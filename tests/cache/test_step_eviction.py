@@ -273,7 +273,7 @@ def test_padding_does_not_vote_while_a_buffer_fills(spec, cut, schedule):
 @pytest.mark.parametrize("order", [[1, 0], [1, 1], [0, 1, 1]])
 @pytest.mark.parametrize("spec", ["snapkv", "kvkeep", "cake", "protokv", "h2o", "tova"])
 def test_rows_take_their_buffered_queries_along(spec, order):
-    """Rows change places while queries wait for the next contest: each is then judged by its own."""
+    """Rows change places while queries wait for the next eviction: each is then judged by its own."""
     model, texts = make_llama(num_hidden_layers=2).double(), (IDS[:, :100], IDS[:, 150:250].flip(1))
 
     def feed(cache, batch, start, stop):

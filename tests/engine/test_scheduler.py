@@ -90,7 +90,7 @@ def test_quantized_rows_together_are_alone(model, spec, storage):
 @pytest.mark.parametrize("schedule", ["prompt", None])
 def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spec, schedule, monkeypatch):
     """The selection is exact: evicted from at the end alone."""
-    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 50)
+    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
     monkeypatch.setattr(scheduling, "attention_cost", lambda _: 0.0)
     work = Scheduler(model, set())
     other = work.submit(request(model, spec, 1, 50, 400, schedule="prompt"))
@@ -103,8 +103,9 @@ def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spe
     work.submit(late)
     while not late.done:
         work.step()
-    assert chunks == [50, 100, 150, 200, 250, 300, 333] and late.selection == "exact"
-    assert len(other.answer.ids) >= 7  # it was not kept waiting
+    work.release_finished()
+    assert chunks == [64, 128, 192, 256, 320, 333] and late.selection == "exact"
+    assert len(other.answer.ids) >= 6  # it was not kept waiting
     whole = late.config.new_sequence()
     whole.prefill(late.ids)
     assert late.answer.ids == alone(late)
@@ -115,11 +116,11 @@ def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spe
 
 
 def test_a_last_chunk_of_one_token_is_no_decode_step(model, monkeypatch):
-    """Old: 301 = 6 × 50 + 1 tokens were all kept."""
-    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 50)
+    """Old: 321 = 5 × 64 + 1 tokens were all kept."""
+    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
     monkeypatch.setattr(scheduling, "attention_cost", lambda _: 0.0)
     work = Scheduler(model, set())
-    other, late = work.submit(request(model, "snapkv", 1, 50, 400)), request(model, "snapkv", 2, 301, 3)
+    other, late = work.submit(request(model, "snapkv", 1, 50, 400)), request(model, "snapkv", 2, 321, 3)
     other.interactive = late.keeps_cache = True
     work.step()
     work.submit(late)
@@ -212,6 +213,10 @@ def test_a_cancelled_request_frees_its_row_at_once(model, spec):
     work = Scheduler(model, set())
     stays, goes = (request(model, spec, seed, 80, 12, 64) for seed in (1, 2))
     work.submit(stays), work.submit(goes)
+    never = work.submit(request(model, spec, 3, 80, 12, 64))
+    never.cancelled = True
+    work.drop_cancelled()
+    assert never.done and not never.answer.ids
     for _ in range(4):
         work.step()
     goes.cancelled = True

@@ -29,7 +29,7 @@ def drawn(seed):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_ranks_contest_and_places(seed):
+def test_ranks_counts_and_places(seed):
     scores, forced, tokens, member, unit_scores, lengths = drawn(seed)
     rank = select._ranks(scores, forced, tokens, member, unit_scores)
     assert torch.equal(selection.ranks(scores, forced, tokens, member, unit_scores), rank)
@@ -39,8 +39,8 @@ def test_ranks_contest_and_places(seed):
     total = int(torch.randint(1, int(lengths.sum()) + 1, ()))
     floor = torch.randint(0, total // len(scores) + 1, (len(scores),)).double().to(DEVICE)
     how = scores, rank, floor, total, member, unit_scores
-    counts = selection.contest(*how)
-    assert torch.equal(counts, heads._contest(*how)) and int(counts.sum()) == total
+    counts = selection.top_counts(*how)
+    assert torch.equal(counts, heads._top_counts(*how)) and int(counts.sum()) == total
     places = selection.places_of(rank, counts, total)
     assert torch.equal(places, select._places_of(rank, counts, total))
     known = select.PlacedSelection(places, counts).known()

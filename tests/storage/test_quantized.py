@@ -292,7 +292,7 @@ def test_a_buffer_of_a_group_or_more_competes_while_it_is_written(tiny):
         want, got = (tiny(part, past_key_values=each).logits[:, -1] for each in (plain, cache))
         off.append(float((got - want).abs().max()))
     assert cache.report().tokens == plain.report().tokens and cache.report().kept_per_head < 96 + 40
-    assert max(off) <= 10 * BOUND["int8"]  # from the first contest on the two need not choose alike
+    assert max(off) <= 10 * BOUND["int8"]  # from the first eviction on the two need not choose alike
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "gemma2", "qwen2"])

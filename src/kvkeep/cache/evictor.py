@@ -41,24 +41,24 @@ class UnstoredLayer:
     index: int
     kept: Tokens  # [total, …]
     lengths: Tensor
-    arrival: Any  # of the lengths
+    copied: Any  # of the lengths
 
     @classmethod
     def of(cls, index: int, tokens: Tokens, selection: PlacedSelection) -> UnstoredLayer:
         heads, where = selection.places
-        kept, counts, arrival = tokens[heads, where], selection.counts, None
+        kept, counts, copied = tokens[heads, where], selection.counts, None
         if counts.device.type == "cuda":
             counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
-            arrival = torch.cuda.current_stream(where.device).record_event()
-        return cls(index, kept, counts, arrival)
+            copied = torch.cuda.current_stream(where.device).record_event()
+        return cls(index, kept, counts, copied)
 
     @property
     def nbytes(self) -> int:
         return self.kept.keys.nbytes + self.kept.values.nbytes
 
     def heads(self) -> list[Tokens]:
-        if self.arrival:
-            self.arrival.synchronize()
+        if self.copied:
+            self.copied.synchronize()
         ends = list(accumulate(self.lengths.tolist(), initial=0))
         return [self.kept[start:end] for start, end in pairwise(ends)]
 

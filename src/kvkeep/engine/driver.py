@@ -19,8 +19,9 @@ from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
 from kvkeep.errors import CacheMisuse
+from kvkeep.model.hf_cache import context_length
 
-WARMUP_TOKENS = 64  # of a prompt
+WARMUP_TOKENS = 64  # of a prompt, on a GPU beyond the budget
 PATIENCE = 0.02  # seconds until a waiting thread looks whether another one still steps
 
 
@@ -31,7 +32,8 @@ class Driver:
         self.scheduler = scheduler
         self.lock = threading.RLock()  # held during a step
         self.stepped = threading.Condition()  # notified after a step
-        self.stepping = self.closed = False
+        self.stepper: int | None = None  # the thread that is in a step
+        self.closed = False
         self.thread: threading.Thread | None = None
         self.thread_lock = threading.Lock()  # of `thread`
 
@@ -43,16 +45,16 @@ class Driver:
 
     def step(self) -> None:
         with self.lock:
-            if self.stepping:
+            if self.stepper is not None:
                 raise CacheMisuse("a progress callback cannot use the engine that calls it; use another engine.")
-            self.stepping = True
+            self.stepper = threading.get_ident()
             try:
                 self.scheduler.step()
             except BaseException as error:
                 self.scheduler.abort(error)
                 raise
             finally:
-                self.stepping = False
+                self.stepper = None
                 with self.stepped:
                     self.stepped.notify_all()
 
@@ -81,11 +83,11 @@ class Driver:
             self.cancel(active)
 
     def cancel(self, requests: list[Request]) -> None:
-        """Free what they hold at once, unless another thread is in a step: then after it."""
+        """Free what they hold, after the step that another thread may be in; in a callback, after its own step."""
         pending = [request for request in requests if not request.done]
         for request in pending:
             request.cancelled = True
-        if pending and not self.stepping and not sys.is_finalizing():
+        if pending and self.stepper != threading.get_ident() and not sys.is_finalizing():
             with self.lock:
                 self.scheduler.drop_cancelled()
 
@@ -128,7 +130,9 @@ class Driver:
         """Answer one prompt, then allocate and capture for up to `rows` of them."""
         with self.lock:
             progress("compiling")
-            ids = torch.arange(WARMUP_TOKENS) % config.model.config.get_text_config(decoder=True).vocab_size
+            evicted = config.budget if isinstance(config.budget, int) and config.model.device.type == "cuda" else 0
+            tokens = min(evicted + WARMUP_TOKENS, context_length(config.model) - 2)  # so that tokens are evicted
+            ids = torch.arange(tokens) % config.model.config.get_text_config(decoder=True).vocab_size
             self.run([Request(config, ids, Generation(2))], 1)
             for batch in self.scheduler.batches.values():
                 batch.warmup(config.budget, rows, progress)

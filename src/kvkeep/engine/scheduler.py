@@ -74,8 +74,6 @@ class Scheduler:
 
     def step(self) -> None:
         """Launch a decode step of all running requests, prefill a chunk beside it, deliver the decoded tokens."""
-        while self.submitted:
-            self.waiting.append(self.submitted.popleft())
         self.release_finished()
         self.drop_cancelled()
         self._admit_prefilled()
@@ -89,6 +87,8 @@ class Scheduler:
 
     def drop_cancelled(self) -> None:
         """Between two steps."""
+        while self.submitted:
+            self.waiting.append(self.submitted.popleft())
         for request in [each for each in self.waiting if each.cancelled]:
             self._finish(request)
         for request, batch in [each for each in self.prefilled if each[0].cancelled]:

@@ -60,10 +60,10 @@ class AdaptiveHeads:
         count = forced.sum(1, dtype=torch.float64)
         floor = count + (self.alpha * (budget - count).clamp_min(0)).floor()  # forced tokens, and the best others
         member, unit_scores = (None, None) if units is None else (units.member, units.scores)
-        return contest(scores, rank, floor, min(len(lengths) * budget, sum(lengths)), member, unit_scores)
+        return top_counts(scores, rank, floor, min(len(lengths) * budget, sum(lengths)), member, unit_scores)
 
 
-def _contest(
+def _top_counts(
     scores: Tensor, rank: Tensor, floor: Tensor, total: int, member: Tensor | None, unit_scores: Tensor | None
 ) -> Tensor:
     """How many of the `total` best tokens of all heads are each head's, those within its floor first. [kv_heads]"""
@@ -74,7 +74,7 @@ def _contest(
     return (head[:, None] == torch.arange(kv_heads, device=head.device)).sum(0)
 
 
-contest = KernelDispatch("contest", "selection", reference=_contest)
+top_counts = KernelDispatch("top_counts", "selection", reference=_top_counts)
 
 
 def _all_best_first(scores: Tensor, reserved: Tensor, member: Tensor | None, unit_scores: Tensor | None) -> Tensor:

@@ -47,14 +47,14 @@ def _rows(tensor: Tensor | None, instead: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def contest(
+def top_counts(
     scores: Tensor, rank: Tensor, floor: Tensor, total: int, member: Tensor | None, unit_scores: Tensor | None
 ) -> Tensor:
     """As in compress/budget/heads.py. -> [kv_heads] int64"""
     (heads, n), scores = scores.shape, scores.contiguous()
     keys = torch.empty(heads * n, dtype=torch.int64, device=scores.device)
     member, units = _rows(member, keys), scores if unit_scores is None else unit_scores.contiguous()
-    _pack_contest[cdiv(n, BLOCK), heads](
+    _pack_shared[cdiv(n, BLOCK), heads](
         scores, rank, floor, member, units, keys, n, member.stride(0), units.shape[1], unit_scores is not None, BLOCK,
         num_warps=4,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def _places(order, rank, n, BLOCK: tl.constexpr):
 
 @fast_launch
 @triton.jit(do_not_specialize=["n", "member_row", "units"])
-def _pack_contest(
+def _pack_shared(
     scores, rank, floor, member, unit_scores, keys, n, member_row, units, UNITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Token by token, heads in descending order, all backwards: ties go to the later token, then the lower head."""
@@ -132,7 +132,7 @@ def _pack_contest(
 @fast_launch
 @triton.jit(do_not_specialize=["total"])
 def _count(order, counts, total, BLOCK: tl.constexpr):
-    """How many of the first `total` of a contest are this head's."""
+    """How many of the first `total` of all heads are this head's."""
     head, heads = tl.program_id(0), tl.num_programs(0)
     found = tl.zeros([BLOCK], tl.int64)
     for start in range(0, total, BLOCK):
