@@ -32,3 +32,11 @@ def sharp():
     for layer in made.model.layers:
         layer.self_attn.q_proj.weight.data *= 20
     return made, tokenizer()
+
+
+def retrieving():
+    """In float64, where a batch rounds too little to change what is retrieved; and what is retrieved matters."""
+    made = model().double()
+    for layer in made.model.layers:
+        layer.self_attn.q_proj.weight.data *= 20
+    return made, tokenizer()

@@ -17,7 +17,6 @@ from kvkeep.kernels.dispatch import on_device
 from kvkeep.model.fused import fused_ops
 
 WARMUP_PASSES = 2  # before the capture: for one-time compilation and allocation
-MAX_WARMUP_PASSES = 2 * WARMUP_PASSES  # of a capture that fails and is tried again
 
 
 class CudaGraphRunner:
