@@ -39,19 +39,26 @@ def pairs(*axes):
     return chosen
 
 
+def over_rectangle(queries, keys, values, lengths, *how):
+    """The kernel over segments of equal room. keys, values [rows, kv_heads, size, dim]"""
+    size = keys.shape[2]
+    starts = torch.arange(0, lengths.numel() * size, size, device=DEVICE).view_as(lengths)
+    return decode.ragged_attention(queries, keys.flatten(0, 2), values.flatten(0, 2), starts, lengths, size, *how)
+
+
 @pytest.mark.parametrize(
     "shape, capped, kind",
     pairs([(1, 1, 1, 1, 16), (2, 4, 2, 9, 16), (3, 9, 3, 300, 64), (2, 8, 1, 129, 24)], KINDS, BOUND),
     ids=str,
 )
-def test_padded_attention(shape, capped, kind):
+def test_ragged_attention_with_softcap_and_sinks(shape, capped, kind):
     (rows, heads, kv_heads, size, dim), (softcap, sunk) = shape, capped
     torch.manual_seed(rows)
     queries, keys, values = (drawn(rows, h, n, dim, kind=kind) for h, n in ((heads, 1), *[(kv_heads, size)] * 2))
     lengths = torch.randint(1, size + 1, (rows, kv_heads), device=DEVICE)
     lengths[0, 0], lengths[-1, -1] = 1, size
     sinks = drawn(heads) if sunk else None
-    got = decode.padded_attention(queries, keys, values, lengths, 0.3, softcap, sinks)
+    got = over_rectangle(queries, keys, values, lengths, 0.3, softcap, sinks)
     want = reference.padded_attention(queries.float(), keys.float(), values.float(), lengths, 0.3, softcap, sinks)
     # the result of a lower precision is rounded to it, whoever computes it
     assert got.dtype == kind and off(got, want) <= BOUND[kind] + (torch.finfo(kind).eps if kind != torch.float32 else 0)
@@ -101,7 +108,7 @@ def test_append_ragged(rows, kv_heads, dim, wide, kind):
 
 def test_a_head_with_nothing_gives_zeros():
     queries, keys, values = drawn(1, 2, 1, 16), drawn(1, 2, 5, 16), drawn(1, 2, 5, 16)
-    got = decode.padded_attention(queries, keys, values, torch.tensor([[0, 3]], device=DEVICE), 0.3)
+    got = over_rectangle(queries, keys, values, torch.tensor([[0, 3]], device=DEVICE), 0.3)
     assert got[0, 0].eq(0).all() and got[0, 1].ne(0).any()
 
 

@@ -51,22 +51,6 @@ def ragged_attention(
     return output[:, :, None]
 
 
-def padded_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
-    """As in the reference, for contiguous keys and values [rows, kv_heads, size, dim]."""
-    size = keys.shape[2]
-    starts = torch.arange(0, lengths.numel() * size, size, device=keys.device).view_as(lengths)
-    flat = keys.view(-1, keys.shape[-1]), values.view(-1, values.shape[-1])
-    return ragged_attention(queries, *flat, starts, lengths, size, scale, softcap, sink_logits)
-
-
 def append_ragged(
     keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, lengths: Tensor, active: Tensor
 ) -> None:
