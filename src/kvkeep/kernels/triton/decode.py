@@ -40,7 +40,7 @@ def ragged_attention(
     _partial[rows * kv_heads, splits](
         query, keys, values, starts, lengths, partial, weight, scale, softcap or 0.0, group, splits, dim, v_dim,
         softcap is not None, INTERPRETED, max(MIN_BLOCK, pow2(group)), max(MIN_BLOCK, pow2(dim)),
-        max(MIN_BLOCK, pow2(v_dim)), BLOCK, num_warps=4,
+        max(MIN_BLOCK, pow2(v_dim)), BLOCK, num_warps=4, num_stages=2,
     )  # fmt: skip
     output = query.new_empty(rows, heads, v_dim)
     extra = query if sink_logits is None else sink_logits.float().contiguous()

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV
 from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
-from kvkeep.kernels.triton.decode import PROGRAMS, _merge
+from kvkeep.kernels.triton.decode import _merge
+
+PROGRAMS = 1024  # of one warp each: a group of 32 tokens is little work
 
 
 def append_quantized(
@@ -60,7 +62,7 @@ def quantized_attention(
     _partial[rows * kv_heads, splits + 1](
         query, *kv.tensors, tail_keys, tail_values, starts.contiguous(), lengths.contiguous(), partial, weight,
         scale, softcap or 0.0, group, splits, dim, v_dim, kv.bits, softcap is not None, INTERPRETED,
-        max(MIN_BLOCK, pow2(group)), GROUP_SIZE, _padded_half(dim), _padded_half(v_dim), num_warps=4,
+        max(MIN_BLOCK, pow2(group)), GROUP_SIZE, _padded_half(dim), _padded_half(v_dim), num_warps=1, num_stages=3,
     )  # fmt: skip
     output = queries.new_empty(rows, heads, v_dim)
     extra = query if sink_logits is None else sink_logits.float().contiguous()
