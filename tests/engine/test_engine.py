@@ -8,6 +8,7 @@ from conftest import EVICTING, RETRIEVING
 import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine.detokenizer import IncrementalDetokenizer, SentenceBoundaries
+from kvkeep.engine.row_pool import RowPool
 from kvkeep.errors import BadInput, BadParameter, StoreFull
 
 TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 29 == 0 else "") for i in range(600))
@@ -95,6 +96,16 @@ def test_a_question_known_before_changes_what_is_fetched(chat):
 def test_a_stream_is_the_answer_in_pieces(chat):
     pieces = list(engine(chat).stream(TEXT, max_new_tokens=20))
     assert "".join(pieces) == engine(chat).generate(TEXT, max_new_tokens=20) and len(pieces) > 1
+
+
+def test_an_answer_is_copied_from_the_pool_when_its_cache_is_asked_for(chat, monkeypatch):
+    copied, copy_decoded = [], RowPool.copy_decoded
+    monkeypatch.setattr(RowPool, "copy_decoded", lambda *given: copied.append(given[3]) or copy_decoded(*given))
+    mine = engine(chat)
+    for prompt in (TEXT, TEXT + " again"):
+        mine.generate(prompt, max_new_tokens=6)
+    assert not copied  # the first was replaced before anybody asked
+    assert mine.cache.seen == mine.length(TEXT + " again") + 5 == len(mine.token_ids) and copied == [5]
 
 
 def test_sampling_repeats_with_its_seed(chat):

@@ -83,6 +83,7 @@ class Context:
         try:
             yield from Handle(self._driver.submit(request), self._driver)
         finally:
+            self._driver.settle(request)
             self.answer, self._report = request.answer, sequence.cache.report()
 
     def _warn(self, question: str) -> None:

@@ -22,6 +22,7 @@ from kvkeep.errors import CacheMisuse
 from kvkeep.model.hf_cache import context_length
 
 WARMUP_TOKENS = 64  # of a prompt, on a GPU beyond the budget
+WARMUP_CHUNKS = 16384, 2048, 2048  # of a long prompt
 PATIENCE = 0.02  # seconds until a waiting thread looks whether another one still steps
 
 
@@ -105,7 +106,7 @@ class Driver:
 
     def settle(self, request: Request) -> None:
         """Of a request that is done: complete its cache, if it is kept."""
-        if request.keeps_cache:
+        if request.keeps_cache and request.done:
             with self.lock:
                 self.scheduler.release_finished()
 
@@ -134,6 +135,8 @@ class Driver:
             tokens = min(evicted + WARMUP_TOKENS, context_length(config.model) - 2)  # so that tokens are evicted
             ids = torch.arange(tokens) % config.model.config.get_text_config(decoder=True).vocab_size
             self.run([Request(config, ids, Generation(2))], 1)
+            if config.model.device.type == "cuda":
+                _prefill_in_chunks(config)
             for batch in self.scheduler.batches.values():
                 batch.warmup(config.budget, rows, progress)
 
@@ -143,6 +146,14 @@ class Driver:
         with self.lock:
             self.cancel(self.scheduler.requests)
             self.scheduler.batches.clear()
+
+
+def _prefill_in_chunks(config: SequenceConfig) -> None:
+    """As a long prompt is prefilled beside running answers."""
+    ids, sequence = torch.zeros(sum(WARMUP_CHUNKS), dtype=torch.int64), config.new_sequence()
+    if len(ids) <= context_length(config.model) and sequence.defer_eviction(len(ids)):
+        for size in WARMUP_CHUNKS:
+            sequence.forward(sequence.next_chunk(ids, size))
 
 
 def _stop(reference: weakref.ReferenceType[Driver]) -> None:
@@ -189,7 +200,6 @@ class Handle:
                     yield self.request.deltas.popleft()
         finally:
             self.cancel()
-            self._driver.settle(self.request)
 
     async def __aiter__(self) -> AsyncIterator[str]:
         loop, news = asyncio.get_running_loop(), asyncio.Event()

@@ -18,7 +18,7 @@ from kvkeep.engine.driver import Driver, Handle
 from kvkeep.engine.request import Request, check_prompts, raise_numbered, too_long
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.engine.sequence import ProgressCallback, SequenceConfig
+from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.chat import check_messages, encode, eos_token_ids, with_question
 
@@ -59,11 +59,11 @@ class Engine:
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         how = parse(method, **parameters), budget, prefill_chunk_size, options
         self.config = SequenceConfig(model, tokenizer, *how)
-        self.sequence = self.config.new_sequence()  # of the last answer of `stream` or `chat`
-        self.config = replace(self.config, host_budget=self.sequence.cache.host_budget)
+        self._sequence = self.config.new_sequence()
+        self.config = replace(self.config, host_budget=self._sequence.cache.host_budget)
         self._last: Request | None = None  # that answer
         eos = eos_token_ids(model, tokenizer)
-        self._driver = Driver(Scheduler(self.sequence.cache.model, eos, max_rows, max_tokens, memory))
+        self._driver = Driver(Scheduler(self._sequence.cache.model, eos, max_rows, max_tokens, memory))
 
     @property
     def model(self) -> Any:
@@ -76,6 +76,13 @@ class Engine:
     @property
     def method(self) -> Method:
         return self.config.method
+
+    @property
+    def sequence(self) -> Sequence:
+        """Of the last answer of `stream` or `chat`, which is copied from the pool when somebody asks for it."""
+        if self._last:
+            self._driver.settle(self._last)
+        return self._sequence
 
     @property
     def cache(self) -> Cache:
@@ -185,12 +192,18 @@ class Engine:
         return self._stream(self.encode(prompt, question), question, Generation.of(options), progress)
 
     def _stream(self, ids: Tensor, question: str | None, how: Generation, progress: ProgressCallback) -> Iterator[str]:
-        self.sequence = self.config.new_sequence()
+        self._begin_sequence()
         yield from self._answer(ids, how, question, progress)
+
+    def _begin_sequence(self) -> None:
+        """Drop the last one; what of it is in the pool alone need not be copied."""
+        if self._last:
+            self._last.keeps_cache = False
+        self._sequence = self.config.new_sequence()
 
     def _answer(self, ids: Tensor, how: Generation, question: str | None, progress: ProgressCallback) -> Iterator[str]:
         """Continue the engine's own sequence."""
-        sequence = self.sequence
+        sequence = self._sequence
         request = Request(self.config, ids, how, sequence, question, progress, interactive=True, keeps_cache=True)
         self._driver.submit(request)
         sequence.has_prefill, self._last = False, request
@@ -198,7 +211,7 @@ class Engine:
 
     def _check_no_prefill(self) -> None:
         """Refuse a new prompt where that would drop tokens prefilled by `prefill` or `extend`."""
-        if self.sequence.has_prefill:
+        if self._sequence.has_prefill:
             raise CacheMisuse(
                 f"this engine has prefilled {len(self.token_ids)} tokens, and a new prompt would drop them; "
                 "use engine.read(text).ask(question), or another engine."
@@ -225,7 +238,7 @@ class Engine:
         ids = encode(self.tokenizer, messages)[0]
         if not self._continues(ids):
             self._check_no_prefill()
-            self.sequence = self.config.new_sequence()
+            self._begin_sequence()
         return "".join(self._answer(ids, how, None, progress)).strip()
 
     def _continues(self, ids: Tensor) -> bool:
