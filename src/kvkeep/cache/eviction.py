@@ -101,7 +101,7 @@ class EvictingBackend:
             self.snapshots[index] = None  # evicted tokens cannot be restored
             rows = self.query_buffer.observe(index, call, layout, layer, lse)
             self.attention_check.check_nan(row.tokens.keys for row in rows)
-            uncompressed = self.evictor.evict(index, rows)
+            uncompressed = self.evictor.evict(index, rows, may_wait=not layer or layout.ends_deferral)
             self.peak_bytes = max(self.peak_bytes, self.nbytes + uncompressed)
         elif is_chunk:
             self.query_buffer.append_chunk(index, call.query, layout)
@@ -111,7 +111,7 @@ class EvictingBackend:
     def commit(self) -> None:
         self.step_evictor.commit()
         self.query_buffer.commit()
-        self.evictor.store_last()
+        self.evictor.store_all()
         self.evictor.clear()
         self.snapshots = {}
 

@@ -74,15 +74,18 @@ class Evictor:
     def __post_init__(self) -> None:
         self.pending: dict[int, list[EvictionCandidate]] = {}
         self.selections: dict[int, Selection | None] = {}  # row -> the selection that following layers reuse
-        self.unstored: UnstoredLayer | None = None  # stored one layer later, while the GPU is busy with that one
+        self.unstored: list[UnstoredLayer] = []  # stored after the last layer: the host does not wait for their lengths
 
-    def evict(self, index: int, rows: list[EvictionCandidate]) -> int:
-        """Evict from this layer, or from all layers at the last one. -> bytes of keys and values held uncompressed"""
+    def evict(self, index: int, rows: list[EvictionCandidate], may_wait: bool) -> int:
+        """Evict from this layer, or from all layers at the last one. -> bytes of keys and values held uncompressed
+
+        may_wait: storing it after the last layer takes no more memory than there was before
+        """
         rows = [self._update_token_state(row) for row in rows]
         layer_weight = self.method.layers.layer_weight
         if layer_weight is None:
-            self._evict_layer(index, rows, [None] * len(rows))
-            return _bytes([rows]) + (self.unstored.nbytes if self.unstored else 0)
+            self._evict_layer(index, rows, [None] * len(rows), may_wait)
+            return _bytes([rows]) + sum(layer.nbytes for layer in self.unstored)
         self.pending[index] = rows
         uncompressed = _bytes(self.pending.values())
         if len(self.pending) == len(self.store):
@@ -90,7 +93,7 @@ class Evictor:
             by_row = zip(*pending.values(), strict=True)
             each = [self._layer_budgets([layer.observation for layer in row], layer_weight) for row in by_row]
             for (layer, row), budgets in zip(pending.items(), zip(*each, strict=True), strict=True):
-                self._evict_layer(layer, row, budgets)
+                self._evict_layer(layer, row, budgets, may_wait)
         return uncompressed
 
     def _update_token_state(self, row: EvictionCandidate) -> EvictionCandidate:
@@ -114,13 +117,14 @@ class Evictor:
         weights = [float(layer_weight(each, budget)) for each in seen]
         return layer_budgets(self.method, budget, seen[0].seq_len, weights)
 
-    def _evict_layer(self, index: int, rows: list[EvictionCandidate], budgets: Sequence[int | None]) -> None:
-        self.store_last()
+    def _evict_layer(
+        self, index: int, rows: list[EvictionCandidate], budgets: Sequence[int | None], may_wait: bool
+    ) -> None:
         stored, placement = [], self.method.placement
-        if len(rows) == 1 and (seen := rows[0].observation) and self._can_wait(index):
+        if may_wait and len(rows) == 1 and (seen := rows[0].observation) and self._can_wait(index):
             decided = decide(seen, self.method, self._tokens(seen), budgets[0])
             if isinstance(decided, PlacedSelection):
-                self.unstored = UnstoredLayer.of(index, rows[0].tokens, decided)
+                self.unstored.append(UnstoredLayer.of(index, rows[0].tokens, decided))
             else:
                 self.store[index].fill([gather_kept(rows[0].tokens, rows[0].lengths, decided)])
             return
@@ -132,15 +136,14 @@ class Evictor:
         self.store[index].fill(stored)
 
     def _can_wait(self, index: int) -> bool:
-        """Whether to store the layer later holds no more memory, and nothing else needs its lengths now."""
-        layer = self.store[index]
-        return not layer and not layer.bits and not self.method.placement and self.method.reuse == 1
+        """Whether nothing else needs the heads' lengths before the last layer."""
+        return not self.store[index].bits and not self.method.placement and self.method.reuse == 1
 
-    def store_last(self) -> None:
-        """Store the layer that waits for its heads' lengths."""
-        last, self.unstored = self.unstored, None
-        if last:
-            self.store[last.index].fill([last.heads()])
+    def store_all(self) -> None:
+        """Store the layers that wait for their heads' lengths."""
+        while self.unstored:
+            layer = self.unstored.pop(0)
+            self.store[layer.index].fill([layer.heads()])
 
     def _select(self, row: int, observation: Observation, layer_budget: int | None) -> Selection | None:
         if observation.layer % self.method.reuse == 0:
@@ -159,7 +162,7 @@ class Evictor:
 
     def clear(self) -> None:
         """Drop what is pending of a forward pass that ended, completed or not."""
-        self.pending, self.selections, self.unstored = {}, {}, None
+        self.pending, self.selections, self.unstored = {}, {}, []
 
 
 def _bytes(layers: Iterable[list[EvictionCandidate]]) -> int:

@@ -30,6 +30,11 @@ class BatchLayout:
         """One token for each row: decoding."""
         return self.token_columns is None and max(self.counts) == 1
 
+    @property
+    def ends_deferral(self) -> bool:
+        """All layers hold a whole prompt, and are evicted from in this pass."""
+        return self.seen[0] + self.counts[0] == self.expected
+
     def unpad(self, tensor: Tensor, row: int) -> Tensor:
         """One row of [rows, heads, q, dim] without its padding: [heads, count, dim]"""
         return tensor[row] if self.token_columns is None else tensor[row][:, self.token_columns[row]]
