@@ -20,7 +20,7 @@ from kvkeep.model.hf_cache import attention_cost, execution_device
 
 OUT_OF_MEMORY = torch.OutOfMemoryError, StoreFull
 PACKED_TOKENS = {"cuda": 8192, "cpu": 1024}  # of several prompts in one forward pass
-BESIDE_TOKENS = {"cuda": 4096, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
+BESIDE_TOKENS = {"cuda": 6144, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
 MIN_CHUNK = 16  # tokens
 
 
@@ -162,8 +162,7 @@ class Scheduler:
                 self._begin_answer(request, request.logits)
                 continue
             cost = 1 + self.attention_cost * request.sequence.cache.seen
-            size = 1 << int(max(MIN_CHUNK, limit / cost)).bit_length() - 1  # few different sizes: kernels plan for each
-            ids = request.sequence.next_chunk(request.ids, size if beside else None)
+            ids = request.sequence.next_chunk(request.ids, chunk_size(limit / cost) if beside else None)
             if not first and not (request.packs and len(ids) * cost <= limit):
                 return
             yield request, ids
@@ -254,3 +253,9 @@ class Scheduler:
             except (BadInput, *OUT_OF_MEMORY) as error:
                 request.finish(error)
             self.prefilled.popleft()
+
+
+def chunk_size(most: float) -> int:
+    """At most so many tokens: a power of two, or one and a half. Kernels plan for every new size."""
+    power = 1 << int(max(MIN_CHUNK, most)).bit_length() - 1
+    return power * 3 // 2 if most >= power * 3 / 2 else power

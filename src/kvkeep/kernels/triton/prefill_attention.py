@@ -2,12 +2,10 @@
 
 cuDNN is twice as fast as FlashAttention 2 on Hopper, but plans every new shape (60 ms), knows no causal mask for fewer
 queries than keys, and slows down over long texts. So lengths are rounded up, long texts take a block of queries at a
-time, and attention to the keys before it is computed apart, in blocks of few sizes, and merged.
+time, and attention to the keys before it is computed apart, in blocks of one size, and merged.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 import triton
@@ -20,7 +18,8 @@ from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
 
 STEP = 256  # lengths are rounded up to a multiple
 BLOCK = 32768  # queries at a time: each block is two more shapes
-LARGE = 2**26  # queries × keys that are worth cuDNN's plans
+SPAN = 16384  # earlier keys at a time, for fewer queries
+LARGE = 2**25  # queries × keys that are worth cuDNN's plans
 TOKENS = 8  # of a program that merges
 
 Attended = tuple[Tensor, Tensor]  # output [rows, heads, q, dim] and log-sum-exp [rows, heads, q]
@@ -45,30 +44,23 @@ def chunk_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float)
 def _block(queries: Tensor, keys: Tensor, values: Tensor, scale: float, output: Tensor | None = None) -> Tensor:
     """The last q of n tokens, over all of them."""
     q, before = queries.shape[2], keys.shape[2] - queries.shape[2]
-    if before and q * before < LARGE:
-        attended = _flash(queries, keys, values, True, scale)[0]
+    span = BLOCK if q > SPAN else SPAN  # one size, so that there is one plan
+    far = before // span * span if q * before >= LARGE else 0
+    padded = _padded(queries)
+    near_keys, near_values = keys[:, :, far:], values[:, :, far:]
+    if far < before or before and q <= SPAN:  # no plan for what is little work
+        attended, lse = _flash(queries, near_keys, near_values, True, scale)
     else:
-        padded = _padded(queries)
-        attended, lse = _cudnn(padded, _padded(keys[:, :, before:]), _padded(values[:, :, before:]), True, scale)
+        attended, lse = _cudnn(padded, _padded(near_keys), _padded(near_values), True, scale)
         attended, lse = attended[:, :, :q], lse[:, :, :q]
-        for span in _spans(before):
-            attend = _flash if (span.stop - span.start) % STEP else _cudnn
-            earlier, other = attend(padded, keys[:, :, span], values[:, :, span], False, scale)
-            attended = merge(attended, lse, earlier, other, attended if output is None else output)
-            lse = torch.logaddexp(lse, other[:, :, :q])
-        if before:
-            return attended
-    return attended if output is None else output.copy_(attended)
-
-
-def _spans(before: int) -> Iterator[slice]:
-    """Earlier keys in blocks of few sizes: BLOCK, then powers of two, and what is left of STEP."""
-    start, size = 0, BLOCK
-    while start < before:
-        while size > before - start and size > STEP:
-            size //= 2
-        yield slice(start, min(start + size, before))
-        start += size
+    for start in range(0, far, span):
+        earlier = keys[:, :, start : start + span], values[:, :, start : start + span]
+        other, other_lse = _cudnn(padded, *earlier, False, scale)
+        attended = merge(attended, lse, other, other_lse, attended if output is None else output)
+        lse = torch.logaddexp(lse, other_lse[:, :, :q])
+    if output is None or far:
+        return attended
+    return output.copy_(attended)
 
 
 def _cudnn(queries: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> Attended:
