@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.engine.cuda_graph import capture_graph
 from kvkeep.engine.progress import now
+from kvkeep.model.cuda_graph import capture_graph
 
 
 def min_seconds(device: torch.device, run: Callable[[], Any], times: int) -> float:

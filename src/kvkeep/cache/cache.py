@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import serialize
+from kvkeep.cache import captured_decode, serialize
 from kvkeep.cache.backend import CacheBackend
+from kvkeep.cache.captured_decode import ROOM, CapturedDecode, can_capture
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.padding import BatchLayout, PaddingTracker
 from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
@@ -30,6 +31,7 @@ from kvkeep.compress.schedule import Schedule, as_schedule
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, context_length, key_shape
+from kvkeep.model.hf_forward import intercept
 from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
 from kvkeep.model.rope import rotations
 from kvkeep.storage.offload.disk import DiskStore
@@ -71,13 +73,49 @@ class Cache(HFCacheAdapter):
         self.rotations = rotations(self.model, self.compressed_layers) if moves else {}
         self.host_budget = HostMemoryBudget(host_limit, DiskStore(disk) if disk is not None else None)
         self.context_length = context_length(self.model)
+        if model is self.model and self.model.device.type in captured_decode.DEVICES:
+            intercept(self.model)
         self._init_state()
 
     def _init_state(self) -> None:
         self.tracker = PaddingTracker(Budget(self.budget), self.method.schedule)
         self.layout = IDLE  # of the current forward pass
         self.in_forward = False  # from the mask, or the first layer, to the last
+        self.capture_room = ROOM  # tokens; 0: decode steps are not captured
         self.backend = self._new_backend()
+
+    @property
+    def backend(self) -> CacheBackend:
+        """Up to date with what was decoded in a CUDA graph."""
+        if self._captured:
+            self._captured.settle(self.tracker.seen)
+        return self._backend
+
+    @backend.setter
+    def backend(self, backend: CacheBackend) -> None:
+        self._backend = backend
+        self._captured: CapturedDecode | None = None
+
+    def captured_step(self, forward: Callable[..., Any], tokens: Tensor, positions: Tensor | None) -> Tensor | None:
+        """A decode step in a CUDA graph, where that is possible. tokens, positions [rows, 1] -> logits, or None
+
+        forward: the model's own
+        """
+        if self._captured and not self._captured.is_valid:
+            self._drop_captured()
+        if self._captured is None:
+            if not (self.capture_room and can_capture(self)):
+                return None
+            self._captured = CapturedDecode(self.model, self.backend.store, forward, self.capture_room)
+        logits = self._captured.step(tokens, self.seen if positions is None else positions)
+        self.tracker.append_decoded(1)
+        return logits
+
+    def _drop_captured(self) -> None:
+        """Before others change the layers. A graph that was hardly used is not worth another one, as in beam search."""
+        if captured := self._captured:
+            captured.settle(self.tracker.seen)
+            self.capture_room, self._captured = captured.next_room, None
 
     def _new_backend(self) -> CacheBackend:
         how = self.method, Budget(self.budget), self.compressed_layers, self.rotations, AttentionCheck(self.name)
@@ -117,6 +155,7 @@ class Cache(HFCacheAdapter):
         """At the first compressed layer: tell the new tokens from padding."""
         if self.backend.is_dirty:  # of a forward pass through a cache that wraps this one
             self._rollback()
+        self._drop_captured()
         rows, _, q, _ = call.query.shape
         self.layout = self.tracker.next_layout(rows, q, call.padding, call.key.device)
         self.backend.begin(self.layout)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.report import format_bytes
-from kvkeep.engine.cuda_graph import CudaGraphRunner
 from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, free_host_bytes, slot_bytes
 from kvkeep.engine.request import Request
 from kvkeep.engine.row_pool import RowPool, slots_needed
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BadInput
+from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_cache import execution_device, key_shape
 
 USUAL_ANSWER, USUAL_BUDGET = 256, 2048  # tokens, where a warm-up has no others

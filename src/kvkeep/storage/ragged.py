@@ -222,6 +222,28 @@ class RaggedLayer:
         shift = first - lengths.cumsum(0) + lengths  # of each segment's tokens, which follow one another
         return torch.arange(total, device=shift.device) + shift.repeat_interleave(lengths, output_size=total)
 
+    def reserve(self, count: int) -> None:
+        """Room for so many more tokens in every segment."""
+        self.restore_order()
+        if not self._has_room(count):
+            self._make_room(count, 0)
+
+    @property
+    def can_capture(self) -> bool:
+        """Tokens can be appended by the device alone."""
+        return bool(self) and self._writable and not len(self.free_slots)
+
+    def count_appended(self, positions: Tensor) -> None:
+        """Tokens whose keys and values the device has appended. positions [rows, count]"""
+        count = positions.shape[1]
+        where = positions[:, None].expand(-1, self.kv_heads, -1).reshape(-1)
+        slots = (self.ends[:, None] + torch.arange(count, device=self.ends.device)).flatten()
+        new, flat = self._new(NOTHING, NOTHING, where).parts, self.flat.parts
+        for name in flat.keys() - {"keys", "values"}:
+            flat[name].index_copy_(0, slots, new[name].to(flat[name].dtype))
+        self.lengths = [length + count for length in self.lengths]
+        self.ends += count
+
     def _has_room(self, count: int) -> bool:
         return self._writable and all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
 
@@ -245,7 +267,7 @@ class RaggedLayer:
         if count > 1:
             slots = (self.ends[:, None] + torch.arange(count, device=keys.device)).flatten()
         elif append_ragged.uses_kernel(keys) and keys.dtype == flat["keys"].dtype and keys.shape[-1]:
-            starts, lengths = self._device_segments
+            starts, lengths = self.device_segments
             active = lengths.new_ones(len(keys), 1)
             append_ragged(flat.pop("keys"), flat.pop("values"), keys, values, starts, lengths, active)
         for name, buffer in flat.items():
@@ -254,7 +276,7 @@ class RaggedLayer:
         self.ends += count
 
     @property
-    def _device_segments(self) -> tuple[Tensor, Tensor]:
+    def device_segments(self) -> tuple[Tensor, Tensor]:
         """Start and length of every segment, on the device. [rows, kv_heads]"""
         shape = self.rows, self.kv_heads
         return self.segment_starts.view(shape), (self.ends - self.segment_starts).view(shape)
@@ -263,7 +285,7 @@ class RaggedLayer:
         """One query per row. queries [rows, heads, 1, dim] -> the same; how: scale, softcap, sink_logits"""
         keys, values = self.flat.keys, self.flat.values
         longest = 1 << (max(self.lengths) - 1).bit_length()  # rounded up: what is compiled for it serves many steps
-        output = ragged_attention(queries.to(keys.dtype), keys, values, *self._device_segments, longest, *how)
+        output = ragged_attention(queries.to(keys.dtype), keys, values, *self.device_segments, longest, *how)
         return output.to(queries.dtype)
 
     def update_ends(self) -> None:

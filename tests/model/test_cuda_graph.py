@@ -6,8 +6,8 @@ import pytest
 import torch
 from families import build
 
-from kvkeep.engine.cuda_graph import CudaGraphRunner
 from kvkeep.model import fused
+from kvkeep.model.cuda_graph import CudaGraphRunner
 
 
 @torch.no_grad()
