@@ -1,6 +1,5 @@
 """A row of the pool has all the room its layers and heads need."""
 
-
 import pytest
 import tiny_chat
 from conftest import make_llama

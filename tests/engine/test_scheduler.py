@@ -77,9 +77,7 @@ def test_together_is_alone_whoever_comes_and_goes(model, spec):
 @pytest.mark.parametrize("spec", ["full", "kvkeep", "snapkv+adakv", "intelllm", "pyramidkv", "cake"])
 def test_quantized_rows_together_are_alone(model, spec, storage):
     work = Scheduler(model, set(), max_rows=3)
-    requests = [
-        request(model, spec, seed, 60 + 37 * seed, 5 + 15 * seed, 40, "prompt", storage) for seed in range(4)
-    ]
+    requests = [request(model, spec, seed, 60 + 37 * seed, 5 + 15 * seed, 40, "prompt", storage) for seed in range(4)]
     run(work, requests)
     assert [one.answer.ids for one in requests] == [alone(one) for one in requests]
     assert_free(work)

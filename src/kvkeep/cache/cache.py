@@ -32,6 +32,7 @@ from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, context_length, key_shape
 from kvkeep.model.hf_forward import intercept
+from kvkeep.model.hf_guesses import count_guesses
 from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
 from kvkeep.model.rope import rotations
 from kvkeep.storage.offload.disk import DiskStore
@@ -75,6 +76,7 @@ class Cache(HFCacheAdapter):
         self.context_length = context_length(self.model)
         if model is self.model and self.model.device.type in captured_decode.DEVICES:
             intercept(self.model)
+        self.counts_guesses = False
         self._init_state()
 
     def _init_state(self) -> None:
@@ -82,6 +84,7 @@ class Cache(HFCacheAdapter):
         self.layout = IDLE  # of the current forward pass
         self.in_forward = False  # from the mask, or the first layer, to the last
         self.capture_room = ROOM  # tokens; 0: decode steps are not captured
+        self.croppable = 0  # tokens of the last forward pass that can be taken back
         self.backend = self._new_backend()
 
     @property
@@ -135,10 +138,16 @@ class Cache(HFCacheAdapter):
         """All that happens in one layer of one forward pass."""
         if index == self.compressed_layers[0]:
             self._begin(call)
-        result = self.backend.attend(index, call, self.layout.to(call.key.device))
+        result = self._attend(index, call, self.layout.to(call.key.device))
         if index == self.compressed_layers[-1]:
             self._commit(call)
         return result
+
+    def _attend(self, index: int, call: AttentionCall, layout: BatchLayout) -> tuple[Tensor, Tensor | None]:
+        if not layout.guesses:
+            return self.backend.attend(index, call, layout)
+        parts = zip(call.split(layout.guesses.counts[0]), (layout, layout.guesses), strict=True)
+        return torch.cat([self.backend.attend(index, part, tokens)[0] for part, tokens in parts], 1), None
 
     def begin_forward(self) -> None:
         self._rollback()
@@ -156,8 +165,11 @@ class Cache(HFCacheAdapter):
         if self.backend.is_dirty:  # of a forward pass through a cache that wraps this one
             self._rollback()
         self._drop_captured()
-        rows, _, q, _ = call.query.shape
-        self.layout = self.tracker.next_layout(rows, q, call.padding, call.key.device)
+        guesses, self.guesses = self.guesses, 0
+        known = call.split(guesses)[0] if guesses else call
+        rows, _, q, _ = known.query.shape
+        layout = self.tracker.next_layout(rows, q, known.padding, call.key.device)
+        self.layout = layout.with_guesses(guesses) if guesses else layout
         self.backend.begin(self.layout)
         self.in_forward = True
 
@@ -182,7 +194,10 @@ class Cache(HFCacheAdapter):
                 self.reset()
             raise
         self.backend.commit()
-        self.tracker.commit(self.layout, call.query.shape[2], call.padding)
+        self.croppable = self.layout.guesses.counts[0] if self.layout.guesses else 0
+        known = call.split(self.croppable)[0] if self.croppable else call
+        self.tracker.commit(self.layout, known.query.shape[2], known.padding)
+        self.tracker.append_decoded(self.croppable)
         self.layout, self.in_forward = IDLE, False
 
     def reset(self) -> None:
@@ -286,13 +301,32 @@ class Cache(HFCacheAdapter):
             getattr(layer, name)(argument)
 
     def activate_past_recording(self) -> None:
-        """transformers calls this before assisted generation, so that it can crop later."""
-        raise CacheMisuse(
-            "assisted generation and prompt lookup (assistant_model=, prompt_lookup_num_tokens=) remove tokens that "
-            "were guessed wrongly, and a compressed cache cannot restore what it evicted for them; leave them out."
-        )
+        """transformers calls this before assisted generation: from now on guesses are told apart, and taken back."""
+        if reason := self.method.cannot_guess:
+            raise CacheMisuse(
+                "assisted generation and prompt lookup (assistant_model=, prompt_lookup_num_tokens=) cannot work with "
+                f"'{self.method.name}': {reason}"
+            )
+        if self.seen:
+            raise CacheMisuse(
+                f"assisted generation reads the whole prompt again, but this cache has seen {self.seen} tokens; make a "
+                "new one, or leave assistant_model= and prompt_lookup_num_tokens= out."
+            )
+        if not self.counts_guesses:
+            count_guesses(self)
+            self.counts_guesses = True
+        super().activate_past_recording()
 
-    def crop(self, *_: Any, **__: Any) -> None:
-        raise CacheMisuse(
-            "a compressed cache cannot be cropped: evicted tokens are not restored; fork() it before you add."
-        )
+    def crop(self, tokens_to_remove: int) -> None:
+        """transformers calls this after every forward pass of assisted generation. -n: take back the last n guesses"""
+        count = -int(tokens_to_remove)
+        if not self.counts_guesses or not 0 <= count <= self.croppable:
+            raise CacheMisuse(
+                "a compressed cache cannot be cropped but for guesses of assisted generation: evicted tokens are not "
+                "restored; fork() it before you add."
+            )
+        assert isinstance(self.backend, EvictingBackend)  # no other is given guesses
+        self._call_hf_layers("crop", -count)
+        self.backend.crop(count)
+        self.tracker.append_decoded(-count)
+        self.croppable = 0

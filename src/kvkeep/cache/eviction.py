@@ -27,6 +27,16 @@ from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
 from kvkeep.types import Budget
 
 
+@dataclass(frozen=True)
+class Guessed:
+    """Tokens that one layer was given and may have to give back, and its state before them."""
+
+    before: LayerSnapshot
+    key: Tensor  # [rows, kv_heads, q, dim]
+    value: Tensor
+    layout: BatchLayout
+
+
 @dataclass
 class EvictingBackend:
     """Keeps each layer's tokens in ragged buffers: append, attend, and evict down to the budget when that is due."""
@@ -45,17 +55,20 @@ class EvictingBackend:
         self.step_evictor = StepEvictor(self.method, self.budget, self.rotations, self.context_length)
         self.evictor = Evictor(self.method, self.budget, self.store, self.rotations, self.context_length)
         self.snapshots: dict[int, LayerSnapshot | None] = {}  # before the forward pass; None: cannot be restored
+        self.guessed: dict[int, Guessed] = {}  # of the last forward pass
         self.peak_bytes = 0
 
     def begin(self, layout: BatchLayout) -> None:
-        self.snapshots = {}
+        self.snapshots, self.guessed = {}, {}
         self.query_buffer.begin(layout.counts)
         if layout.is_step:
             self.step_evictor.begin(layout)
 
     def attend(self, index: int, call: AttentionCall, layout: BatchLayout) -> tuple[Tensor, Tensor | None]:
         layer = self.store[index]
-        self.snapshots[index] = layer.snapshot()
+        if layout.guessed:
+            return self._attend_guesses(index, layer, call, layout)
+        self.snapshots[index] = layer.snapshot(several=layout.guesses is not None)
         if layout.frozen:
             result = call.to_hf_output(self._attend_over_cache(layer, call, layout))
             self.attention_check.check(index, call, layout, layer)
@@ -69,6 +82,28 @@ class EvictingBackend:
             self._evict(index, call, layout, layer, lse)
         layer.quantize()
         return result
+
+    def _attend_guesses(
+        self, index: int, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor | None]:
+        """As in the decode steps of these tokens, if the guesses are right."""
+        self.evictor.store_last()
+        key, value = call.key.detach().clone(), call.value.detach().clone()  # not views of the whole prompt's
+        self.guessed[index] = Guessed(layer.snapshot(several=True), key, value, layout)
+        spans = _decode_spans(layer, key.shape[2])
+        parts = [self._attend_over_cache(layer, call.tokens(span), layout.tokens(span)) for span in spans]
+        return call.to_hf_output(torch.cat(parts, 2))
+
+    def crop(self, count: int) -> None:
+        """Take back the last of the tokens that were guessed; the others count as decoded."""
+        if any(new.key.shape[2] > count for new in self.guessed.values()):
+            self.query_buffer.begin([1])
+        for index, new in self.guessed.items():
+            layer = self.store[index]
+            layer.restore(new.before)
+            for span in _decode_spans(layer, new.key.shape[2] - count):
+                layer.append(new.key[:, :, span], new.value[:, :, span], new.layout.tokens(span).positions, None)
+        self.guessed = {}
 
     def _attend(
         self, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout
@@ -157,3 +192,10 @@ class EvictingBackend:
         layers = [self.store[i] for i in self.layers]
         held = layers, self.query_buffer.nbytes, self.peak_bytes
         return Report.of(self.method.name, self.budget.value, tokens_seen, *held)
+
+
+def _decode_spans(layer: RaggedLayer, count: int) -> list[slice]:
+    """New tokens that are appended at a time: a quantized layer may complete a group after every one."""
+    if layer.bits:
+        return [slice(i, i + 1) for i in range(count)]
+    return [slice(0, count)] if count else []

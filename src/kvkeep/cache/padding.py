@@ -24,6 +24,8 @@ class BatchLayout:
     seen: list[int]  # tokens of each row before this pass
     frozen: bool = False  # nothing is evicted any more
     expected: int = 0  # tokens of each row before any is evicted
+    guesses: BatchLayout | None = None  # the tokens behind these, in the same pass, that may be taken back
+    guessed: bool = False  # these tokens may
 
     @property
     def is_step(self) -> bool:
@@ -62,7 +64,21 @@ class BatchLayout:
         if self.positions[0].device == device:
             return self
         columns = None if self.token_columns is None else [c.to(device) for c in self.token_columns]
-        return replace(self, token_columns=columns, positions=[p.to(device) for p in self.positions])
+        positions, guesses = [p.to(device) for p in self.positions], self.guesses and self.guesses.to(device)
+        return replace(self, token_columns=columns, positions=positions, guesses=guesses)
+
+    def tokens(self, span: slice) -> BatchLayout:
+        """Some of the tokens alone, where no row is padded."""
+        positions = [p[span] for p in self.positions]
+        return replace(self, counts=[len(p) for p in positions], positions=positions)
+
+    def with_guesses(self, count: int) -> BatchLayout:
+        """Followed by so many guesses in every row: nothing is evicted for them."""
+        seen = [s + n for s, n in zip(self.seen, self.counts, strict=True)]
+        like = self.positions[0]
+        positions = [torch.arange(s, s + count, dtype=like.dtype, device=like.device) for s in seen]
+        how = [count] * len(seen), None, positions, [False] * len(seen), seen
+        return replace(self, guesses=BatchLayout(*how, frozen=True, guessed=True))
 
 
 class PaddingTracker:

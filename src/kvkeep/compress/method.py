@@ -38,6 +38,7 @@ PARTS = (  # field, what it has to be, and what if it has `step`
     ("memory", TokenMemory, StepMemory),
     ("placement", Placement, Placement),
 )
+WITHOUT = "use a method that evicts after the prompt, such as 'kvkeep' or 'snapkv'."
 STORAGE = {None: None, "int8": 8, "int4": 4}  # bits per number
 
 
@@ -74,6 +75,19 @@ class Method:
         False where all queries count alike (h2o) or none does, and where nothing is evicted (full, retrieval).
         """
         return self.retrieval is None and self.scorer is not None and self.observation_window > 0
+
+    @property
+    def cannot_guess(self) -> str:
+        """Why tokens that may be taken back cannot follow a prompt in the same forward pass; empty if they can."""
+        if self.retrieval is not None:
+            return f"it retrieves for every token, right or wrong; {WITHOUT}"
+        if self.memory is not None:
+            return f"every query changes what it knows of the tokens before; {WITHOUT}"
+        if self.schedule.every is not None:
+            return f"it evicts in decode, and cannot restore what is evicted; use schedule='prompt', or {WITHOUT}"
+        if self.layers.layer_weight is not None:
+            return f"it compares layers, so the first does not know yet what a guess will find in it; {WITHOUT}"
+        return ""
 
     def __post_init__(self) -> None:
         try:

@@ -77,9 +77,7 @@ def _has_retrieval_window(method: Method) -> bool:
     return method.retrieval is not None and method.retrieval.window is not None
 
 
-def _prefill_shared(
-    model: Any, ids: Tensor, configs: Seq[Config], sequences: Seq[Sequence]
-) -> list[PrefilledContext]:
+def _prefill_shared(model: Any, ids: Tensor, configs: Seq[Config], sequences: Seq[Sequence]) -> list[PrefilledContext]:
     began = now(model.device)
     for sequence in sequences:
         sequence.before_forward(ids)

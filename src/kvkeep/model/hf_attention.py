@@ -66,12 +66,18 @@ class AttentionCall:
     def tokens(self, span: slice) -> AttentionCall:
         """The call of some of the tokens alone."""
         query, key, value = (t[:, :, span] for t in (self.query, self.key, self.value))
-        mask = None if self.mask is None else self.mask[..., span, span]
+        mask = None if self.mask is None or self.mask.ndim == 2 else self.mask[..., span, span]
 
         def hf_attention(query=query, key=key, value=value, mask=mask):
             return self.hf_attention(query, key, value, mask)
 
         return replace(self, query=query, key=key, value=value, mask=mask, hf_attention=hf_attention)
+
+    def split(self, guesses: int) -> tuple[AttentionCall, AttentionCall]:
+        """The calls of the known tokens and of the guesses behind them, which are never padding."""
+        known, guessed = self.tokens(slice(None, -guesses)), self.tokens(slice(-guesses, None))
+        padding = None if self.padding is None else self.padding[:, :-guesses]
+        return replace(known, padding=padding), replace(guessed, padding=None)
 
     def to_hf_output(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """An output [rows, heads, q, dim] in the layout of transformers' attention functions."""

@@ -118,6 +118,7 @@ class HFCacheAdapter(TransformersCache):
         self.mask: Callable[[], Tensor | None] = lambda: None  # the one made for the current forward pass
         self.config = model.config.get_text_config(decoder=True)
         self.module_ids: set[int] = set()  # of the model's modules, as far as they were looked up
+        self.guesses = 0  # tokens at the end of the next forward pass that may be taken back
         super().__init__(layers=self.new_layers())
         self.compressed_layers = [i for i, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)]
 

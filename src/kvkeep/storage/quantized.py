@@ -88,9 +88,14 @@ class QuantizedLayer:
         append_quantized(self.kv, self.tail_keys, self.tail_values, keys, values, self.starts, self.counts, self.active)
         self.lengths = [n + 1 for n in self.lengths]
 
-    def truncate(self, lengths: Sequence[int]) -> None:
-        """Undo the last append."""
+    def copy_tails(self) -> tuple[Tensor, Tensor]:
+        return self.tail_keys.clone(), self.tail_values.clone()
+
+    def truncate(self, lengths: Sequence[int], tails: tuple[Tensor, Tensor] | None = None) -> None:
+        """Undo the last append; tails: as they were at these lengths, where there were several."""
         self.lengths = list(lengths)
+        if tails is not None:
+            self.tail_keys.copy_(tails[0]), self.tail_values.copy_(tails[1])
         self.counts = torch.tensor(self.lengths, device=self.counts.device).view_as(self.counts)
 
     def attend(self, queries: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor:

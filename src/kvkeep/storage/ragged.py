@@ -39,6 +39,7 @@ class LayerSnapshot:
 
     lengths: list[int]
     free_slots: Tensor
+    tails: tuple[Tensor, Tensor] | None = None  # of a quantized layer, where more than one token may be undone
 
 
 class RaggedLayer:
@@ -342,9 +343,10 @@ class RaggedLayer:
         segments = [ordered[i * n : (i + 1) * n] for i in range(len(self.lengths))]
         self.fill([segments[row * self.kv_heads : (row + 1) * self.kv_heads] for row in range(self.rows)])
 
-    def snapshot(self) -> LayerSnapshot:
-        """The state before the next token, for `restore`."""
-        return LayerSnapshot(self.lengths, self.free_slots)
+    def snapshot(self, several: bool = False) -> LayerSnapshot:
+        """The state before the next token, or before the next several, for `restore`."""
+        tails = self.quantized.copy_tails() if several and self.quantized else None
+        return LayerSnapshot(self.lengths, self.free_slots, tails)
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Undo what was appended or inserted since."""
@@ -353,7 +355,7 @@ class RaggedLayer:
             self.free_slots = NOTHING
         self.update_ends()
         if self.quantized:
-            self.quantized.truncate(self.lengths)
+            self.quantized.truncate(self.lengths, snapshot.tails)
             self.quantize()
 
     def select_rows(self, rows: Sequence[int]) -> None:
