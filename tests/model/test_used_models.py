@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 
 import kvkeep
 from kvkeep.errors import CacheMisuse, UnsupportedModel
+from kvkeep.model.hf_cache import single_device
 
 IDS = torch.randint(1, 128, (1, 90), generator=torch.Generator().manual_seed(5))
 RUN = """
@@ -81,7 +82,7 @@ def to_disk(model, tmp_path):
 
 def some(model, tmp_path):
     where = {"model.embed_tokens": "cpu", "lm_head": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-    where |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(4)}
+    where |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(model.config.num_hidden_layers)}
     accelerate.dispatch_model(model, where, main_device="cpu", offload_dir=str(tmp_path / "some"))
 
 
@@ -117,12 +118,22 @@ def test_offloaded_weights_change_nothing(how, tie, tmp_path):
 
 @pytest.mark.skipif(accelerate is None, reason="needs kvkeep[harness]")
 @pytest.mark.parametrize("how", OFFLOADS)
-def test_an_engine_answers_with_offloaded_weights(how, tmp_path):
+def test_only_a_model_on_one_device_is_captured_in_a_graph(how, tmp_path):
+    assert single_device(make_llama()) == torch.device("cpu")
+    assert single_device(offloaded(how, tmp_path)) is None
+
+
+@pytest.mark.skipif(accelerate is None, reason="needs kvkeep[harness]")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", OFFLOADS)
+def test_an_engine_answers_with_offloaded_weights(how, fused, tmp_path, monkeypatch):
+    """fused: operations that read weights by themselves, as on a GPU; they leave alone what is elsewhere."""
     import tiny_chat
 
-    model, tokenizer = tiny_chat.model(), tiny_chat.tokenizer()
+    monkeypatch.setattr("kvkeep.model.fused.is_faster", lambda model: fused)
+    model, tokenizer = tiny_chat.sharp()
     twin = copy.deepcopy(model)
-    (accelerate.cpu_offload(twin, torch.device("cpu")) if how is some else how(twin, tmp_path))
+    how(twin, tmp_path)
     prompts = ["abcdefgh. " * 30 + "what?", "abc"]
     for method in ("snapkv", "streamingllm", "infllm"):
         engines = [kvkeep.Engine(each, tokenizer, method, 128) for each in (model, twin)]
@@ -132,6 +143,9 @@ def test_an_engine_answers_with_offloaded_weights(how, tmp_path):
         kvkeep.Engine(each, tokenizer, "snapkv", 128).generate(prompts, max_new_tokens=4) for each in (model, twin)
     )
     assert got == want
+    engines, sampled = [kvkeep.Engine(each, tokenizer, "kvkeep", 128) for each in (model, twin)], {"temperature": 0.8}
+    streams = [engine.stream(prompts[0], seed=1, max_new_tokens=4, **sampled) for engine in engines]
+    assert [*streams[0]] == [*streams[1]]
 
 
 @pytest.mark.core

@@ -29,6 +29,7 @@ from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.schedule import Schedule, as_schedule
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
+from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, context_length, key_shape
 from kvkeep.model.hf_forward import intercept
@@ -77,6 +78,13 @@ class Cache(HFCacheAdapter):
         if model is self.model and self.model.device.type in captured_decode.DEVICES:
             intercept(self.model)
         self.counts_guesses = False
+        self.shards = head_shards(self.model)
+        if self.shards and self.method.retrieval and not self.method.per_head:
+            raise BadParameter(
+                f"'{self.method.name}' retrieves the same tokens for all key heads, but tensor parallelism splits them "
+                f"over {self.shards.size} processes; use one that retrieves for each head ('quest', 'clusterkv') or "
+                "evicts ('kvkeep', 'snapkv'), or load the model with device_map='auto'."
+            )
         self._init_state()
 
     def _init_state(self) -> None:
@@ -124,7 +132,7 @@ class Cache(HFCacheAdapter):
         how = self.method, Budget(self.budget), self.compressed_layers, self.rotations, AttentionCheck(self.name)
         if retrieval := self.method.retrieval:
             return RetrievalBackend(*how, retrieval, self.host_budget)
-        return EvictingBackend(*how, self.context_length, self.bits)
+        return EvictingBackend(*how, self.context_length, self.bits, self.shards)
 
     @property
     def attention_check(self) -> AttentionCheck:
@@ -269,6 +277,11 @@ class Cache(HFCacheAdapter):
 
     def save(self, path: str | Path) -> None:
         """Save this cache to a folder; the model is not part of it."""
+        if self.shards:
+            raise CacheMisuse(
+                f"tensor parallelism splits this cache over {self.shards.size} processes, and a saved one has all "
+                "heads; load the model with device_map='auto' to save caches."
+            )
         serialize.save(self, path)
 
     @classmethod

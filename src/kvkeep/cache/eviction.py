@@ -21,6 +21,7 @@ from kvkeep.cache.step_eviction import StepEvictor
 from kvkeep.compress.method import Method
 from kvkeep.kernels.dispatch import ragged_attention
 from kvkeep.kernels.torch.reference import segment_attention
+from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 from kvkeep.model.rope import Rotation
 from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
@@ -48,12 +49,15 @@ class EvictingBackend:
     attention_check: AttentionCheck
     context_length: int
     bits: int | None
+    shards: HeadShards | None = None  # where other processes have the other heads
 
     def __post_init__(self) -> None:
         self.store = {i: RaggedLayer(self.bits) for i in self.layers}
         self.query_buffer = QueryBuffer(self.method, self.layers, decoding=self.method.schedule.every is not None)
-        self.step_evictor = StepEvictor(self.method, self.budget, self.rotations, self.context_length)
-        self.evictor = Evictor(self.method, self.budget, self.store, self.rotations, self.context_length)
+        shards = None if self.method.per_head else self.shards
+        how = self.rotations, self.context_length
+        self.step_evictor = StepEvictor(self.method, self.budget, *how, in_place=shards is None)
+        self.evictor = Evictor(self.method, self.budget, self.store, *how, shards)
         self.snapshots: dict[int, LayerSnapshot | None] = {}  # before the forward pass; None: cannot be restored
         self.guessed: dict[int, Guessed] = {}  # of the last forward pass
         self.peak_bytes = 0

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.cache.gathered_heads import gather_heads, own_heads
 from kvkeep.compress.method import Method
 from kvkeep.compress.pipeline import compress, decide, layer_budgets, update_token_state
 from kvkeep.compress.positions import PlacementInput
 from kvkeep.compress.protocols import LayerWeight, Placement
 from kvkeep.compress.select import PlacedSelection
+from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.rope import Rotation
 from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Budget, Observation, Selection, Tokens
@@ -70,6 +72,7 @@ class Evictor:
     store: dict[int, RaggedLayer]
     rotations: dict[int, Rotation | None]
     context_length: int
+    shards: HeadShards | None = None  # of other processes' heads, where the method compares heads
 
     def __post_init__(self) -> None:
         self.pending: dict[int, list[EvictionCandidate]] = {}
@@ -101,9 +104,13 @@ class Evictor:
         seen, tokens, memory = row.observation, row.tokens, self.method.memory
         # while eviction is deferred, a memory of the observation window waits for the last one
         if seen and memory and (row.evict_now or memory.sees_all or seen.is_step):
-            seen = update_token_state(seen, self.method, self._tokens(seen))
-            tokens = replace(tokens, token_state=seen.token_state)
+            whole = update_token_state(self._all_heads(seen), self.method, self._tokens(seen)).token_state
+            mine = whole[self.shards.own(len(whole)), : seen.tokens] if self.shards else whole
+            seen, tokens = replace(seen, token_state=mine), replace(tokens, token_state=mine)
         return replace(row, observation=seen if row.evict_now else None, tokens=tokens)
+
+    def _all_heads(self, seen: Observation) -> Observation:
+        return gather_heads(seen, self.shards) if self.shards else seen
 
     def _tokens(self, observation: Observation) -> int:
         return self.budget.tokens(observation.seq_len)
@@ -114,7 +121,7 @@ class Evictor:
         if not seen:
             return [None] * len(layers)
         budget = self._tokens(seen[0])
-        weights = [float(layer_weight(each, budget)) for each in seen]
+        weights = [float(layer_weight(self._all_heads(each), budget)) for each in seen]
         return layer_budgets(self.method, budget, seen[0].seq_len, weights)
 
     def _evict_layer(
@@ -137,7 +144,7 @@ class Evictor:
 
     def _can_wait(self, index: int) -> bool:
         """Whether nothing else needs the heads' lengths before the last layer."""
-        return not self.store[index].bits and not self.method.placement and self.method.reuse == 1
+        return not self.store[index].bits and not self.shards and not self.method.placement and self.method.reuse == 1
 
     def store_all(self) -> None:
         """Store the layers that wait for their heads' lengths."""
@@ -147,7 +154,8 @@ class Evictor:
 
     def _select(self, row: int, observation: Observation, layer_budget: int | None) -> Selection | None:
         if observation.layer % self.method.reuse == 0:
-            self.selections[row] = compress(observation, self.method, self._tokens(observation), layer_budget)
+            selection = compress(self._all_heads(observation), self.method, self._tokens(observation), layer_budget)
+            self.selections[row] = own_heads(selection, self.shards) if self.shards else selection
         return self.selections[row]
 
     def _place(self, index: int, observation: Observation, heads: list[Tokens], placement: Placement) -> list[Tokens]:

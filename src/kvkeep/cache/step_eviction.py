@@ -65,10 +65,11 @@ class StepEvictor:
     budget: Budget
     rotations: dict[int, Rotation | None]
     context_length: int
+    in_place: bool = True
 
     def __post_init__(self) -> None:
         method, budget = self.method, self.budget.value
-        self.tokens = budget if isinstance(budget, int) else 0  # 0: a fraction, nothing is done in place
+        self.tokens = budget if self.in_place and isinstance(budget, int) else 0  # 0: nothing, or a fraction
         self.memory = method.memory if self.tokens and isinstance(method.memory, StepMemory) else None
         # token state is made of attention, even where the scorer itself needs none
         self.needs_attention = method.memory is not None or ScorerTraits.of(method.scorer).needs_attention

@@ -77,6 +77,15 @@ class Method:
         return self.retrieval is None and self.scorer is not None and self.observation_window > 0
 
     @property
+    def per_head(self) -> bool:
+        """What a key head keeps or retrieves depends on its own queries, keys and values alone."""
+        if self.retrieval is not None:
+            return getattr(self.retrieval.index, "each_head", False)
+        alone = isinstance(self.heads, EqualHeads) and self.layers.layer_weight is None
+        group = self.group is None or getattr(self.group, "per_head", False)
+        return alone and group and (self.scorer is None or ScorerTraits.of(self.scorer).per_head)
+
+    @property
     def cannot_guess(self) -> str:
         """Why tokens that may be taken back cannot follow a prompt in the same forward pass; empty if they can."""
         if self.retrieval is not None:

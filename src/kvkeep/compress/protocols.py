@@ -139,6 +139,7 @@ class ScorerTraits:
 
     signed: bool = False  # scores may be negative, and are on no common scale
     has_scores: bool = True  # False: it only orders tokens
+    per_head: bool = False  # a head's scores do not depend on other heads
     needs_attention: bool = True  # False: `step` does not use logits and probs
     cache_key: Callable[[int], Hashable] = lambda budget: None  # all scores depend on of a budget, never 0; None: more
 

@@ -128,6 +128,11 @@ class Engine:
         self, prompt: str, *, question: str | None = None, progress: ProgressCallback = None, **options: Any
     ) -> Handle:
         """Answer a prompt beside all others; from any thread. Options as in `stream`."""
+        if shards := self.sequence.cache.shards:
+            raise CacheMisuse(
+                f"{shards.size} processes share this model and have to run the same forward passes in the same order; "
+                "threads would not: use generate, for many prompts at once, or stream."
+            )
         ids, how = self.encode(prompt, question), Generation.of(options)
         request = Request(self.config, ids, how, question=question, progress=progress, interactive=True)
         handle = Handle(self._driver.submit(request), self._driver)

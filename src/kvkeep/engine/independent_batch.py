@@ -11,6 +11,7 @@ from kvkeep.engine.memory import MEMORY_FRACTION, free_host_bytes, row_bytes
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import SamplingRows
+from kvkeep.model.head_shards import agree_on_least
 
 
 class IndependentBatch:
@@ -59,4 +60,4 @@ def fits_host(request: Request) -> bool:
     unlimited = config.method.retrieval and config.cache_options.get("host_limit") is None
     free = free_host_bytes() if unlimited else None
     size = row_bytes(config.model, len(request.ids) + request.how.max_new_tokens)
-    return free is None or size <= MEMORY_FRACTION * free
+    return bool(agree_on_least(config.model, free is None or size <= MEMORY_FRACTION * free))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import format_bytes
 from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, free_host_bytes, slot_bytes
 from kvkeep.engine.request import Request
@@ -23,6 +24,7 @@ from kvkeep.engine.sampling import SamplingRows
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BadInput
 from kvkeep.model.cuda_graph import CudaGraphRunner
+from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_cache import execution_device, key_shape
 
 USUAL_ANSWER, USUAL_BUDGET = 256, 2048  # tokens, where a warm-up has no others
@@ -92,11 +94,15 @@ class PooledBatch:
         if len(self.by_row) >= self.max_rows:
             return False
         cache, room = request.sequence.cache, request.how.max_new_tokens
-        if not (self.pool.fits(cache, room) and len(self.by_row) < self.pool.rows):
-            slots = slots_needed(cache, room)
+        if not (self._fits(cache, room) and len(self.by_row) < self.pool.rows):
+            slots = -agree_on_least(self.model, -slots_needed(cache, room))
             soon = [each.expected_tokens for each in waiting][: self.max_rows - len(self.by_row) - 1]
             self.reserve(slots, cache.longest_head + room, 1 + len(soon), slots + self.kv_heads * sum(soon))
-        return self.pool.fits(cache, room)
+        return self._fits(cache, room)
+
+    def _fits(self, cache: Cache, room: int) -> bool:
+        """In every process, where several have a part of the heads each."""
+        return bool(agree_on_least(self.model, self.pool.fits(cache, room)))
 
     def reserve(self, slots: int, longest: int, rows: int, in_all: int) -> None:
         """Make room for a row of this size, and for so many rows and slots in all if memory allows."""
@@ -127,7 +133,8 @@ class PooledBatch:
         free = free_device_bytes(self.device) if self.lag else free_host_bytes()
         if free is None:
             return sys.maxsize
-        return int(MEMORY_FRACTION * (free + self.pool.nbytes)) // self._slot_bytes
+        limit = int(MEMORY_FRACTION * (free + self.pool.nbytes)) // self._slot_bytes
+        return agree_on_least(self.model, limit)
 
     def admit(self, request: Request) -> None:
         cache = request.sequence.cache

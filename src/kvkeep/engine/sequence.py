@@ -22,6 +22,7 @@ from kvkeep.engine.question_queries import capture_question_queries
 from kvkeep.errors import BadInput
 from kvkeep.model.chunked_mlp import long_prompt
 from kvkeep.model.fused import fused_ops
+from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_cache import context_length, execution_device
 from kvkeep.storage.offload.host import HostMemoryBudget
 from kvkeep.storage.offload.malloc_trim import trim
@@ -124,7 +125,8 @@ class Sequence:
             return False
         free = free_device_bytes(execution_device(config.model))
         size = row_bytes(config.model, tokens)
-        self.defers = free is None or size <= MEMORY_FRACTION * free
+        fits = free is None or size <= MEMORY_FRACTION * free
+        self.defers = bool(agree_on_least(self.cache.model, fits))
         if self.defers:
             self.cache.defer_eviction(tokens)
         return self.defers
@@ -138,7 +140,7 @@ class Sequence:
         if config.prefill_chunk_size:
             return config.prefill_chunk_size
         if retrieval and retrieval.window:
-            size = GPU_PREFILL_CHUNK_SIZE if config.model.device.type == "cuda" else PREFILL_CHUNK_SIZE
+            size = GPU_PREFILL_CHUNK_SIZE if execution_device(config.model).type == "cuda" else PREFILL_CHUNK_SIZE
             return max(1, size // retrieval.window) * retrieval.window
         return tokens if tokens <= context_length(config.model) else PREFILL_CHUNK_SIZE
 

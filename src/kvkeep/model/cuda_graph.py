@@ -1,6 +1,6 @@
 """A forward pass captured in a CUDA graph and replayed: launching kernels one by one takes longer than running them.
 
-Without a GPU, the forward pass is simply run.
+Without a GPU, or with a model on several devices, the forward pass is simply run: a graph has memory on one device.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvkeep.kernels.dispatch import on_device
 from kvkeep.model.fused import fused_ops
+from kvkeep.model.hf_cache import single_device
 
 WARMUP_PASSES = 2  # before the capture: for one-time compilation and allocation
 
@@ -23,10 +24,10 @@ class CudaGraphRunner:
     """Runs a function of preallocated tensors; its result always lies in the same memory."""
 
     def __init__(self, run: Callable[[], Tensor], model: Any) -> None:
-        self.run, self.device = run, model.device
+        self.run, self.device = run, single_device(model)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Tensor | None = None
-        if model.device.type == "cuda" and not self._try(fused_ops(model), "with fused operations"):
+        if self.device and self.device.type == "cuda" and not self._try(fused_ops(model), "with fused operations"):
             self._try(nullcontext(), "in a CUDA graph")
 
     def __call__(self) -> Tensor:
@@ -46,6 +47,7 @@ class CudaGraphRunner:
         return self.graph is not None
 
     def _capture(self) -> None:
+        assert self.device is not None
         with on_device(self.device):
             self.graph, self.result = capture_graph(self.run)
 

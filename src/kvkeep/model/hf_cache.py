@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 
 from kvkeep.errors import CacheMisuse, UnsupportedModel
+from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_attention import AttentionCall, TaggedLength, enable, is_enabled, tag_keys
 from kvkeep.model.hf_layers import UsageTrackedLayer
 
@@ -269,12 +270,19 @@ def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
     return found
 
 
+def single_device(model: PreTrainedModel) -> torch.device | None:
+    """Where all weights are and all layers compute; None where that is more than one device."""
+    devices = {weight.device for weight in model.parameters()} | set(layer_devices(model).values())
+    return devices.pop() if len(devices) == 1 else None
+
+
 def key_shape(model: PreTrainedModel) -> tuple[int, int]:
-    """Key heads of a layer, and the size of a key."""
+    """Key heads of a layer in this process, and the size of a key."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+    shards = head_shards(uncompiled(model))
+    return kv_heads // (shards.size if shards else 1), getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def kv_widths(model: PreTrainedModel) -> dict[int, tuple[int, int]]:

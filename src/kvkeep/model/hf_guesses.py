@@ -22,12 +22,12 @@ class GuessCounter:
     """
 
     def __init__(self, cache: Any = None):
-        self.cache: Callable[[], Any] = weakref.ref(cache) if cache is not None else lambda: None
+        self.cache: Callable[[], Any] = (lambda: None) if cache is None else weakref.ref(cache)
 
     @torch.compiler.disable
     def __call__(self, model: Any, args: Any, inputs: dict[str, Any]) -> None:
-        cache, kept = self.cache(), inputs.get("logits_to_keep")
-        if cache is not None and inputs.get("past_key_values") is cache:
+        cache, used, kept = self.cache(), inputs.get("past_key_values"), inputs.get("logits_to_keep")
+        if cache is not None and id(cache) == id(used):
             cache.guesses = max(0, kept - 1) if isinstance(kept, int) else 0
 
     def __deepcopy__(self, memo: dict) -> GuessCounter:

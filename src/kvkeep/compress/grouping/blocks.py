@@ -17,6 +17,7 @@ class Blocks:
     size: int = 16
     name: str = "block"
     usual: int = 16  # up to this size a shorter text is one block; larger sizes raise
+    per_head = True
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -212,6 +212,7 @@ class Bounds:
     """Minimum and maximum of a page's keys, per channel: an upper bound of their product with a query. Quest."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    each_head: ClassVar[bool] = True  # scores units for every key head by itself
 
     def build(self, tokens: OffloadedTokens) -> Tensor:
         """[kv_heads, units, 2, dim]"""
@@ -239,6 +240,7 @@ class Centres:
 
     estimate: bool = False
     threshold: float = 0.0
+    each_head: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[str]:

@@ -15,6 +15,7 @@ class H2OScorer:
     """Scores by the token state of `AccumulatedAttention`."""
 
     needs_attention = True
+    per_head = True
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         return seen.token_state[..., 0]

@@ -14,6 +14,7 @@ from kvkeep.types import Observation, Step
 class RecencyScorer:
     has_scores = False
     needs_attention = False
+    per_head = True
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         return -distance_from_end(seen).float()

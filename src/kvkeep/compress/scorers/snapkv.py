@@ -29,6 +29,10 @@ class SnapKVScorer:
         if self.pooling not in ("avg", "max"):
             raise BadParameter(f"pooling='{self.pooling}' is not known; use 'avg' or 'max'.")
 
+    @property
+    def per_head(self) -> bool:
+        return not self.shared
+
     def cache_key(self, budget: int) -> int:
         return 1 + (effective_window(self.window, budget) if self.kept else self.window)
 

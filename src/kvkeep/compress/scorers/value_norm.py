@@ -29,6 +29,10 @@ class ValueNormScorer:
         if self.power <= 0:
             raise BadParameter(f"power={self.power} does not favour large values; use more than 0.")
 
+    @property
+    def per_head(self) -> bool:
+        return ScorerTraits.of(self.scorer).per_head
+
     def cache_key(self, budget: int) -> Hashable:
         return ScorerTraits.of(self.scorer).cache_key(budget)
 

@@ -1,0 +1,36 @@
+"""Methods that compare key heads, where each process has some of them: all decide on all heads, each keeps its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvkeep.model.head_shards import HeadShards
+from kvkeep.types import PAD_POSITION, Observation, Selection
+
+
+def gather_heads(seen: Observation, shards: HeadShards) -> Observation:
+    """The observation of all heads: the same in every process."""
+    lengths = shards.gather_numbers(seen.lengths, seen.keys.device)
+    longer = max(lengths) - seen.tokens
+
+    def tokens(part: Tensor, fill: int = 0) -> Tensor:  # [kv_heads, n, …]
+        return shards.gather(pad(part, (0, 0) * (part.ndim - 2) + (0, longer), value=fill)) if len(part) else part
+
+    return replace(
+        seen, queries=shards.gather(seen.queries), keys=tokens(seen.keys), values=tokens(seen.values),
+        token_positions=tokens(seen.token_positions, PAD_POSITION), lengths=tuple(lengths),
+        token_state=tokens(seen.token_state), lse=None if seen.lse is None else shards.gather(seen.lse),
+        sink_logits=None if seen.sink_logits is None else shards.gather(seen.sink_logits), memo=None, shared=None,
+    )  # fmt: skip
+
+
+def own_heads(selection: Selection | None, shards: HeadShards) -> Selection | None:
+    """What this process keeps."""
+    if selection is None:
+        return None
+    mine = shards.own(len(selection.lengths))
+    lengths = selection.lengths[mine]
+    return Selection(selection.index[mine, : max(lengths)], lengths)

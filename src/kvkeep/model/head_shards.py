@@ -1,0 +1,82 @@
+"""Tensor parallelism (`tp_plan="auto"`): every process has some of the key heads of each layer.
+
+All processes run the same forward passes and see the same logits. Each keeps tokens of its own heads; what they have to
+decide alike they tell each other here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep.errors import UnsupportedModel
+from kvkeep.model.modules import attention_modules
+
+KEYS = "k_proj"
+_shards: WeakKeyDictionary[PreTrainedModel, HeadShards | None] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class HeadShards:
+    """The processes that share the key heads of a model, in the order of their heads, as many each."""
+
+    group: Any
+    rank: int
+    size: int
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The parts of all processes, of the same shape, along the first axis."""
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts)
+
+    def gather_numbers(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        return self.gather(torch.tensor(numbers, dtype=torch.int64, device=device)).tolist()
+
+    def own(self, heads: int) -> slice:
+        """Those of this process, of so many heads of all."""
+        each = heads // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+
+def head_shards(model: Any) -> HeadShards | None:
+    """None where every process has all heads."""
+    if model not in _shards:
+        _shards[model] = _find(model)
+    return _shards[model]
+
+
+def _find(model: Any) -> HeadShards | None:
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return None
+    split = {name for module in attention_modules(model) for name, part in module.named_children() if _is_split(part)}
+    if not split:
+        return None
+    if KEYS not in split:
+        raise UnsupportedModel(
+            f"tensor parallelism splits {', '.join(sorted(split))} of {type(model).__name__}, which does not tell the "
+            "heads a process has; load it with device_map='auto' instead."
+        )
+    group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+    return HeadShards(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def _is_split(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    return any(each.is_shard() for each in getattr(weight, "placements", ()))
+
+
+def agree_on_least(model: Any, number: int) -> int:
+    """The least number that any process has; without tensor parallelism, this one."""
+    shards = head_shards(model)
+    if shards is None:
+        return number
+    return min(shards.gather_numbers([number], next(model.parameters()).device))
