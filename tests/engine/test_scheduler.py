@@ -1,14 +1,10 @@
 """Requests that come and go say what each says alone."""
 
-import random
-import threading
-
 import pytest
 import tiny_chat
 import torch
 from conftest import EVICTING, RETRIEVING
 
-import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine import scheduler as scheduling
 from kvkeep.engine.request import Request
@@ -250,43 +246,3 @@ def test_a_pool_grows_under_its_rows(model):
     assert pool.tokens > sizes[0] and pool is work.batches["pooled None"].pool
     assert [one.answer.ids for one in (first, *later)] == [alone(one) for one in (first, *later)]
     assert_free(work)
-
-
-SPECS = ["snapkv", "kvkeep", "full", "h2o", "streamingllm", "infllm", "quest", "snapkv+adakv"]
-
-
-@pytest.mark.core
-def test_requests_of_three_threads_give_the_tokens_of_their_solo_runs(model):
-    """Any lengths, methods, budgets and seeds; joined and cancelled in any order."""
-    luck = random.Random(0)
-    engines, jobs = {}, []
-    for number in range(120):
-        spec, budget = luck.choice(SPECS), luck.choice([64, 96])
-        length, new, seed = luck.choice([1, 5, 60, 200, 400]), luck.randint(1, 12), luck.randint(0, 5)
-        how = {"max_new_tokens": new, "seed": seed, "temperature": luck.choice([0.0, 0.0, 1.0])}
-        text = "".join(chr(97 + (i * i + number) % 23) for i in range(length))
-        engines.setdefault((spec, budget), kvkeep.Engine(model, WORDS, spec, budget, max_rows=4))
-        jobs.append((spec, budget, text, how, luck.random() < 0.15))
-    found = {}
-
-    def work(mine):
-        for number in mine:
-            spec, budget, text, how, cancelled = jobs[number]
-            handle = engines[spec, budget].submit(text, **how)
-            if cancelled:
-                handle.cancel()
-            else:
-                found[number] = handle.result()
-
-    threads = [threading.Thread(target=work, args=(range(first, 120, 3),)) for first in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for (spec, budget), engine in engines.items():
-        assert not engine._driver.scheduler.busy, spec
-        assert_free(engine._driver.scheduler)
-        for number, text in found.items():
-            if jobs[number][:2] == (spec, budget):
-                solo = kvkeep.Engine(model, WORDS, spec, budget)
-                assert solo.generate(jobs[number][2], **jobs[number][3]) == text, (spec, number)
