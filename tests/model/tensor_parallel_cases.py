@@ -78,10 +78,13 @@ def refusals(model) -> dict:
 
 
 def main(folder: Path) -> None:
+    from transformers.distributed import DistributedConfig
+
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float64)
+    split = DistributedConfig(tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=split, dtype=torch.float64)
     rank = torch.distributed.get_rank()
     heads = model.model.layers[0].self_attn.k_proj.weight.to_local().shape[0]
     result = {"heads": heads, "answers": answers(model), "refusals": refusals(model)}

@@ -13,12 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EVICTING
+from conftest import EVICTING, make_llama
 from tensor_parallel_cases import MIXED, SPECS, answers, save_model
 from transformers import AutoModelForCausalLM
 
 import kvkeep
+from kvkeep.errors import UnsupportedModel
 
+pytest.importorskip(
+    "transformers.distributed.tensor_parallel", reason="heads are split by DTensor in transformers 5.17"
+)
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 HERE = Path(__file__).parent
 PER_HEAD = ["quest", "clusterkv", "squeezed", "sentencekv", "protokv+recall"]
@@ -74,3 +78,18 @@ def test_what_processes_cannot_do_in_step_is_refused(ran):
     refused = ran[1][0]["refusals"]
     assert "2 processes share this model" in refused["submit"] and "use generate" in refused["submit"]
     assert "splits this cache over 2 processes" in refused["save"]
+
+
+def test_a_model_that_is_split_in_another_way_is_refused():
+    """Weights cut by hand; queries, keys and values in one product."""
+    cut, packed = make_llama(), make_llama()
+    cut.model.layers[1].self_attn.k_proj.weight = torch.nn.Parameter(torch.zeros(16, 64))
+    packed.model.layers[1].self_attn.qkv_proj = part = torch.nn.Linear(4, 4)
+    part.weight.placements = (torch.distributed.tensor.Shard(0),)
+    for model, name in ((cut, "k_proj"), (packed, "qkv_proj")):
+        kvkeep.Cache(model, "snapkv", 40)
+        model._device_mesh = object()
+        with pytest.raises(
+            UnsupportedModel, match=f"splits {name} of LlamaForCausalLM in a way that does not tell which"
+        ):
+            kvkeep.Cache(model, "snapkv", 40)

@@ -48,23 +48,25 @@ class HeadShards:
 
 def head_shards(model: Any) -> HeadShards | None:
     """None where every process has all heads."""
-    if model not in _shards:
-        _shards[model] = _find(model)
-    return _shards[model]
-
-
-def _find(model: Any) -> HeadShards | None:
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return None
-    split = {name for module in attention_modules(model) for name, part in module.named_children() if _is_split(part)}
+    if model not in _shards:
+        _shards[model] = _find(model, mesh)
+    return _shards[model]
+
+
+def _find(model: Any, mesh: Any) -> HeadShards | None:
+    parts = [part for module in attention_modules(model) for part in module.named_children()]
+    split = {name for name, part in parts if _is_split(part)}
+    cut = {name for name, part in parts if name == KEYS and len(part.weight) != part.out_features} - split
+    if cut or (split and KEYS not in split):  # cut by hand, or packed with others
+        raise UnsupportedModel(
+            f"tensor parallelism splits {', '.join(sorted(cut | split))} of {type(model).__name__} in a way that does "
+            "not tell which heads a process has; load it with device_map='auto' instead."
+        )
     if not split:
         return None
-    if KEYS not in split:
-        raise UnsupportedModel(
-            f"tensor parallelism splits {', '.join(sorted(split))} of {type(model).__name__}, which does not tell the "
-            "heads a process has; load it with device_map='auto' instead."
-        )
     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
     return HeadShards(group, dist.get_rank(group), dist.get_world_size(group))
 
