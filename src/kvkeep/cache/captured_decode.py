@@ -90,7 +90,7 @@ def can_capture(cache: Any) -> bool:
     method, tracker, layers = cache.method, cache.tracker, list(cache.backend.store.values())
     appends = (tracker.frozen or method.schedule.every is None) and not (method.retrieval or method.memory)
     decoding = tracker.seen and min(tracker.seen) - max(tracker.prompt) >= PATIENCE and tracker.attention_mask is None
-    ours = not (cache.bits or cache.hf_layers or cache.backend.is_dirty or cache.counts_guesses)
+    ours = not (cache.bits or cache.shards or cache.hf_layers or cache.backend.is_dirty or cache.counts_guesses)
     return bool(appends and decoding and ours) and all(layer.can_capture for layer in layers) and _on_one(cache, layers)
 
 

@@ -91,7 +91,7 @@ class EvictingBackend:
         self, index: int, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout
     ) -> tuple[Tensor, Tensor | None]:
         """As in the decode steps of these tokens, if the guesses are right."""
-        self.evictor.store_last()
+        self.evictor.store_all()
         key, value = call.key.detach().clone(), call.value.detach().clone()  # not views of the whole prompt's
         self.guessed[index] = Guessed(layer.snapshot(several=True), key, value, layout)
         spans = _decode_spans(layer, key.shape[2])
