@@ -10,6 +10,8 @@ from conftest import EVICTING, RETRIEVING, make_llama
 import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.kernels.torch import rotation
+from kvkeep.model.cuda_graph import CudaGraphRunner
+from kvkeep.model.fused import fused_ops
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -106,6 +108,61 @@ def test_rows_come_and_go_in_graphs(storage):
     (batch,) = engine._driver.scheduler.batches.values()
     assert batch.runners and all(runner.graph is not None for runner in batch.runners.values())
     assert engine.generate(prompts[0], max_new_tokens=12) == want[0] and engine.cache.seen == len(engine.token_ids)
+
+
+STEPS = ["h2o", "tova", "ahakv", "streamingllm", "lm_infinite", "h2o+sinks"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
+@pytest.mark.parametrize(
+    "spec, kind",
+    [*((spec, torch.float32) for spec in STEPS), ("h2o", torch.bfloat16), ("streamingllm", torch.bfloat16)],
+)
+def test_evicting_at_every_step_in_graphs_says_what_it_says_without(spec, kind, monkeypatch):
+    def without_graph(runner, *_):
+        def fused(run=runner.run):
+            with fused_ops(model):
+                return run()
+
+        runner.run = fused
+        return True
+
+    model, words = tiny_chat.sharp()
+    model = model.to("cuda", kind)
+    prompts = ["".join(chr(97 + (i * i + n) % 23) for i in range(20 + 60 * n)) for n in range(3)]
+    said = {}
+    for graphs in (True, False):
+        engine = kvkeep.Engine(model, words, spec, 48, max_rows=4)
+        engine.warmup(rows=2)
+        said[graphs] = engine.generate(prompts, max_new_tokens=64)
+        handles = [engine.submit(prompt, max_new_tokens=16, temperature=1.0, seed=3) for prompt in prompts]
+        said[graphs] += [handle.result() for handle in handles]
+        (batch,) = engine._driver.scheduler.batches.values()
+        assert {runner.graph is not None for runner in batch.runners.values()} == {graphs}
+        assert type(batch.pool).__name__ == "StepPool"
+        monkeypatch.setattr(CudaGraphRunner, "_try", without_graph)
+    assert said[True] == said[False]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
+@pytest.mark.parametrize("spec", STEPS)
+def test_a_cache_comes_back_from_graphs_as_without_them(spec):
+    """Although a step more has run on the device when the last token is read."""
+    model, words = tiny_chat.sharp()
+    engine = kvkeep.Engine(model.to("cuda").double(), words, spec, 48)
+    for prompt in ("ab", "".join(chr(97 + i * i % 23) for i in range(120))):
+        engine.generate(prompt, max_new_tokens=25)
+        n, ids = engine.length(prompt), torch.tensor(engine.token_ids)
+        alone = engine.config.new_sequence()
+        alone.prefill(ids[:n])
+        for token in ids[n:].split(1):
+            alone.extend(token)
+        assert len(ids) > n and engine.cache.seen == alone.cache.seen == len(ids)
+        for layer in range(2):
+            assert engine.cache.kept(layer) == alone.cache.kept(layer)
+            mine, theirs = (each.backend.store[layer].dense(0) for each in (engine.cache, alone.cache))
+            for name, part in mine.parts.items():
+                torch.testing.assert_close(part, theirs.parts[name], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("heads, kv_heads, n, dim", [(8, 8, 100, 64), (8, 2, 700, 128), (4, 1, 33, 64)])

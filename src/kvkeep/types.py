@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -117,25 +118,30 @@ class Observation:
 class Step:
     """One decode step of all rows (layers of one shape are further rows).
 
-    Every key head holds the same number n of tokens, the new one included, in any order.
+    Every key head has n slots, with tokens in any order, the new one included. A slot without a token has the position
+    PAD_POSITION and a logit of -inf. All is on the device: a step must not wait for the host.
     """
 
     token_positions: Tensor  # [rows, kv_heads, n] index of each token in the text
     token_state: Tensor  # [rows, kv_heads, n, k] of a method that has a memory
     newest: Tensor  # [rows, kv_heads] index of the new token
     logits: Tensor  # [rows, kv_heads, group, n] float32, input of the model's softmax; NOTHING if not needed
-    probs: Tensor  # its output
     value: Tensor  # [rows, kv_heads, dim] of the new token
-    lengths: list[int]  # tokens of text of each row so far
+    lengths: Tensor  # [rows] tokens of text so far
     scale: float
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [rows, kv_heads, group]
 
-    def per_row(self, numbers: list) -> Tensor | float:
-        """One number per row, broadcastable to [rows, kv_heads, n]; a plain number where all are equal."""
-        if len(set(numbers)) == 1:
-            return numbers[0]
-        return torch.tensor(numbers, device=self.newest.device)[:, None, None]
+    @cached_property
+    def probs(self) -> Tensor:
+        """Output of the model's softmax. [rows, kv_heads, group, n]"""
+        return self.softmax(self.logits)
+
+    def softmax(self, logits: Tensor) -> Tensor:
+        """Of logits like the step's, with its sink logits."""
+        if self.sink_logits is None:
+            return logits.softmax(-1)
+        return torch.cat([logits, self.sink_logits[..., None].float()], -1).softmax(-1)[..., :-1]
 
 
 @dataclass(frozen=True)

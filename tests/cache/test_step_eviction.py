@@ -129,8 +129,8 @@ def test_ahakv_adds_a_steps_row_as_it_is(recent_only, fast):
 
 @pytest.mark.parametrize("how, factor", [("replace", 2.0), ("multiply", 0.5)])
 def test_ahakv_gain_replaces_the_scale_or_multiplies_it(how, factor):
-    assert gain(80, 80, 16, 0.25, how) == 1.0  # within the budget: the model's own
-    assert gain(round(80 * math.e**2), 80, 16, 0.25, how) == pytest.approx(factor, rel=1e-3)  # sqrt(2·2/16) = 0.5
+    got = gain(torch.tensor([79, 80, round(80 * math.e**2)]), 80, 16, 0.25, how).tolist()
+    assert got == pytest.approx([1.0, 1.0, factor], rel=1e-3)  # within the budget: the model's own; sqrt(2·2/16) = 0.5
 
 
 @pytest.mark.core
@@ -385,7 +385,7 @@ def test_looking_at_one_layer_changes_nothing(spec):
 def test_ahakv_notes_the_same_however_a_step_is_done(family, options):
     model = build(family, "eager")
     fast, general = (kvkeep.Cache(model, "ahakv", 24, recent=4, **options) for _ in range(2))
-    general.backend.step_evictor.scorer, general.backend.step_evictor.can_append = None, lambda *_: False
+    general.backend.step_evictor.rule.scorer, general.backend.step_evictor.can_append = None, lambda *_: False
     for cache in (fast, general):
         model(prompt(60, rows=2), past_key_values=cache)
         for token in prompt(8, rows=2, seed=2).split(1, 1):

@@ -96,7 +96,7 @@ def test_prompts_share_what_the_host_may_hold(at_once):
         precise("infllm", host_limit=1000).generate(PROMPTS, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("spec", ["h2o", "infllm"])
+@pytest.mark.parametrize("spec", ["h2o+adakv", "infllm"])
 def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
     engine, forward = precise(spec), PackedForward.__call__
     want = engine.generate(PROMPTS, max_new_tokens=5)

@@ -11,6 +11,7 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
+from kvkeep.engine.step_pool import StepPool
 
 WORDS = tiny_chat.tokenizer()
 
@@ -52,7 +53,9 @@ def assert_free(work):
     """Nothing of the pool is held."""
     for batch in work.batches.values():
         assert not list(batch.requests)
-        if pool := getattr(batch, "pool", None):
+        if isinstance(pool := getattr(batch, "pool", None), StepPool):
+            assert not pool.allocated and not any(int(block.rows.active.sum()) for block in pool.blocks)
+        elif pool:
             assert all(free.spans == [(0, pool.tokens)] for free in pool.free.values()) and not pool.allocated
             assert not any(int(table.lengths.sum() + table.active.sum()) for table in pool.slot_tables.values())
 

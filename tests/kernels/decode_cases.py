@@ -39,29 +39,29 @@ def pairs(*axes):
     return chosen
 
 
-def over_rectangle(queries, keys, values, lengths, *how):
-    """The kernel over segments of equal room. keys, values [rows, kv_heads, size, dim]"""
-    size = keys.shape[2]
-    starts = torch.arange(0, lengths.numel() * size, size, device=DEVICE).view_as(lengths)
-    return decode.ragged_attention(queries, keys.flatten(0, 2), values.flatten(0, 2), starts, lengths, size, *how)
-
-
 @pytest.mark.parametrize(
     "shape, capped, kind",
     pairs([(1, 1, 1, 1, 16), (2, 4, 2, 9, 16), (3, 9, 3, 300, 64), (2, 8, 1, 129, 24)], KINDS, BOUND),
     ids=str,
 )
-def test_ragged_attention_with_softcap_and_sinks(shape, capped, kind):
+def test_padded_attention(shape, capped, kind):
     (rows, heads, kv_heads, size, dim), (softcap, sunk) = shape, capped
     torch.manual_seed(rows)
     queries, keys, values = (drawn(rows, h, n, dim, kind=kind) for h, n in ((heads, 1), *[(kv_heads, size)] * 2))
     lengths = torch.randint(1, size + 1, (rows, kv_heads), device=DEVICE)
     lengths[0, 0], lengths[-1, -1] = 1, size
-    sinks = drawn(heads) if sunk else None
-    got = over_rectangle(queries, keys, values, lengths, 0.3, softcap, sinks)
-    want = reference.padded_attention(queries.float(), keys.float(), values.float(), lengths, 0.3, softcap, sinks)
+    how = lengths, 0.3, softcap, drawn(heads) if sunk else None
+    got = decode.padded_attention(queries, keys, values, *how)
+    want = reference.padded_attention(queries.float(), keys.float(), values.float(), *how)
     # the result of a lower precision is rounded to it, whoever computes it
     assert got.dtype == kind and off(got, want) <= BOUND[kind] + (torch.finfo(kind).eps if kind != torch.float32 else 0)
+    logits = torch.full((2, rows, 3, heads, size), float("-inf"), device=DEVICE)[:, :, 1]  # one of three layers
+    assert torch.equal(decode.padded_attention(queries, keys, values, *how, logits[0]), got)
+    again = reference.padded_attention(queries.float(), keys.float(), values.float(), *how, logits[1])
+    assert off(again, want) <= 1e-5 and torch.equal(logits[0].isinf(), logits[1].isinf())
+    unused = torch.arange(size, device=DEVICE) >= lengths.repeat_interleave(heads // kv_heads, 1)[..., None]
+    assert torch.equal(logits[0].isinf(), unused)
+    assert off(*(each.masked_fill(unused, 0.0) for each in logits)) <= BOUND[kind]
 
 
 @pytest.mark.parametrize("kind", BOUND, ids=str)
@@ -93,13 +93,13 @@ def test_ragged_attention(rows, heads, kv_heads, dim, kind):
 @pytest.mark.parametrize("rows, kv_heads, dim, wide", [(1, 1, 16, 16), (3, 2, 24, 40), (5, 3, 128, 64)])
 def test_append_ragged(rows, kv_heads, dim, wide, kind):
     torch.manual_seed(rows)
-    lengths = torch.randint(0, 9, (rows, kv_heads), device=DEVICE)
+    lengths = torch.randint(0, 9, (rows, 2, kv_heads), device=DEVICE)[:, 1]
     starts = torch.arange(0, rows * kv_heads * 10, 10, device=DEVICE).view_as(lengths)
     active = torch.ones(rows, 1, dtype=torch.int64, device=DEVICE)
     active[-1] = rows == 1
     buffers = [drawn(rows * kv_heads * 10, size, kind=kind) for size in (dim, wide)]
     new = [drawn(rows, 1, kv_heads, size, kind=kind).transpose(1, 2) for size in (dim, wide)]  # as attention has them
-    got, want = ([t.clone() for t in (*buffers, lengths)] for _ in range(2))
+    got, want = ([*(t.clone() for t in buffers), lengths.repeat(1, 2)[:, kv_heads:]] for _ in range(2))
     for module, (keys, values, counts) in ((decode, got), (reference, want)):
         module.append_ragged(keys, values, *new, starts, counts, active)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -108,7 +108,7 @@ def test_append_ragged(rows, kv_heads, dim, wide, kind):
 
 def test_a_head_with_nothing_gives_zeros():
     queries, keys, values = drawn(1, 2, 1, 16), drawn(1, 2, 5, 16), drawn(1, 2, 5, 16)
-    got = over_rectangle(queries, keys, values, torch.tensor([[0, 3]], device=DEVICE), 0.3)
+    got = decode.padded_attention(queries, keys, values, torch.tensor([[0, 3]], device=DEVICE), 0.3)
     assert got[0, 0].eq(0).all() and got[0, 1].ne(0).any()
 
 

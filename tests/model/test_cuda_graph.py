@@ -22,7 +22,7 @@ def test_what_cannot_be_fused_is_captured_without_and_what_cannot_be_captured_ru
 
     monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    monkeypatch.setattr("kvkeep.engine.cuda_graph.single_device", lambda model: model.device)
+    monkeypatch.setattr("kvkeep.model.cuda_graph.single_device", lambda model: model.device)
     assert fused.is_faster(model)
     fails = False
     with pytest.warns(UserWarning, match="with fused operations .no compiler.; it runs without"):

@@ -256,8 +256,10 @@ class Cache(HFCacheAdapter):
         self.tracker.deferred_until = tokens
 
     def append_decoded(self, count: int, decoded: Callable[[int], None]) -> None:
-        """Append tokens that were decoded elsewhere, where nothing was evicted; decoded: appends to a layer's store"""
+        """Count tokens that were decoded elsewhere; decoded: brings a layer's store to what it is after them"""
         self._rollback()
+        if isinstance(self.backend, EvictingBackend):
+            self.backend.query_buffer.begin([1])  # as a decode step
         for index in self.compressed_layers:
             decoded(index)
         self.tracker.append_decoded(count)

@@ -19,6 +19,7 @@ from kvkeep.cache.report import Report
 from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.cache.step_eviction import StepEvictor
 from kvkeep.compress.method import Method
+from kvkeep.compress.step_rule import StepRule
 from kvkeep.kernels.dispatch import ragged_attention
 from kvkeep.kernels.torch.reference import segment_attention
 from kvkeep.model.head_shards import HeadShards
@@ -55,9 +56,9 @@ class EvictingBackend:
         self.store = {i: RaggedLayer(self.bits) for i in self.layers}
         self.query_buffer = QueryBuffer(self.method, self.layers, decoding=self.method.schedule.every is not None)
         shards = None if self.method.per_head else self.shards
-        how = self.rotations, self.context_length
-        self.step_evictor = StepEvictor(self.method, self.budget, *how, in_place=shards is None)
-        self.evictor = Evictor(self.method, self.budget, self.store, *how, shards)
+        rule = StepRule(self.method, self.budget, self.context_length, in_place=shards is None)
+        self.step_evictor = StepEvictor(rule, self.rotations)
+        self.evictor = Evictor(self.method, self.budget, self.store, self.rotations, self.context_length, shards)
         self.snapshots: dict[int, LayerSnapshot | None] = {}  # before the forward pass; None: cannot be restored
         self.guessed: dict[int, Guessed] = {}  # of the last forward pass
         self.peak_bytes = 0

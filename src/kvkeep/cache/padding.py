@@ -145,9 +145,11 @@ class PaddingTracker:
         self.attention_mask = padding if padding is not None else self.attention_mask
 
     def append_decoded(self, count: int) -> None:
-        """Count tokens that were decoded elsewhere, where nothing was evicted for them."""
+        """Count tokens that were decoded elsewhere, where nothing was evicted for them, or one for each new one."""
         self.seen, self.kept = [s + count for s in self.seen], [k + count for k in self.kept]
         self.padded_length += count
+        if self.schedule.every == 1 and not self.frozen:
+            self.kept = [min(k, self.budget.tokens(s)) for k, s in zip(self.kept, self.seen, strict=True)]
 
     def mark_prompt(self) -> None:
         """All tokens so far are the prompt, a last chunk of a single token included."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -59,7 +57,7 @@ class RopeShift:
         name = id(rotation), shift, n, dim, device
         if name not in self.angles_of:
             if (id(rotation), device) not in self.on_device:
-                self.on_device[id(rotation), device] = replace(rotation, frequencies=rotation.frequencies.to(device))
+                self.on_device[id(rotation), device] = rotation.to(device)
             by = torch.arange(n, device=device) * step + first
             cos, sin = self.on_device[id(rotation), device].angles(by)
             both = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)

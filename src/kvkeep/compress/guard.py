@@ -70,7 +70,7 @@ class Guard:
     def step(self, now: Step, budget: int) -> Tensor:
         """Tokens that a decode step never evicts, by position. [rows, kv_heads, n] bool"""
         sinks, recent = self.sinks_and_recent(budget)
-        kept = now.token_positions >= now.per_row([length - recent for length in now.lengths])
+        kept = now.token_positions >= (now.lengths - recent)[:, None, None]
         return kept | (now.token_positions < sinks) if sinks else kept
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:

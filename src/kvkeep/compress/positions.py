@@ -14,10 +14,10 @@ from kvkeep.errors import BadParameter
 
 @dataclass(frozen=True)
 class PlacementInput:
-    """Input of a placement, for one key head of m kept tokens."""
+    """Input of a placement, for one key head of m kept tokens, or one of each of several rows."""
 
-    token_positions: Tensor  # [m] indices of the tokens in the text
-    seq_len: int  # tokens of text so far: position of the next query
+    token_positions: Tensor  # [.., m] indices of the tokens in the text
+    seq_len: int | Tensor  # tokens of text so far: position of the next query; of rows, [.., 1]
     budget: int
     context_length: int  # the model's, as it was trained
 
@@ -27,8 +27,8 @@ class Contiguous:
     """Consecutive positions that end just before the next query: StreamingLLM's positions inside the cache."""
 
     def __call__(self, where: PlacementInput) -> Tensor:
-        m = len(where.token_positions)
-        return torch.arange(where.seq_len - m, where.seq_len, device=where.token_positions.device)
+        m = where.token_positions.shape[-1]
+        return torch.arange(m, device=where.token_positions.device) + (where.seq_len - m)
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,18 @@ class Gap:
             raise BadParameter(f"gap={self.gap} must be 1 or more; None derives it from the model's context length.")
 
     def __call__(self, where: PlacementInput) -> Tensor:
-        m = len(where.token_positions)
+        m = where.token_positions.shape[-1]
         near = min(where.budget // 2 if self.near is None else self.near, m)
         far = m - near
         gap = self._gap(where, far, near)
         index = torch.arange(m, device=where.token_positions.device)
         return torch.where(index < far, where.seq_len - gap - far + index, where.seq_len - m + index)
 
-    def _gap(self, where: PlacementInput, far: int, near: int) -> int:
+    def _gap(self, where: PlacementInput, far: int, near: int) -> int | Tensor:
         """None: three near windows, but no farther than any key of this text has been, nor than the trained context."""
         if self.gap is None:
-            return max(near, min(where.context_length - far, 3 * near, where.seq_len - far))
+            farthest = min(where.context_length - far, 3 * near)
+            return torch.as_tensor(where.seq_len - far).clamp_max(farthest).clamp_min(near)
         if self.gap + far > where.context_length:
             raise BadParameter(
                 f"gap={self.gap} puts {far} far tokens up to {self.gap + far} away, beyond the context length of "

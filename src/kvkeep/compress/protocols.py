@@ -91,7 +91,7 @@ class LayerAllocator(Protocol):
 
 
 class Placement(Protocol):
-    """RoPE positions of kept keys. -> [m]"""
+    """RoPE positions of kept keys. -> [.., m]"""
 
     def __call__(self, where: PlacementInput, /) -> Tensor: ...
 

@@ -9,7 +9,7 @@ from kvkeep.engine.request import Request
 
 
 class DecodeBatch(Protocol):
-    """`PooledBatch` where nothing is evicted or retrieved while decoding, `IndependentBatch` for all other methods."""
+    """`PooledBatch` where decoding appends, or evicts one token of every key head; `IndependentBatch` elsewhere."""
 
     @property
     def requests(self) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Decoding from a `RowPool`: all rows in one step that is captured in a CUDA graph, one graph for every number of rows.
+"""Decoding from a pool: all rows in one step that is captured in a CUDA graph, one graph for every number of rows.
 
 The pool grows with its requests. While a step runs on the device, the host detokenizes the step before; so a finished
 request has run one step too many, whose token is ignored.
@@ -19,9 +19,10 @@ from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import format_bytes
 from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, free_host_bytes, slot_bytes
 from kvkeep.engine.request import Request
-from kvkeep.engine.row_pool import RowPool, slots_needed
+from kvkeep.engine.row_pool import RowPool
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.engine.sequence import Sequence
+from kvkeep.engine.step_pool import StepPool
 from kvkeep.errors import BadInput
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.head_shards import agree_on_least
@@ -72,12 +73,16 @@ class PooledBatch:
         max_rows: int = 64,
         max_tokens: int | None = None,
         memory: int | None = None,
+        pool: RowPool | StepPool | None = None,
     ) -> None:
-        """max_tokens: per key head, of all rows together, allocated at once; None: as needed, within `memory` bytes"""
+        """max_tokens: per key head, of all rows together, allocated at once; None: as needed, within `memory` bytes
+
+        pool: for methods that evict in every step, a `StepPool`
+        """
         self.model, self.storage, self.max_rows, self.memory = model, storage, max_rows, memory
         self.device, self.kv_heads = execution_device(model), key_shape(model)[0]
         self.max_slots = None if max_tokens is None else max_tokens * self.kv_heads
-        self.pool = RowPool(model, 1, 0, 1, storage)  # it grows
+        self.pool = RowPool(model, 1, 0, 1, storage) if pool is None else pool  # it grows
         self.by_row: dict[int, Request] = {}
         self.tokens, self.positions = torch.zeros(2, max_rows, 1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingRows(max_rows, self.device)
@@ -95,9 +100,10 @@ class PooledBatch:
             return False
         cache, room = request.sequence.cache, request.how.max_new_tokens
         if not (self._fits(cache, room) and len(self.by_row) < self.pool.rows):
-            slots = -agree_on_least(self.model, -slots_needed(cache, room))
-            soon = [each.expected_tokens for each in waiting][: self.max_rows - len(self.by_row) - 1]
-            self.reserve(slots, cache.longest_head + room, 1 + len(soon), slots + self.kv_heads * sum(soon))
+            slots = -agree_on_least(self.model, -self.pool.slots_needed(cache, room))
+            soon = [each.expected_tokens for each in waiting if self.pool.mixed or each.config is request.config]
+            more = [self.pool.slots_of(tokens) for tokens in soon[: self.max_rows - len(self.by_row) - 1]]
+            self.reserve(slots, cache.longest_head + room, 1 + len(more), slots + sum(more))
         return self._fits(cache, room)
 
     def _fits(self, cache: Cache, room: int) -> bool:
@@ -115,9 +121,7 @@ class PooledBatch:
             )
         rows, longest = min(self.max_rows, len(self.by_row) + rows), 1 << (longest - 1).bit_length()
         tokens = self.max_slots or max(pool.tokens, min(limit, pool.tokens + in_all))
-        larger = max(rows, pool.rows), tokens, max(longest, pool.longest)
-        if larger != (pool.rows, pool.tokens, pool.longest):
-            pool.grow(*larger)
+        if pool.grow(max(rows, pool.rows), tokens, max(longest, pool.longest)):
             self.runners.clear()  # they have the old buffers
 
     @property
@@ -159,7 +163,8 @@ class PooledBatch:
         if not self.lag:  # nothing is captured, and a pool grows at little cost
             return
         tokens = (budget if isinstance(budget, int) else USUAL_BUDGET) + USUAL_ANSWER
-        self.reserve(self.kv_heads * tokens, tokens, rows, rows * self.kv_heads * tokens)
+        slots = self.pool.slots_of(tokens)
+        self.reserve(slots, tokens, rows, rows * slots)
         for size in sorted({min(1 << n, self.pool.rows) for n in range(self.pool.rows.bit_length() + 1)}):
             progress(f"capturing {size} rows")
             with torch.inference_mode():

@@ -46,6 +46,8 @@ class SlotTable:
 class RowPool(HFCacheAdapter):
     """A cache of many rows of any lengths, decoded one token at a time."""
 
+    mixed = True  # rows of any methods and budgets
+
     def __init__(self, model: Any, rows: int, tokens: int, longest: int, storage: str | None = None):
         """tokens: slots of each layer, over all rows and key heads; longest: tokens one key head may have
 
@@ -86,8 +88,18 @@ class RowPool(HFCacheAdapter):
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
-    def grow(self, rows: int, tokens: int, longest: int) -> None:
-        """Make room for more, one layer after the other; admitted rows stay where they are."""
+    def slots_of(self, tokens: int) -> int:
+        """Of a row of so many tokens per key head, where all key heads have as many."""
+        return tokens * key_shape(self.model)[0]
+
+    def slots_needed(self, cache: Cache, room: int) -> int:
+        """Slots of the fullest layer for a cache of one row and `room` more tokens per key head."""
+        return max(sum(self.sizes(cache, i, room)) for i in self.compressed_layers)
+
+    def grow(self, rows: int, tokens: int, longest: int) -> bool:
+        """Make room for more, one layer after the other; admitted rows stay where they are. -> whether there is more"""
+        if (rows, tokens, longest) == (self.rows, self.tokens, self.longest):
+            return False
         for i, buffer in self.buffers.items():
             buffer.grow(rows, tokens)
             if tokens > self.tokens:
@@ -99,6 +111,7 @@ class RowPool(HFCacheAdapter):
             for new, old in zip(table.parts[:2], before[device].parts[:2], strict=True):
                 new[:, used] = old[:, used]
             table.active[used] = 1
+        return True
 
     @property
     def seen(self) -> int:
@@ -116,7 +129,7 @@ class RowPool(HFCacheAdapter):
 
     def could_fit(self, cache: Cache, room: int) -> bool:
         """Whether there would be space in an empty pool."""
-        return cache.longest_head + room <= self.longest and slots_needed(cache, room) <= self.tokens
+        return cache.longest_head + room <= self.longest and self.slots_needed(cache, room) <= self.tokens
 
     def admit(self, row: int, cache: Cache, room: int) -> None:
         """Copy a cache of one row, with space for `room` more tokens."""
@@ -181,9 +194,3 @@ class RowPool(HFCacheAdapter):
         buffer, how = self.buffers[index], (call.scale, call.softcap, call.sink_logits)
         buffer.append(call.key, call.value, starts, lengths, active)
         return call.to_hf_output(buffer.attend(call.query, starts, lengths, self.longest, *how))
-
-
-def slots_needed(cache: Cache, room: int) -> int:
-    """Slots of the fullest layer for a cache of one row and `room` more tokens per key head."""
-    kind = QuantizedBuffer if cache.bits else RaggedBuffer
-    return max(sum(kind.slots(n + room) for n in layer.row_lengths(0)) for layer in cache.backend.store.values())

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.cache.cache import Cache
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.independent_batch import IndependentBatch, fits_host
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.pooled_batch import PooledBatch, can_pool
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import SamplingRows
+from kvkeep.engine.sequence import Sequence
+from kvkeep.engine.step_pool import StepPool, step_rule
 from kvkeep.errors import BadInput, StoreFull
 from kvkeep.model.hf_cache import attention_cost, execution_device
 
@@ -22,6 +25,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError, StoreFull
 PACKED_TOKENS = {"cuda": 8192, "cpu": 1024}  # of several prompts in one forward pass
 BESIDE_TOKENS = {"cuda": 6144, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
 MIN_CHUNK = 16  # tokens
+STEPS = "steps"  # kinds of batches that evict at every step begin so
 
 
 class Scheduler:
@@ -234,14 +238,35 @@ class Scheduler:
         return int(SamplingRows.of([request.how], logits.device).sample(logits[None], position))
 
     def _batch_for(self, request: Request) -> DecodeBatch:
-        storage = request.sequence.cache.storage
-        kind = f"pooled {storage}" if can_pool(request.sequence) else "independent"
+        kind = self._batch_kind(request.sequence)
         if kind not in self.batches:
-            if kind == "independent":
-                self.batches[kind] = IndependentBatch(self.model, self.max_rows)
-            else:
-                self.batches[kind] = PooledBatch(self.model, storage, *self.pool_sizes)
+            self.batches[kind] = self._new_batch(kind, request.sequence.cache)
         return self.batches[kind]
+
+    def _batch_kind(self, sequence: Sequence) -> str:
+        """Step pools are of one method and budget; without graphs, several share forward passes instead."""
+        cache = sequence.cache
+        if can_pool(sequence):
+            return f"pooled {cache.storage}"
+        kind = f"{STEPS} {cache.method} {cache.budget}"
+        shares = self.device != "cuda" and not self._busy_steps <= {kind}
+        return kind if step_rule(cache) and not shares else "independent"
+
+    def _new_batch(self, kind: str, cache: Cache) -> DecodeBatch:
+        if kind == "independent":
+            return IndependentBatch(self.model, self.max_rows)
+        if not kind.startswith(STEPS):
+            return PooledBatch(self.model, cache.storage, *self.pool_sizes)
+        for idle in [name for name in self.batches if name.startswith(STEPS) and name not in self._busy_steps]:
+            del self.batches[idle]  # its memory is needed
+        return PooledBatch(self.model, cache.storage, *self.pool_sizes, StepPool(cache))
+
+    @property
+    def _busy_steps(self) -> set[str]:
+        """Step pools that have requests, or will have."""
+        soon = [batch for _, batch in self.prefilled]
+        busy = [kind for kind, batch in self.batches.items() if batch.requests or batch in soon]
+        return {kind for kind in busy if kind.startswith(STEPS)}
 
     def _admit_prefilled(self) -> None:
         while self.prefilled:

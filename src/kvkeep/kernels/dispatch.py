@@ -27,6 +27,7 @@ def _two_dense_last_axes(first: Tensor, second: Tensor, *_: Any) -> bool:
 
 append_ragged = KernelDispatch("append_ragged", "decode")
 two_region_attention = KernelDispatch("two_region_attention", "retrieval_attention", _dense_last_axis)
+padded_attention = KernelDispatch("padded_attention", "decode", _single_query)
 ragged_attention = KernelDispatch("ragged_attention", "decode", _single_query)
 append_quantized = KernelDispatch("append_quantized", "quantized_decode", reference=quantization)
 quantized_attention = KernelDispatch("quantized_attention", "quantized_decode", _single_query, quantization)

@@ -59,7 +59,8 @@ def head_shards(model: Any) -> HeadShards | None:
 def _find(model: Any, mesh: Any) -> HeadShards | None:
     parts = [part for module in attention_modules(model) for part in module.named_children()]
     split = {name for name, part in parts if _is_split(part)}
-    cut = {name for name, part in parts if name == KEYS and len(part.get_parameter("weight")) != part.out_features} - split
+    keys = [part for name, part in parts if name == KEYS]
+    cut = {KEYS} - split if any(len(part.get_parameter("weight")) != part.out_features for part in keys) else set()
     if cut or (split and KEYS not in split):  # cut by hand, or packed with others
         raise UnsupportedModel(
             f"tensor parallelism splits {', '.join(sorted(cut | split))} of {type(model).__name__} in a way that does "

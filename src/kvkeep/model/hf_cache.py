@@ -285,6 +285,12 @@ def key_shape(model: PreTrainedModel) -> tuple[int, int]:
     return kv_heads // (shards.size if shards else 1), getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
+def query_heads(model: PreTrainedModel) -> int:
+    """Of a layer, in this process."""
+    shards = head_shards(uncompiled(model))
+    return model.config.get_text_config(decoder=True).num_attention_heads // (shards.size if shards else 1)
+
+
 def kv_widths(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
     """Layer -> sizes of one token's keys and values in all heads, where the model's modules tell."""
     projections = ((getattr(part, "layer_idx", None), *(getattr(part, name, None) for name in ("k_proj", "v_proj")))

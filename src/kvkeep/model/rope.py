@@ -25,6 +25,9 @@ class Rotation:
     frequencies: Tensor  # [pairs]
     interleaved: bool
 
+    def to(self, device: torch.device) -> Rotation:
+        return Rotation(self.frequencies.to(device), self.interleaved)
+
     def rotate(self, keys: Tensor, by: Tensor) -> Tensor:
         """Keys moved `by` positions. keys [.., n, dim], by [.., n]"""
         return self.apply(keys, *self.angles(by))

@@ -1,13 +1,14 @@
-"""Full layers of one shape that evict one token for each new one: their per-token state as one batch.
+"""Key heads with one free slot each: the next token goes there, and the token evicted for it leaves the next free slot.
 
-Positions and token state move into one buffer, the layers as further rows, so that a decode step selects for all of
-them at once. Keys and values stay where they are. The layers are views of the buffer until one is repacked.
+`InplaceBatch`: full layers of a cache. Positions and token state move into one buffer, the layers as further rows, so
+that a decode step selects for all of them at once. Keys and values stay where they are. The layers are views of the
+buffer until one is repacked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,27 @@ from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import NOTHING
 
 
-class InplaceBatch:
+@dataclass
+class SlotState:
+    """What is stored with every token, but for its key and value."""
+
+    token_positions: Tensor  # [.., kv_heads, slots]
+    free_slot: Tensor  # [.., kv_heads] of the next token
+    rope_positions: Tensor | None = None
+    token_state: Tensor = NOTHING  # [.., kv_heads, slots, k]
+
+    def insert(self, positions: Tensor) -> None:
+        """The new tokens; their slots are free, so an interrupted pass loses nothing. positions [..]"""
+        slot = self.free_slot[..., None]
+        where = positions[..., None, None].expand_as(slot).to(self.token_positions.dtype)
+        self.token_positions.scatter_(-1, slot, where)
+        if self.rope_positions is not None:
+            self.rope_positions.scatter_(-1, slot, where)
+        if len(self.token_state):
+            self.token_state.scatter_(-2, slot[..., None].expand(*slot.shape, self.token_state.shape[-1]), 0.0)
+
+
+class InplaceBatch(SlotState):
     """Each layer has one free slot in every segment. "Rows" are those of all layers."""
 
     def __init__(self, layers: Sequence[RaggedLayer]) -> None:
@@ -27,11 +48,10 @@ class InplaceBatch:
         for i, layer in enumerate(layers):
             layer.flat = replace(layer.flat, **{name: joined[name].chunk(len(layers))[i] for name in moved})
         views = {name: joined[name].unflatten(0, (rows, kv_heads, -1)) for name in moved}  # [rows, kv_heads, n + 1, …]
-        self.token_positions = views["token_positions"]
-        self.rope_positions, self.token_state = views.get("rope_positions"), views.get("token_state", NOTHING)
         self.segment_starts = torch.cat([layer.segment_starts for layer in layers])
         self.free_slots = [layer.free_slots for layer in layers]
-        self.free_slot = (torch.cat(self.free_slots) - self.segment_starts).view(rows, kv_heads)  # of the next token
+        free_slot = (torch.cat(self.free_slots) - self.segment_starts).view(rows, kv_heads)
+        super().__init__(free_slot=free_slot, **views)
 
     @property
     def is_valid(self) -> bool:
@@ -39,16 +59,6 @@ class InplaceBatch:
         writable = torch.is_inference_mode_enabled() or not self.token_positions.is_inference()
         pairs = zip(self.layers, self.free_slots, strict=True)
         return writable and all(layer.free_slots is slots for layer, slots in pairs)
-
-    def insert(self, positions: Tensor) -> None:
-        """The new token of each row; its slot is free, so an interrupted pass loses nothing. positions [rows]"""
-        slot = self.free_slot[..., None]
-        where = positions.repeat(len(self.layers))[:, None, None].expand_as(slot)
-        self.token_positions.scatter_(2, slot, where)
-        if self.rope_positions is not None:
-            self.rope_positions.scatter_(2, slot, where)
-        if len(self.token_state):
-            self.token_state.scatter_(2, slot[..., None].expand(-1, -1, -1, self.token_state.shape[-1]), 0.0)
 
     def evict(self, slots: Tensor, token_state: Tensor) -> None:
         """Free one slot of every row and key head, and store the new token state. slots [rows, kv_heads]"""

@@ -7,7 +7,6 @@ flatten the softmax; tokens with large values score higher. While decoding, each
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,11 +93,11 @@ class RecentAttention:
         return column_mass(scaled.queries, seen.keys, seen.token_positions, seen.seq_len, *how)
 
     def step(self, now: Step, budget: int) -> Tensor:
-        probs = now.probs
         if self.step_gain:
-            how = budget, now.value.shape[-1], now.scale, self.gain
-            factor = now.per_row([gain(length, *how) for length in now.lengths])
-            probs = scaled_probs(now, factor if isinstance(factor, float) else factor[..., None])
+            factor = gain(now.lengths, budget, now.value.shape[-1], now.scale, self.gain)
+            probs = scaled_probs(now, factor[:, None, None, None])
+        else:
+            probs = now.probs
         token_state = now.token_state.clone()
         token_state[..., 0] += probs.mean(2)
         token_state[..., 1].scatter_(2, now.newest[..., None], now.value.float().square().sum(-1, keepdim=True))
@@ -111,28 +110,28 @@ def relative_value_norms(norms: Tensor) -> Tensor:
     return torch.where(largest > 0, norms / largest.clamp_min(1e-30), 1.0)
 
 
-def scaled_probs(now: Step, factor: Tensor | float) -> Tensor:
+def scaled_probs(now: Step, factor: Tensor) -> Tensor:
     """The step's probs for queries scaled by a factor, with the same soft cap and sink logits."""
     logits, cap = now.logits, now.softcap
-    logits = logits * factor if cap is None else ((logits / cap).atanh() * factor).tanh() * cap
-    if now.sink_logits is None:
-        return logits.softmax(-1)
-    return torch.cat([logits, now.sink_logits[..., None].float()], -1).softmax(-1)[..., :-1]
+    if cap is None:
+        return now.softmax(logits * factor)
+    scaled = ((logits / cap).atanh() * factor).tanh() * cap
+    return now.softmax(scaled.masked_fill(logits == float("-inf"), float("-inf")))
 
 
-def gain(length: int, budget: int, dim: int, scale: float, how: str = "replace") -> float:
-    """Step gain as a factor of the model's logits: 1 up to the budget B, for positions i > B
+def gain(lengths: Tensor, budget: int, dim: int, scale: float, how: str = "replace") -> Tensor:
+    """Step gain as a factor of the model's logits, float32: 1 up to the budget B, for positions i > B
 
     "replace": the softmax scale is sqrt(2 ln(i/B)/dim) instead of the model's; "multiply": both (λ·QKᵀ/√d).
     """
-    if length <= budget:
-        return 1.0
-    return math.sqrt(2 * math.log(length / budget) / dim) / (scale if how == "replace" else 1.0)
+    grown = (lengths.double() / budget).clamp_min(1.0)
+    factor = (2 * grown.log() / dim).sqrt() / (scale if how == "replace" else 1.0)
+    return factor.masked_fill(lengths <= budget, 1.0).float()
 
 
 def scale_queries(seen: Observation, rows: int, budget: int, how: str = "replace") -> Observation:
     """The observation with each of the last queries scaled by its step gain."""
     queries = seen.queries[:, -rows:].float()
-    lengths = range(seen.seq_len - queries.shape[1] + 1, seen.seq_len + 1)
-    factors = [gain(length, budget, queries.shape[-1], seen.scale, how) for length in lengths]
-    return replace(seen, queries=queries * torch.tensor(factors, device=queries.device)[:, None])
+    lengths = torch.arange(seen.seq_len - queries.shape[1] + 1, seen.seq_len + 1, device=queries.device)
+    factors = gain(lengths, budget, queries.shape[-1], seen.scale, how)
+    return replace(seen, queries=queries * factors[:, None])

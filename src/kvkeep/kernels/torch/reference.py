@@ -94,35 +94,43 @@ def sum_over_queries(rows: Tensor) -> Tensor:
     return torch.bmm(flat.new_full((len(flat), 1, flat.shape[1]), 1 / rows.shape[1]), flat)[:, 0]
 
 
-def decode_attention_with_probs(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of one query per row where all key heads hold the same number of tokens, with its logits and probs.
+def decode_attention_with_logits(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    masked: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query per row where all key heads hold the same number of tokens, with its logits.
 
-    queries [rows, heads, 1, dim], keys and values [rows, kv_heads, n, dim]
-    -> output [rows, heads, 1, dim], logits and probs [rows, kv_heads, group, n] float32
+    queries [rows, heads, 1, dim], keys and values [rows, kv_heads, n, dim], masked [rows, kv_heads, 1, n]
+    -> output [rows, heads, 1, dim], logits [rows, kv_heads, group, n] float32
     """
     rows, heads, _, dim = queries.shape
     grouped = (queries * scale).to(keys.dtype).reshape(rows, keys.shape[1], -1, dim)
     logits = (grouped @ keys.transpose(-1, -2)).float()
     if softcap is not None:
         logits = (logits / softcap).tanh() * softcap
+    if masked is not None:
+        logits = logits.masked_fill(masked, float("-inf"))
     if sink_logits is None:
         probs = logits.softmax(-1)
     else:
         extra = sink_logits.float().view(1, keys.shape[1], -1, 1).expand(rows, -1, -1, 1)
         probs = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
     output = probs.to(values.dtype) @ values
-    return output.reshape(rows, heads, 1, -1).to(queries.dtype), logits, probs
+    return output.reshape(rows, heads, 1, -1).to(queries.dtype), logits
 
 
 def dense_attention(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
 ) -> Tensor:
-    """The output of `decode_attention_with_probs` alone."""
+    """The output of `decode_attention_with_logits` alone."""
     if softcap is None and sink_logits is None:
         return _dense_sdpa(queries.to(keys.dtype), keys, values.to(keys.dtype), scale).to(queries.dtype)
-    return decode_attention_with_probs(queries, keys, values, scale, softcap, sink_logits)[0]
+    return decode_attention_with_logits(queries, keys, values, scale, softcap, sink_logits)[0]
 
 
 def segment_attention(
@@ -174,14 +182,21 @@ def padded_attention(
     scale: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    logits_out: Tensor | None = None,
 ) -> Tensor:
     """Attention over a padded batch: each key head uses its first `lengths` slots, ending with the queries' keys.
 
     queries [rows, heads, q, dim], keys and values [rows, kv_heads, size, dim], lengths [rows, kv_heads]
     -> [rows, heads, q, dim]
+    logits_out [rows, heads, size] float32, of one query each: -inf, and filled up to `lengths`
     """
     rows, heads, q, dim = queries.shape
     kv_heads, size = keys.shape[1:3]
+    if logits_out is not None:
+        unused = torch.arange(size, device=keys.device) >= lengths[..., None, None]
+        output, logits = decode_attention_with_logits(queries, keys, values, scale, softcap, sink_logits, unused)
+        logits_out.copy_(logits.flatten(1, 2))
+        return output
     ahead = torch.arange(q - 1, -1, -1, device=keys.device)  # new tokens after each query
     seen = torch.arange(size, device=keys.device) < (lengths[..., None] - ahead)[..., None]
     seen = seen[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).reshape(rows, kv_heads, -1, size)

@@ -28,8 +28,9 @@ def ragged_attention(
     scale: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    logits_out: Tensor | None = None,
 ) -> Tensor:
-    """As in the reference. queries [rows, heads, 1, dim]"""
+    """As in the reference. queries [rows, heads, 1, dim]; logits_out as in `padded_attention`"""
     rows, heads, _, dim = queries.shape
     kv_heads, v_dim = starts.shape[1], values.shape[-1]
     group = heads // kv_heads
@@ -37,10 +38,12 @@ def ragged_attention(
     query = queries[:, :, 0].contiguous()
     partial = query.new_empty(rows * heads, splits, v_dim, dtype=torch.float32)
     weight = query.new_empty(rows * heads, splits, 2, dtype=torch.float32)  # largest logit, sum of exponentials
+    logits, row_stride, stride = (weight, 0, 0) if logits_out is None else (logits_out, *logits_out.stride()[:2])
     _partial[rows * kv_heads, splits](
-        query, keys, values, starts, lengths, partial, weight, scale, softcap or 0.0, group, splits, dim, v_dim,
-        softcap is not None, INTERPRETED, max(MIN_BLOCK, pow2(group)), max(MIN_BLOCK, pow2(dim)),
-        max(MIN_BLOCK, pow2(v_dim)), BLOCK, num_warps=4, num_stages=2,
+        query, keys, values, starts, lengths, partial, weight, logits, scale, softcap or 0.0, kv_heads, group, splits,
+        dim, v_dim, row_stride, stride, softcap is not None, logits_out is not None, INTERPRETED,
+        max(MIN_BLOCK, pow2(group)), max(MIN_BLOCK, pow2(dim)), max(MIN_BLOCK, pow2(v_dim)), BLOCK, num_warps=4,
+        num_stages=2,
     )  # fmt: skip
     output = query.new_empty(rows, heads, v_dim)
     extra = query if sink_logits is None else sink_logits.float().contiguous()
@@ -51,6 +54,23 @@ def ragged_attention(
     return output[:, :, None]
 
 
+def padded_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    logits_out: Tensor | None = None,
+) -> Tensor:
+    """As in the reference, for contiguous keys and values [rows, kv_heads, size, dim]."""
+    size = keys.shape[2]
+    starts = torch.arange(0, lengths.numel() * size, size, device=keys.device).view_as(lengths)
+    flat = keys.view(-1, keys.shape[-1]), values.view(-1, values.shape[-1])
+    return ragged_attention(queries, *flat, starts, lengths, size, scale, softcap, sink_logits, logits_out)
+
+
 def append_ragged(
     keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, lengths: Tensor, active: Tensor
 ) -> None:
@@ -59,33 +79,34 @@ def append_ragged(
     v_dim = new_values.shape[-1]
     _append[rows * kv_heads,](
         keys, values, new_keys, new_values, starts, lengths, active, *new_keys.stride()[:2], *new_values.stride()[:2],
-        kv_heads, dim, v_dim, pow2(max(dim, v_dim)), num_warps=1,
+        lengths.stride(0), kv_heads, dim, v_dim, pow2(max(dim, v_dim)), num_warps=1,
     )  # fmt: skip
 
 
 @fast_launch
 @triton.jit
 def _append(
-    keys, values, new_keys, new_values, starts, lengths, active, key_row, key_head, value_row, value_head, kv_heads,
-    dim, v_dim, DIM: tl.constexpr,
+    keys, values, new_keys, new_values, starts, lengths, active, key_row, key_head, value_row, value_head, length_row,
+    kv_heads, dim, v_dim, DIM: tl.constexpr,
 ):  # fmt: skip
     segment, channels = tl.program_id(0), tl.arange(0, DIM)
     row, head = segment // kv_heads, segment % kv_heads
-    length = tl.load(lengths + segment)
+    lengths += row * length_row + head
+    length = tl.load(lengths)
     slot = tl.load(starts + segment).to(tl.int64) + length
     key = tl.load(new_keys + row * key_row + head * key_head + channels, mask=channels < dim)
     value = tl.load(new_values + row * value_row + head * value_head + channels, mask=channels < v_dim)
     tl.store(keys + slot * dim + channels, key.to(keys.dtype.element_ty), mask=channels < dim)
     tl.store(values + slot * v_dim + channels, value.to(values.dtype.element_ty), mask=channels < v_dim)
-    tl.store(lengths + segment, length + tl.load(active + row))
+    tl.store(lengths, length + tl.load(active + row))
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["splits"])
 def _partial(
-    query, keys, values, starts, lengths, partial, weight, scale, softcap, group, splits, dim, v_dim,
-    CAPPED: tl.constexpr, WIDEN: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    query, keys, values, starts, lengths, partial, weight, logits_out, scale, softcap, kv_heads, group, splits, dim,
+    v_dim, row_stride, stride, CAPPED: tl.constexpr, OBSERVED: tl.constexpr, WIDEN: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     segment, split = tl.program_id(0), tl.program_id(1)
     base, length = tl.load(starts + segment).to(tl.int64), tl.load(lengths + segment).to(tl.int32)
@@ -95,6 +116,9 @@ def _partial(
     members, channels, v_channels = tl.arange(0, GROUP), tl.arange(0, DIM), tl.arange(0, V_DIM)
     in_query = (members < group)[:, None] & (channels < dim)[None, :]
     q = tl.load(query + (segment * group + members)[:, None] * dim + channels[None, :], mask=in_query, other=0.0)
+
+    head = segment % kv_heads * group + members
+    observed = logits_out + (segment // kv_heads).to(tl.int64) * row_stride + (head * stride)[:, None]
 
     row_max = tl.full([GROUP], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP], tl.float32)
@@ -106,6 +130,8 @@ def _partial(
         k = tl.load(keys + slots[:, None] * dim + channels[None, :], mask=inside, other=0.0)
         logits = softcapped(dot(q, tl.trans(k), WIDEN) * scale, softcap, CAPPED)
         logits = tl.where(valid[None, :], logits, float("-inf"))
+        if OBSERVED:
+            tl.store(observed + tokens[None, :], logits, mask=(members < group)[:, None] & valid[None, :])
         new_max = tl.maximum(row_max, tl.max(logits, 1))
         probs = tl.exp(logits - new_max[:, None])
         rescale = tl.exp(row_max - new_max)

@@ -1,0 +1,226 @@
+"""Layers of a pool in which every row evicts one token for each new one.
+
+Every key head has one slot more than the budget. The tokens of a row that is not full lie in its first slots, and the
+one after them is free; once it is full, the token that is evicted leaves the next free slot. All of this is known on
+the device alone. Rows come first in every tensor, so the first rows are the beginning of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.kernels.dispatch import append_ragged, padded_attention
+from kvkeep.storage.inplace import SlotState
+from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.types import NOTHING, PAD_POSITION, Tokens
+
+STORED = {"token_positions", "rope_positions", "token_state"}  # with every token
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Of consecutive layers on one device."""
+
+    layers: Sequence[int]
+    heads: int
+    kv_heads: int
+    slots: int  # of a key head: the budget, and one
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+    state_width: int  # of the method's memory; 0: it has none
+    placed: bool  # keys have RoPE positions of their own
+    sinks: int  # whose keys move
+    observed: bool  # the method needs logits
+
+
+@dataclass
+class StepRows:
+    """What is known of every row, but for keys and values; NOTHING where the method does not need it."""
+
+    active: Tensor  # [rows, 1] 1 where the row is in use
+    lengths: Tensor  # [rows] tokens of text so far
+    used: Tensor  # [rows, kv_heads] slots, that of the next token included
+    free_slot: Tensor  # [rows, layers, kv_heads] of the next token
+    free_before: Tensor  # the last step
+    token_positions: Tensor  # [rows, layers, kv_heads, slots]
+    rope_positions: Tensor = NOTHING
+    token_state: Tensor = NOTHING  # [rows, layers, kv_heads, slots, k]
+    state_before: Tensor = NOTHING
+    sink_keys: Tensor = NOTHING  # [rows, layers, kv_heads, sinks, dim] as admitted: no rounding error builds up
+    sink_positions: Tensor = NOTHING  # [rows, sinks] those they have there
+    logits: Tensor = NOTHING  # [rows, layers, heads, slots] of the last step
+
+    @classmethod
+    def free(cls, shape: StepShape, rows: int) -> StepRows:
+        """Not in use."""
+
+        def full(value: float, *size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full((rows, *size), value, dtype=dtype, device=shape.device)
+
+        heads = len(shape.layers), shape.kv_heads
+        state = [full(0, *heads, shape.slots, shape.state_width, dtype=torch.float32) for _ in range(2)]
+        positions = [full(PAD_POSITION, *heads, shape.slots, dtype=torch.int32) for _ in range(1 + shape.placed)]
+        made = cls(full(0, 1), full(0), full(1, heads[1]), full(0, *heads), full(0, *heads), *positions)
+        if shape.state_width:
+            made.token_state, made.state_before = state
+        if shape.sinks:
+            made.sink_keys = full(0, *heads, shape.sinks, shape.dim, dtype=shape.dtype)
+            made.sink_positions = full(0, shape.sinks)
+        if shape.observed:
+            made.logits = full(float("-inf"), heads[0], shape.heads, shape.slots, dtype=torch.float32)
+        return made
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that there are, by name."""
+        return {name: part for name, part in vars(self).items() if part is not NOTHING}
+
+
+class StepBlock:
+    def __init__(self, shape: StepShape, rows: int) -> None:
+        self.shape, self.rows = shape, StepRows.free(shape, rows)
+        size = rows, shape.kv_heads, shape.slots, shape.dim
+        self.keys, self.values = (
+            [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in shape.layers] for _ in range(2)
+        )
+        self._set_starts(rows)
+
+    def _set_starts(self, rows: int) -> None:
+        segments = torch.arange(rows * self.shape.kv_heads, device=self.shape.device)
+        self.starts = (segments * self.shape.slots).view(rows, self.shape.kv_heads)
+        self.unchanged = torch.zeros_like(self.rows.active)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    def grow(self, rows: int) -> None:
+        """More rows, one layer after the other; those in use stay where they are."""
+        before, self.rows = self.rows, StepRows.free(self.shape, rows)
+        for name, old in before.parts.items():
+            self.rows.parts[name][: len(old)] = old
+        for buffers in (self.keys, self.values):
+            for layer, old in enumerate(buffers):
+                buffers[layer] = old.new_zeros(rows, *old.shape[1:])
+                buffers[layer][: len(old)] = old
+        self._set_starts(rows)
+
+    # rows that come and go
+
+    def put(self, row: int, layers: Sequence[RaggedLayer], length: int) -> None:
+        """Copy the tokens of a cache of one row that has seen so many."""
+        self.release(row)
+        for number, layer in enumerate(layers):
+            for name, part in layer.dense(0).parts.items():
+                self._stored(row, number)[name][:, : part.shape[1]] = part
+        held, rows, sinks = layers[0].lengths[0], self.rows, self.shape.sinks
+        rows.active[row], rows.lengths[row], rows.used[row], rows.free_slot[row] = 1, length, held + 1, held
+        if sinks:
+            rows.sink_keys[row] = torch.stack([keys[row, :, :sinks] for keys in self.keys])
+            rows.sink_positions[row] = rows.rope_positions[row, 0, 0, :sinks]
+
+    def _stored(self, row: int, number: int) -> dict[str, Tensor]:
+        """One layer of one row, by the names of `Tokens`. [kv_heads, slots, …]"""
+        mine = {name: part[row, number] for name, part in self.rows.parts.items() if name in STORED}
+        return {"keys": self.keys[number][row], "values": self.values[number][row]} | mine
+
+    def release(self, row: int) -> None:
+        for name, free in StepRows.free(self.shape, 1).parts.items():
+            self.rows.parts[name][row] = free[0]
+
+    def undo(self, row: int) -> None:
+        """Take a row's last step back: the token it evicted is still in its slot."""
+        rows = self.rows
+        rows.lengths[row] -= 1
+        rows.free_slot[row] = rows.free_before[row]
+        if self.shape.state_width:
+            rows.token_state[row] = rows.state_before[row]
+
+    def take(self, row: int, held: int) -> list[list[Tokens]]:
+        """A row's tokens, so many of every key head, in order of position: of each layer and key head"""
+        free = self.rows.free_slot[row][..., None]
+        positions = self.rows.token_positions[row].scatter(-1, free, PAD_POSITION)[..., : held + 1]
+        order, taken = positions.argsort(-1)[..., :held], []
+        for number, heads in enumerate(order):
+            tokens = Tokens(**self._stored(row, number))
+            taken.append([tokens[head][where] for head, where in enumerate(heads)])
+        return taken
+
+    @contextmanager
+    def no_row_in_use(self) -> Iterator[None]:
+        """Within, steps write to free slots alone; what else they change is restored."""
+        names = self.rows.parts.keys() & {"active", "free_before", "token_state", "state_before"}
+        before = {name: self.rows.parts[name].clone() for name in names}
+        self.rows.active.zero_()
+        try:
+            yield
+        finally:
+            for name in names:
+                self.rows.parts[name].copy_(before[name])
+
+    # one step of the first rows
+
+    def attend(self, number: int, rows: int, query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
+        """Write the new tokens of a layer into their free slots, and attend. how: scale, softcap, sink_logits"""
+        keys, values, used = self.keys[number][:rows], self.values[number][:rows], self.rows.used[:rows]
+        where = self.starts[:rows], self.rows.free_slot[:rows, number], self.unchanged[:rows]
+        append_ragged(keys.flatten(0, 2), values.flatten(0, 2), key, value, *where)
+        logits = self.rows.logits[:rows, number] if self.shape.observed else None
+        if used.device.type == "cpu":  # leave slots out that no row uses
+            longest = int(used.max())
+            keys, values = keys[:, :, :longest], values[:, :, :longest]
+            logits = None if logits is None else logits[..., :longest]
+        return padded_attention(query, keys, values, used, *how, logits)
+
+    def slots(self, rows: int, numbers: slice) -> SlotState:
+        """Of some of the layers. [rows, layers, kv_heads, …]"""
+        placed = self.rows.rope_positions[:rows, numbers] if self.shape.placed else None
+        token_state = self.rows.token_state[:rows, numbers] if self.shape.state_width else NOTHING
+        positions, free_slot = (part[:rows, numbers] for part in (self.rows.token_positions, self.rows.free_slot))
+        return SlotState(positions, free_slot, placed, token_state)
+
+    def logits(self, rows: int, numbers: slice) -> Tensor:
+        """[rows, layers, kv_heads, group, slots]"""
+        if not self.shape.observed:
+            return NOTHING
+        return self.rows.logits[:rows, numbers].unflatten(2, (self.shape.kv_heads, -1))
+
+    def evict(self, rows: int, numbers: slice, slots: Tensor, token_state: Tensor) -> None:
+        """Store the new token state, and free these slots where key heads are full. slots [rows * layers, kv_heads]"""
+        mine, used, active = self.slots(rows, numbers), self.rows.used[:rows, None], self.rows.active[:rows, None]
+        self.rows.free_before[:rows, numbers] = mine.free_slot
+        free = torch.where(used < self.shape.slots, used, slots.view_as(mine.free_slot))
+        mine.free_slot.copy_(torch.where(active > 0, free, mine.free_slot))
+        if self.shape.state_width:
+            self.rows.state_before[:rows, numbers] = mine.token_state
+            mine.token_state.copy_(token_state.view_as(mine.token_state))
+
+    def advance(self, rows: int) -> None:
+        """Count the tokens of a step."""
+        used, active = self.rows.used[:rows], self.rows.active[:rows]
+        self.rows.lengths[:rows] += active[:, 0]
+        used.copy_((used + active).clamp_max(self.shape.slots))
+
+    def move_sinks(self, rows: slice, target: Tensor, rotations: Sequence[Any]) -> None:
+        """Rotate the sinks' keys of some rows to these positions; rotations: of every layer. target [rows, sinks]"""
+        sinks, by = self.shape.sinks, target - self.rows.sink_positions[rows]
+        self.rows.rope_positions[rows, ..., :sinks] = target[:, None, None].to(torch.int32)
+        for first, *rest in runs(range(len(rotations)), lambda number: id(rotations[number])):
+            layers = slice(first, first + 1 + len(rest))
+            if rotation := rotations[first]:
+                rotated = rotation.rotate(self.rows.sink_keys[rows, layers], by[:, None, None])
+                for number, keys in enumerate(self.keys[layers]):
+                    keys[rows, :, :sinks] = rotated[:, number]
+
+
+def runs(items: Iterable[int], kind: Callable[[int], Any]) -> list[list[int]]:
+    """Consecutive items of one kind."""
+    return [list(same) for _, same in groupby(items, kind)]
