@@ -136,6 +136,34 @@ class Run:
         self.note(f"a step of {rows} rows", method=method, ms=statistics.median(gaps), worst_ms=max(gaps), **how)
         engine.close()
 
+    def questions(self, rows: int, length: int, method: str) -> None:
+        """Questions about one long text at a time: the median step, for one and for `rows` of them."""
+        engine = self.engine(method)
+        began = self.now()
+        engine.warmup(rows=rows)
+        self.note(f"warm-up, {rows} rows", method=method, s=self.now() - began)
+        began = self.now()
+        context = engine.read(text(length))
+        self.note("Engine.read", method=method, length=length, s=self.now() - began)
+        for n in (1, rows):
+            new = self.options.new + 2 * n
+            streams = [context.stream(text(8, seed), max_new_tokens=new) for seed in range(n)]
+            began = self.now()
+            for stream in streams:
+                next(stream)
+            first = self.now() - began
+            at = []
+            for _ in range(self.options.new):
+                for stream in streams:
+                    next(stream)
+                at.append(time.perf_counter())
+            gaps = [1000 * (b - a) for a, b in zip(at[2:], at[3:], strict=False)]
+            found = {"first_tokens_s": first, "ms": statistics.median(gaps), "worst_ms": max(gaps)}
+            self.note(f"a step of {n} questions about one text", method=method, length=length, **found)
+            for stream in streams:
+                stream.close()
+        engine.close()
+
     def cache(self, method: str, length: int) -> None:
         """model.generate with a kvkeep.Cache."""
         ids = self.words(text(length), return_tensors="pt").input_ids.to(self.model.device)
@@ -198,7 +226,7 @@ def measures(run: Run) -> dict[str, Callable[[], None]]:
             run.many(n, 2000, method, 1024) for method in run.options.step_methods.split(",") for n in (rows // 4, rows)
         ],
         "retrieval": lambda: [
-            run.many(n, long // 2, name) for name in run.options.retrieval_methods.split(",") for n in (1, rows // 8)
+            run.questions(rows // 8, long // 2, name) for name in run.options.retrieval_methods.split(",")
         ],
         "arrival": lambda: run.arrival(rows // 2, 2000, long),
     }

@@ -79,10 +79,10 @@ def test_beam_search_is_not_captured_again_and_again(captures, monkeypatch):
 def test_a_cache_that_nobody_holds_is_freed(captures):
     model = make_llama().to(DEVICE)
     _, cache = answer(model, "snapkv", IDS[:1])
-    gone = weakref.ref(cache._captured)
-    del cache
+    gone = weakref.ref(cache._captured), weakref.ref(model)
+    del cache, model
     captures.clear()
-    assert gone() is None
+    assert [each() for each in gone] == [None, None]
 
 
 def test_a_copy_or_a_pickle_has_its_own_forward(captures):

@@ -8,6 +8,7 @@ from conftest import EVICTING, RETRIEVING
 from kvkeep.compress.parse import parse
 from kvkeep.engine import scheduler as scheduling
 from kvkeep.engine.request import Request
+from kvkeep.engine.retrieval_pool import RetrievalPool
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
@@ -55,6 +56,8 @@ def assert_free(work):
         assert not list(batch.requests)
         if isinstance(pool := getattr(batch, "pool", None), StepPool):
             assert not pool.allocated and not any(int(block.rows.active.sum()) for block in pool.blocks)
+        elif isinstance(pool, RetrievalPool):
+            assert not pool.by_row and not pool.counts.any()
         elif pool:
             assert all(free.spans == [(0, pool.tokens)] for free in pool.free.values()) and not pool.allocated
             assert not any(int(table.lengths.sum() + table.active.sum()) for table in pool.slot_tables.values())

@@ -80,7 +80,7 @@ def test_the_registry_has_methods_that_evict_in_steps():
 def test_together_is_alone_whoever_comes_and_goes(tiny, spec):
     """Prompts shorter than the budget and longer, a pool that grows, and rows that are free between others."""
     draw, work = random.Random(spec), Scheduler(tiny, set(), max_rows=5)
-    lengths = [BUDGET - 25, BUDGET - 1, BUDGET, BUDGET + 1, 90, 150, 60]
+    lengths = [BUDGET - 20, 90, 150, BUDGET, BUDGET + 1, BUDGET - 1, BUDGET - 25]  # the last in rows that were full
     requests = [new_request(tiny, spec, seed, length, draw.randrange(62, 75)) for seed, length in enumerate(lengths)]
     gone = new_request(tiny, spec, 9, 70)
     for request in (requests[0], gone, *requests[1:]):
@@ -157,6 +157,25 @@ def test_a_capture_changes_nothing(tiny, spec):
             for _ in range(2):
                 tiny(tokens[:3], position_ids=positions[:3], past_key_values=batch.pool)
     assert [request.answer.ids for request in requests] == [alone(request)[1] for request in requests]
+
+
+@pytest.mark.parametrize("spec", ["h2o", "ahakv", "streamingllm"])
+def test_a_row_that_was_full_is_as_good_as_new(tiny, spec):
+    """A kernel writes the logits of slots in use alone: the others must not be those of the row before."""
+    caches = []
+    for length in (90, 20):
+        sequence = new_request(tiny, spec, 1, length).config.new_sequence()
+        sequence.prefill(ids(1, length))
+        caches.append(sequence.cache)
+    used, fresh = (StepPool(caches[0], rows=1) for _ in range(2))
+    used.admit(0, caches[0], 60)
+    for position in range(90, 95):
+        tiny(torch.tensor([[7]]), position_ids=torch.tensor([[position]]), past_key_values=used)
+    used.release(0)
+    for pool in (used, fresh):
+        pool.admit(0, caches[1], 60)
+    (mine,), (theirs,) = used.blocks, fresh.blocks
+    assert all(torch.equal(part, theirs.rows.parts[name]) for name, part in mine.rows.parts.items())
 
 
 def all_full(family):

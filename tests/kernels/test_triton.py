@@ -16,6 +16,7 @@ CASES = [
     "quantized_decode_cases.py",
     "host_gather_cases.py",
     "retrieval_attention_cases.py",
+    "slotted_cases.py",
     "layer_ops_cases.py",
     "prefill_attention_cases.py",
 ]

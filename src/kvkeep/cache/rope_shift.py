@@ -9,7 +9,7 @@ from kvkeep.kernels.dispatch import rotate
 from kvkeep.model.rope import Rotation
 
 Angles = tuple[Tensor, Tensor]
-Shift = tuple[int, int]  # positions the first vector is moved by, and how many more each one after it
+Shift = tuple[int, int] | Tensor  # positions the first vector is moved by, and how many more each one after it; or each
 
 
 class RopeShift:
@@ -35,6 +35,16 @@ class RopeShift:
         """Vectors at positions first, first + 1, … all moved to one position."""
         return self._shift(layer, vectors, (-first, -1), (position, 0))
 
+    def move(self, layer: int, vectors: Tensor, *by: Tensor) -> Tensor:
+        """Vectors moved by so many positions [n], one after the other; these are known to the device alone."""
+        return self._shift(layer, vectors, *by)
+
+    def angles_from_zero(self, layer: int, vectors: Tensor) -> Angles:
+        """Of positions 0, 1, …, in the layout of the kernel `rotate`; the rotation must be whole."""
+        rotation = self.rotations[layer]
+        assert rotation is not None
+        return self._shift_angles(rotation, (0, 1), vectors)
+
     def _shift(self, layer: int, vectors: Tensor, *shifts: Shift) -> Tensor:
         rotation = self.rotations.get(layer)
         _, n, dim = vectors.shape
@@ -43,7 +53,7 @@ class RopeShift:
         name = id(rotation), shifts, n, dim, vectors.device
         if name not in self.angles:
             made = [self._shift_angles(rotation, shift, vectors) for shift in shifts]
-            self.angles[name] = made, _is_whole(rotation, vectors)
+            self.angles[name] = made, is_whole(rotation, vectors.shape[-1])
         angles, whole = self.angles[name]
         if whole:
             return rotate(vectors, *angles)
@@ -53,18 +63,18 @@ class RopeShift:
 
     def _shift_angles(self, rotation: Rotation, shift: Shift, vectors: Tensor) -> Angles:
         """Cosines and sines, in the layout of the kernel `rotate` where it fits."""
-        (first, step), (_, n, dim), device = shift, vectors.shape, vectors.device
+        (_, n, dim), device = vectors.shape, vectors.device
         name = id(rotation), shift, n, dim, device
         if name not in self.angles_of:
             if (id(rotation), device) not in self.on_device:
                 self.on_device[id(rotation), device] = rotation.to(device)
-            by = torch.arange(n, device=device) * step + first
+            by = shift if isinstance(shift, Tensor) else torch.arange(n, device=device) * shift[1] + shift[0]
             cos, sin = self.on_device[id(rotation), device].angles(by)
             both = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-            self.angles_of[name] = both if _is_whole(rotation, vectors) else (cos, sin)
+            self.angles_of[name] = both if is_whole(rotation, vectors.shape[-1]) else (cos, sin)
         return self.angles_of[name]
 
 
-def _is_whole(rotation: Rotation, vectors: Tensor) -> bool:
+def is_whole(rotation: Rotation, dim: int) -> bool:
     """Every channel is rotated, paired with the one half a vector away."""
-    return not rotation.interleaved and 2 * len(rotation.frequencies) == vectors.shape[-1]
+    return not rotation.interleaved and 2 * len(rotation.frequencies) == dim

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from kvkeep.compress.positions import PlacementInput
-from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery
+from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery, RowQueries
 from kvkeep.compress.select import Units
 from kvkeep.errors import BadParameter
 from kvkeep.registry import did_you_mean
@@ -121,6 +121,13 @@ class RetrievalIndex(Protocol):
     def needs(self) -> frozenset[str]: ...
     def build(self, tokens: OffloadedTokens, /) -> Tensor | None: ...
     def score(self, query: RetrievalQuery, unit_index: Any, sizes: Any, /) -> Tensor: ...
+
+
+@runtime_checkable
+class RowIndex(RetrievalIndex, Protocol):
+    """An index that also scores units for one decoded token of each row of a pool. -> [rows, 1 or kv_heads, units]"""
+
+    def score_rows(self, query: RowQueries, entries: Tensor, /) -> Tensor: ...
 
 
 @runtime_checkable

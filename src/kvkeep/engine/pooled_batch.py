@@ -88,7 +88,8 @@ class PooledBatch:
         self.sampling = SamplingRows(max_rows, self.device)
         self.runners: dict[int, CudaGraphRunner] = {}  # by number of rows
         self.inflight: deque[InflightStep] = deque()
-        self.lag = int(self.device.type == "cuda")  # steps launched ahead
+        self.on_gpu = self.device.type == "cuda"
+        self.lag = int(self.on_gpu)  # steps launched ahead
 
     @property
     def requests(self) -> list[Request]:
@@ -134,7 +135,7 @@ class PooledBatch:
             return self.max_slots
         if self.memory is not None:
             return self.memory // self._slot_bytes
-        free = free_device_bytes(self.device) if self.lag else free_host_bytes()
+        free = free_device_bytes(self.device) if self.on_gpu else free_host_bytes()
         if free is None:
             return sys.maxsize
         limit = int(MEMORY_FRACTION * (free + self.pool.nbytes)) // self._slot_bytes
@@ -160,11 +161,14 @@ class PooledBatch:
 
     def warmup(self, budget: int | float | None, rows: int, progress: Callable[[str], None]) -> None:
         """Room for rows of this budget and USUAL_ANSWER tokens, and a graph for every number of rows."""
-        if not self.lag:  # nothing is captured, and a pool grows at little cost
+        if not self.on_gpu:  # nothing is captured, and a pool grows at little cost
             return
         tokens = (budget if isinstance(budget, int) else USUAL_BUDGET) + USUAL_ANSWER
         slots = self.pool.slots_of(tokens)
         self.reserve(slots, tokens, rows, rows * slots)
+        self.capture(progress)
+
+    def capture(self, progress: Callable[[str], None]) -> None:
         for size in sorted({min(1 << n, self.pool.rows) for n in range(self.pool.rows.bit_length() + 1)}):
             progress(f"capturing {size} rows")
             with torch.inference_mode():
@@ -173,7 +177,7 @@ class PooledBatch:
     def launch(self) -> None:
         """Decode one token for every row in use, and for free rows between them."""
         rows = max(self.by_row) + 1
-        if self.lag:
+        if self.on_gpu:
             rows = min(1 << (rows - 1).bit_length(), self.pool.rows)
         with torch.inference_mode():
             logits = self.runner(rows)()

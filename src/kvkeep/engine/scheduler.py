@@ -15,6 +15,8 @@ from kvkeep.engine.independent_batch import IndependentBatch, fits_host
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.pooled_batch import PooledBatch, can_pool
 from kvkeep.engine.request import Request
+from kvkeep.engine.retrieval_batch import RetrievalBatch
+from kvkeep.engine.retrieval_pool import retrieval_plan
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.step_pool import StepPool, step_rule
@@ -25,7 +27,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError, StoreFull
 PACKED_TOKENS = {"cuda": 8192, "cpu": 1024}  # of several prompts in one forward pass
 BESIDE_TOKENS = {"cuda": 6144, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
 MIN_CHUNK = 16  # tokens
-STEPS = "steps"  # kinds of batches that evict at every step begin so
+INDEPENDENT, POOLED, STEPS, RETRIEVAL = "independent", "pooled", "steps", "retrieval"  # families of batches
 
 
 class Scheduler:
@@ -238,35 +240,44 @@ class Scheduler:
         return int(SamplingRows.of([request.how], logits.device).sample(logits[None], position))
 
     def _batch_for(self, request: Request) -> DecodeBatch:
-        kind = self._batch_kind(request.sequence)
+        cache = request.sequence.cache
+        batch = self._batch(self._batch_kind(request.sequence), cache)
+        if isinstance(batch, RetrievalBatch) and not batch.can_hold(request):
+            return self._batch(INDEPENDENT, cache)
+        return batch
+
+    def _batch(self, kind: str, cache: Cache) -> DecodeBatch:
         if kind not in self.batches:
-            self.batches[kind] = self._new_batch(kind, request.sequence.cache)
+            self.batches[kind] = self._new_batch(kind, cache)
         return self.batches[kind]
 
     def _batch_kind(self, sequence: Sequence) -> str:
-        """Step pools are of one method and budget; without graphs, several share forward passes instead."""
+        """Some pools are of one method and budget; without graphs, several share forward passes instead."""
         cache = sequence.cache
         if can_pool(sequence):
-            return f"pooled {cache.storage}"
-        kind = f"{STEPS} {cache.method} {cache.budget}"
-        shares = self.device != "cuda" and not self._busy_steps <= {kind}
-        return kind if step_rule(cache) and not shares else "independent"
+            return f"{POOLED} {cache.storage}"
+        family = STEPS if step_rule(cache) else RETRIEVAL if retrieval_plan(cache) else INDEPENDENT
+        kind = f"{family} {cache.method} {cache.budget}"
+        shares = self.device != "cuda" and not self._busy(family) <= {kind}
+        return INDEPENDENT if family == INDEPENDENT or shares else kind
 
     def _new_batch(self, kind: str, cache: Cache) -> DecodeBatch:
-        if kind == "independent":
+        family = kind.split()[0]
+        if family == INDEPENDENT:
             return IndependentBatch(self.model, self.max_rows)
-        if not kind.startswith(STEPS):
+        if family == POOLED:
             return PooledBatch(self.model, cache.storage, *self.pool_sizes)
-        for idle in [name for name in self.batches if name.startswith(STEPS) and name not in self._busy_steps]:
+        for idle in [name for name in self.batches if name.startswith(family) and name not in self._busy(family)]:
             del self.batches[idle]  # its memory is needed
+        if family == RETRIEVAL:
+            return RetrievalBatch(cache, *self.pool_sizes)
         return PooledBatch(self.model, cache.storage, *self.pool_sizes, StepPool(cache))
 
-    @property
-    def _busy_steps(self) -> set[str]:
-        """Step pools that have requests, or will have."""
+    def _busy(self, family: str) -> set[str]:
+        """Pools of this family that have requests, or will have."""
         soon = [batch for _, batch in self.prefilled]
         busy = [kind for kind, batch in self.batches.items() if batch.requests or batch in soon]
-        return {kind for kind in busy if kind.startswith(STEPS)}
+        return {kind for kind in busy if kind.startswith(family)}
 
     def _admit_prefilled(self) -> None:
         while self.prefilled:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvkeep.kernels.chunk_attention import chunk_attention
 from kvkeep.kernels.kernel_dispatch import KernelDispatch, kernel, on_device
-from kvkeep.kernels.torch import elementwise, quantization, rotation
+from kvkeep.kernels.torch import elementwise, quantization, rotation, slotted
 
 __all__ = ["KernelDispatch", "chunk_attention", "kernel", "on_device"]
 
@@ -27,6 +27,7 @@ def _two_dense_last_axes(first: Tensor, second: Tensor, *_: Any) -> bool:
 
 append_ragged = KernelDispatch("append_ragged", "decode")
 two_region_attention = KernelDispatch("two_region_attention", "retrieval_attention", _dense_last_axis)
+slotted_attention = KernelDispatch("slotted_attention", "slotted_attention", reference=slotted)
 padded_attention = KernelDispatch("padded_attention", "decode", _single_query)
 ragged_attention = KernelDispatch("ragged_attention", "decode", _single_query)
 append_quantized = KernelDispatch("append_quantized", "quantized_decode", reference=quantization)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
+from collections.abc import Callable
 from functools import update_wrapper
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,8 +22,15 @@ class InterceptedForward:
     """In place of `model.forward`. A copy or a pickle of the model has its own forward again, and needs no kvkeep."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.own = model, model.forward
-        update_wrapper(self, self.own)
+        self.model = weakref.ref(model)  # which holds this: it is freed as soon as nobody uses it
+        update_wrapper(self, type(model).forward)
+        self.__signature__ = inspect.signature(model.forward)
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        model = self.model()
+        assert model is not None
+        return MethodType(type(model).forward, model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
@@ -32,10 +43,10 @@ class InterceptedForward:
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.model, "forward")  # while a copy is being made, that is its class's
+        return getattr, (self.model(), "forward")  # while a copy is being made, that is its class's
 
     def __deepcopy__(self, memo: dict) -> Any:
-        return memo[id(self.model)].forward
+        return memo[id(self.model())].forward
 
 
 def intercept(model: PreTrainedModel) -> None:

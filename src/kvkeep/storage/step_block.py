@@ -117,7 +117,8 @@ class StepBlock:
 
     def put(self, row: int, layers: Sequence[RaggedLayer], length: int) -> None:
         """Copy the tokens of a cache of one row that has seen so many."""
-        self.release(row)
+        for name, free in StepRows.free(self.shape, 1).parts.items():
+            self.rows.parts[name][row] = free[0]
         for number, layer in enumerate(layers):
             for name, part in layer.dense(0).parts.items():
                 self._stored(row, number)[name][:, : part.shape[1]] = part
@@ -133,8 +134,8 @@ class StepBlock:
         return {"keys": self.keys[number][row], "values": self.values[number][row]} | mine
 
     def release(self, row: int) -> None:
-        for name, free in StepRows.free(self.shape, 1).parts.items():
-            self.rows.parts[name][row] = free[0]
+        rows = self.rows
+        rows.active[row], rows.lengths[row], rows.used[row], rows.free_slot[row] = 0, 0, 1, 0
 
     def undo(self, row: int) -> None:
         """Take a row's last step back: the token it evicted is still in its slot."""

@@ -56,9 +56,24 @@ class RetrievalQuery:
     vector: Tensor | None = None  # [kv_heads * dim] one vector for the window, where it is known already
 
 
-def _score_representatives(vector: Tensor, unit_index: Tensor, cosine: bool) -> Tensor:
-    """The product of a vector [dim], normalized if `cosine`, with the index entries [1, units, dim]. [1, units]"""
-    return unit_index.float() @ (normalize(vector, dim=0) if cosine else vector)
+@dataclass(frozen=True)
+class RowQueries:
+    """One decoded token's queries in each row of a pool, rotated as above, and how many units each row has."""
+
+    queries: Tensor  # [rows, heads, dim]
+    vectors: Tensor  # [rows, kv_heads * dim] averaged within their group, key heads concatenated
+    scale: float
+    question: Tensor  # [rows, kv_heads * dim] mean query of the question; zeros where there is none
+    units: Tensor  # [rows] scores of further units are undefined
+
+
+def _score_representatives(vector: Tensor, unit_index: Tensor, cosine: bool, units: Tensor | None = None) -> Tensor:
+    """The product of a vector, normalized if `cosine`, with index entries; units: as in `RowQueries`.
+
+    vector [dim] or [rows, dim], unit_index [rows, units, dim] -> [rows, units]
+    """
+    vector = normalize(vector, dim=-1) if cosine else vector
+    return (unit_index.float() @ vector.view(-1, vector.shape[-1], 1))[..., 0]
 
 
 def _unit_representatives(
@@ -103,7 +118,7 @@ def _by_head(keys: Tensor, ranked: Tensor, cosine: bool) -> Tensor:
     return (total / valid.sum(1)[:, None]).transpose(0, 1).reshape(1, ranked.shape[1], -1)
 
 
-def _score_page_bounds(query: Tensor, bounds: Tensor) -> Tensor:
+def _score_page_bounds(query: Tensor, bounds: Tensor, units: Tensor | None = None) -> Tensor:
     """Upper bound of a query's product with any key of each page, averaged over the group.
 
     query [heads, dim], bounds [kv_heads, units, 2, dim] (minimum and maximum) -> [kv_heads, units]
@@ -119,9 +134,23 @@ def _score_centroids(query: Tensor, unit_index: Tensor) -> Tensor:
     return (unit_index.float() @ query[..., None])[..., 0]
 
 
+def _score_tokens(queries: Tensor, keys: Tensor, scale: float, units: Tensor) -> Tensor:
+    """Softmax of each head over its row's first `units` keys, summed over heads.
+
+    queries [rows, heads, dim], keys [rows, kv_heads, most, dim], units [rows] -> [rows, most] float32
+    """
+    rows, kv_heads, most, dim = keys.shape
+    scores = queries.new_zeros(rows, most, dtype=torch.float32)
+    grouped = (queries.float() * scale).view(rows, kv_heads, -1, dim)
+    for row, n in enumerate(units.tolist()):
+        scores[row, :n] = (grouped[row] @ keys[row, :, :n].float().transpose(1, 2)).softmax(-1).sum((0, 1))
+    return scores
+
+
 score_representatives = KernelDispatch("score_representatives", "unit_scores", reference=_score_representatives)
 score_page_bounds = KernelDispatch("score_page_bounds", "unit_scores", reference=_score_page_bounds)
 score_centroids = KernelDispatch("score_centroids", "unit_scores", reference=_score_centroids)
+score_tokens = KernelDispatch("score_tokens", "unit_scores", reference=_score_tokens)
 unit_representatives = KernelDispatch(
     "unit_representatives",
     "representatives",
@@ -178,6 +207,14 @@ class Representatives:
             scores = scores + self.weight * score_representatives(query.question.mean(0), unit_index, self.cosine)
         return scores
 
+    def score_rows(self, query: RowQueries, entries: Tensor) -> Tensor:
+        """`score` of one decoded token of each row; a single query's weight is 1. entries [rows, 1, most, …]"""
+        scores = score_representatives(query.vectors, entries[:, 0], self.cosine, query.units)
+        if self.weight:
+            asked = score_representatives(query.question, entries[:, 0], self.cosine, query.units)
+            scores = scores + self.weight * asked
+        return scores[:, None]
+
     def _vector(self, query: RetrievalQuery) -> Tensor:
         window, question = concat_heads(query.queries, query.kv_heads), query.question
         if question is not None and query.prefill and self.question_in_window:
@@ -203,8 +240,12 @@ class EachToken:
         """unit_index: the offloaded keys, [kv_heads, n, dim] each -> [1, tokens]"""
         heads, _, dim = query.queries.shape
         mean = query.queries.float().mean(1).view(query.kv_heads, -1, dim) * query.scale
-        logits = torch.cat([mean @ keys.to(mean.device, torch.float32).transpose(1, 2) for keys in unit_index], -1)
+        logits = torch.cat([mean @ keys.to(mean.device).float().transpose(1, 2) for keys in unit_index], -1)
         return logits.softmax(-1).sum((0, 1))[None]
+
+    def score_rows(self, query: RowQueries, entries: Tensor) -> Tensor:
+        """entries [rows, kv_heads, most, dim] -> [rows, 1, most]"""
+        return score_tokens(query.queries, entries, query.scale, query.units)[:, None]
 
 
 @dataclass(frozen=True)
@@ -228,6 +269,11 @@ class Bounds:
     def score(self, query: RetrievalQuery, unit_index: Tensor, sizes: Tensor) -> Tensor:
         """[kv_heads, units]"""
         return score_page_bounds(query.queries.float().mean(1), unit_index)
+
+    def score_rows(self, query: RowQueries, entries: Tensor) -> Tensor:
+        """entries [rows, kv_heads, most, 2, dim] -> [rows, kv_heads, most]"""
+        scores = score_page_bounds(query.queries.float().flatten(0, 1), entries.flatten(0, 1), query.units)
+        return scores.view(entries.shape[:3])
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,22 @@ def _weighted_query(
     return moments.mean, moments.variance, activation_bias(vectors, moments, reverse)
 
 
+def _mean_queries(queries: Tensor, kv_heads: int, moments: Tensor | None, weight: Tensor) -> Tensor:
+    """`concat_heads` of one query per row; moments of all queries of a row, this one included, in place.
+
+    queries [rows, heads, dim], moments [rows, 2, kv_heads * dim] (mean and variance), weight [rows]: of the new query
+    among all, 0 leaves a row's moments as they are -> [rows, kv_heads * dim] float32
+    """
+    vectors = concat_heads(queries.transpose(0, 1), kv_heads)
+    if moments is not None:
+        (mean, variance), new = moments.unbind(1), weight[:, None]
+        shift = vectors - mean
+        variance.mul_(1 - new).addcmul_(shift.square(), new * (1 - new))
+        mean.addcmul_(shift, new)
+    return vectors
+
+
+mean_queries = KernelDispatch("mean_queries", "row_queries", lambda queries, *_: queries.stride(-1) == 1, _mean_queries)
 _dispatch_weighted_query = KernelDispatch(
     "weighted_query", "weighted_query", lambda queries, *_: queries.stride(-1) == 1, _weighted_query
 )

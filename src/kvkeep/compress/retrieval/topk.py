@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,19 @@ def _select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
 select_uniform_units = KernelDispatch(
     "select_uniform_units", "unit_scores", lambda scores, *_: scores.dtype == torch.float32, _select_uniform_units
 )
+
+
+def _select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tensor) -> None:
+    """The `counts` best of each row's first `units` units, ascending; a row without units is left as it is.
+
+    scores [rows, lists, most] float32, units and counts [rows] -> selected [rows, lists, room] int32, in place
+    """
+    for row, (n, count) in enumerate(zip(units.tolist(), counts.tolist(), strict=True)):
+        if n:
+            selected[row, :, :count] = best_first(scores[row, :, :n])[:, :count].sort(1).values
+
+
+select_counted = KernelDispatch("select_counted", "unit_scores", reference=_select_counted)
 
 
 def select_units(scores: Tensor, sizes: Tensor, quota: int, neighbours: float = 0.0) -> Selection:
@@ -66,6 +81,29 @@ def density_share(now: float, later: list[float], left: int, unit: int) -> int:
     total = now + sum(later)
     part = now / total if total > 0 else 1 / (1 + len(later))
     return min(left, int(part * left / unit + 1e-9) * unit)
+
+
+def _share_quota(scores: Tensor, units: Tensor, left: Tensor, densities: Tensor, layer: int, most: int) -> Tensor:
+    """`density_share` in units, for all rows; their quotas left [rows] and the layer's mean density, in place.
+
+    scores [rows, most units], units [rows]: how many count, 0 leaves a row as it is; densities [rows, layers, 2]
+    float64: mean and number of steps, NaN where nothing is known; most: units a layer may get -> [rows]
+    """
+    shares = torch.zeros_like(left)
+    for row, (n, quota, known) in enumerate(zip(units.tolist(), left.tolist(), densities.tolist(), strict=True)):
+        if not n:
+            continue
+        now, (mean, steps) = score_entropy(scores[row : row + 1, :n]), known[layer]
+        later = [now if isnan(mean) else mean for mean, _ in known[layer + 1 :]]
+        shares[row] = share = min(density_share(now, later, quota, 1), most)
+        left[row] = quota - share
+        steps = 0 if isnan(mean) else steps
+        mean = ((mean if steps else 0.0) * steps + now) / (steps + 1)
+        densities[row, layer] = torch.tensor([mean, steps + 1], dtype=torch.float64)
+    return shares
+
+
+share_quota = KernelDispatch("share_quota", "row_queries", reference=_share_quota)
 
 
 def density(scores: Tensor, reverse: bool = False) -> float:

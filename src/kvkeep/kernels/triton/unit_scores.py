@@ -1,7 +1,8 @@
 """Scores of offloaded units for a query, and the selection of the best.
 
 Each unit's description is read once. One program per head selects: it finds the lowest selected score digit by digit,
-then takes all units above it, and of its equals the later ones.
+then takes all units above it, and of its equals the later ones. How many units there are may be known to the device
+alone (`units`, for each row of a pool): blocks beyond are not read, and their scores not written.
 """
 
 from __future__ import annotations
@@ -11,30 +12,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, fast_launch
+from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2
 
 UNITS, CHANNELS = 16, 128  # per block
-COMPARED = 1024  # units per block of the selection
+COMPARED = 4096  # units per block of the selection
+VOTED = 128  # tokens per block of the votes
 
 
 def score_centroids(query: Tensor, centroids: Tensor) -> Tensor:
     """As in the reference. query [heads, dim], centroids [heads, units, dim]"""
-    heads, units, dim = centroids.shape
-    query, centroids = query.contiguous(), centroids.contiguous()
-    scores = torch.empty(heads, units, dtype=torch.float32, device=query.device)
-    _products[cdiv(units, UNITS), heads](query, centroids, scores, units, dim, UNITS, CHANNELS, num_warps=4)
+    return score_representatives(query, centroids, False)
+
+
+def score_representatives(query: Tensor, descriptions: Tensor, cosine: bool, units: Tensor | None = None) -> Tensor:
+    """As in the reference. query [dim] or [rows, dim], descriptions [rows, units, dim]"""
+    rows, most, dim = descriptions.shape
+    query, descriptions = query.contiguous(), descriptions.contiguous()
+    scores = torch.empty(rows, most, dtype=torch.float32, device=query.device)
+    _products[cdiv(most, UNITS), rows](
+        query, descriptions, scores, scores if units is None else units, most, dim, cosine, units is not None, UNITS,
+        CHANNELS, num_warps=4,
+    )  # fmt: skip
     return scores
 
 
-def score_representatives(query: Tensor, descriptions: Tensor, cosine: bool) -> Tensor:
-    """As in the reference. query [dim], descriptions [1, units, dim]"""
-    _, units, dim = descriptions.shape
-    descriptions = descriptions.contiguous()
-    scores = torch.empty(1, units, dtype=torch.float32, device=query.device)
-    if cosine:
-        _cosines[cdiv(units, UNITS),](query, descriptions, scores, units, dim, UNITS, CHANNELS, num_warps=4)
-    else:
-        _products[cdiv(units, UNITS), 1](query, descriptions, scores, units, dim, UNITS, CHANNELS, num_warps=4)
+def score_page_bounds(query: Tensor, bounds: Tensor, units: Tensor | None = None) -> Tensor:
+    """As in the reference. query [heads, dim], bounds [kv_heads, units, 2, dim]"""
+    kv_heads, most, _, dim = bounds.shape
+    query, bounds = query.contiguous(), bounds.contiguous()
+    scores = torch.empty(kv_heads, most, dtype=torch.float32, device=query.device)
+    _score_page_bounds[cdiv(most, UNITS), kv_heads](
+        query, bounds, scores, scores if units is None else units, most, dim, len(query) // kv_heads,
+        1 if units is None else kv_heads // len(units), units is not None, UNITS, CHANNELS, num_warps=4,
+    )  # fmt: skip
+    return scores
+
+
+def score_tokens(queries: Tensor, keys: Tensor, scale: float, units: Tensor) -> Tensor:
+    """As in the reference. queries [rows, heads, dim], keys [rows, kv_heads, most, dim], contiguous"""
+    rows, kv_heads, most, dim = keys.shape
+    heads, blocks = queries.shape[1], cdiv(most, VOTED)
+    logits = torch.empty(rows, heads, most, dtype=torch.float32, device=keys.device)
+    parts = torch.empty(rows, heads, blocks, 2, dtype=torch.float32, device=keys.device)
+    scores = torch.empty(rows, most, dtype=torch.float32, device=keys.device)
+    _token_logits[blocks, rows * kv_heads](
+        queries.float().contiguous(), keys, logits, parts, units, most, kv_heads, heads // kv_heads, dim, scale,
+        INTERPRETED, max(MIN_BLOCK, pow2(heads // kv_heads)), max(MIN_BLOCK, pow2(dim)), VOTED, num_warps=4,
+    )  # fmt: skip
+    _log_sums[rows * heads,](parts, units, heads, blocks, VOTED, pow2(blocks), num_warps=1)
+    _votes[blocks, rows](logits, parts, scores, units, most, heads, blocks, VOTED, num_warps=4)
     return scores
 
 
@@ -48,73 +74,131 @@ def select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
     return index
 
 
-def score_page_bounds(query: Tensor, bounds: Tensor) -> Tensor:
-    """As in the reference. query [heads, dim], bounds [kv_heads, units, 2, dim]"""
-    kv_heads, units, _, dim = bounds.shape
-    query, bounds = query.contiguous(), bounds.contiguous()
-    scores = torch.empty(kv_heads, units, dtype=torch.float32, device=query.device)
-    _score_page_bounds[cdiv(units, UNITS), kv_heads](
-        query, bounds, scores, units, dim, len(query) // kv_heads, UNITS, CHANNELS, num_warps=4
+def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tensor) -> None:
+    """As in the reference."""
+    rows, lists, most = scores.shape
+    _select_counted[rows * lists,](
+        scores, selected, units, counts, most, selected.shape[2], lists, COMPARED, num_warps=16
     )
-    return scores
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["units"])
-def _products(query, vectors, scores, units, dim, UNITS: tl.constexpr, CHANNELS: tl.constexpr):
-    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+@triton.jit(do_not_specialize=["most"])
+def _products(
+    query, vectors, scores, units, most, dim, COSINE: tl.constexpr, COUNTED: tl.constexpr, UNITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """COSINE: with a query of length 1"""
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     unit_ids = block * UNITS + tl.arange(0, UNITS)
-    rows = vectors + (head * units + unit_ids)[:, None] * dim
-    total = tl.zeros([UNITS, CHANNELS], tl.float32)
-    for start in range(0, dim, CHANNELS):
-        channels = start + tl.arange(0, CHANNELS)
-        q = tl.load(query + head * dim + channels, mask=channels < dim, other=0.0).to(tl.float32)
-        inside = (unit_ids < units)[:, None] & (channels < dim)[None, :]
-        total += tl.load(rows + channels[None, :], mask=inside, other=0.0).to(tl.float32) * q[None, :]
-    tl.store(scores + head * units + unit_ids, tl.sum(total, 1), mask=unit_ids < units)
+    end = most
+    if COUNTED:
+        end = tl.load(units + row).to(tl.int32)
+    if block * UNITS < end:
+        entries = vectors + (row * most + unit_ids)[:, None] * dim
+        total, squares = tl.zeros([UNITS, CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
+        for start in range(0, dim, CHANNELS):
+            channels = start + tl.arange(0, CHANNELS)
+            q = tl.load(query + row * dim + channels, mask=channels < dim, other=0.0).to(tl.float32)
+            inside = (unit_ids < end)[:, None] & (channels < dim)[None, :]
+            total += tl.load(entries + channels[None, :], mask=inside, other=0.0).to(tl.float32) * q[None, :]
+            squares += q * q
+        result = tl.sum(total, 1)
+        if COSINE:
+            result = result / tl.maximum(tl.sqrt(tl.sum(squares, 0)), 1e-12)
+        tl.store(scores + row * most + unit_ids, result, mask=unit_ids < end)
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["units"])
-def _cosines(query, vectors, scores, units, dim, UNITS: tl.constexpr, CHANNELS: tl.constexpr):
-    """`_products` with a query of length 1."""
-    unit_ids = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
-    total, squares = tl.zeros([UNITS, CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
-    for start in range(0, dim, CHANNELS):
-        channels = start + tl.arange(0, CHANNELS)
-        q = tl.load(query + channels, mask=channels < dim, other=0.0)
-        inside = (unit_ids < units)[:, None] & (channels < dim)[None, :]
-        rows = tl.load(vectors + unit_ids[:, None] * dim + channels[None, :], mask=inside, other=0.0)
-        total += rows.to(tl.float32) * q[None, :]
-        squares += q * q
-    norm = tl.maximum(tl.sqrt(tl.sum(squares, 0)), 1e-12)
-    tl.store(scores + unit_ids, tl.sum(total, 1) / norm, mask=unit_ids < units)
+@triton.jit(do_not_specialize=["most"])
+def _token_logits(
+    queries, keys, logits, parts, units, most, kv_heads, group, dim, scale, WIDEN: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of one key head's tokens: logits of its group, and their largest and sum of exponentials."""
+    block, segment = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    end = tl.load(units + segment // kv_heads).to(tl.int32)
+    if block * BLOCK < end:
+        tokens, members, channels = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, DIM)
+        heads = segment * group + members
+        inside = (members < group)[:, None] & (channels < dim)[None, :]
+        q = tl.load(queries + heads[:, None] * dim + channels[None, :], mask=inside, other=0.0) * scale
+        inside = (tokens < end)[:, None] & (channels < dim)[None, :]
+        k = tl.load(keys + (segment * most + tokens)[:, None] * dim + channels[None, :], mask=inside, other=0.0)
+        product = dot(q, tl.trans(k), WIDEN)
+        inside = (members < group)[:, None] & (tokens < end)[None, :]
+        tl.store(logits + heads[:, None] * most + tokens[None, :], product, mask=inside)
+        product = tl.where((tokens < end)[None, :], product, float("-inf"))
+        largest = tl.max(product, 1)
+        part = parts + (heads * tl.num_programs(0) + block) * 2
+        tl.store(part, largest, mask=members < group)
+        tl.store(part + 1, tl.sum(tl.exp(product - largest[:, None]), 1), mask=members < group)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["blocks"])
+def _log_sums(parts, units, heads, blocks, TOKENS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Log-sum-exp of one query head, into the first of its parts."""
+    head, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    valid = block * TOKENS < tl.load(units + head // heads).to(tl.int32)
+    part = parts + (head * blocks + block) * 2
+    largest = tl.load(part, mask=valid, other=float("-inf"))
+    total = tl.load(part + 1, mask=valid, other=0.0)
+    top = tl.max(largest, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    tl.debug_barrier()  # all are read before the first is written
+    tl.store(parts + head * blocks * 2, top + tl.log(tl.maximum(tl.sum(total * tl.exp(largest - top), 0), 1e-38)))
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["most", "blocks"])
+def _votes(logits, parts, scores, units, most, heads, blocks, TOKENS: tl.constexpr):
+    row, tokens = tl.program_id(1).to(tl.int64), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    end = tl.load(units + row).to(tl.int32)
+    if tl.program_id(0) * TOKENS < end:
+        total = tl.zeros([TOKENS], tl.float32)
+        for head in range(0, heads):
+            log_sum = tl.load(parts + (row * heads + head) * blocks * 2)
+            logit = tl.load(logits + (row * heads + head) * most + tokens, mask=tokens < end, other=0.0)
+            total += tl.exp(logit - log_sum)
+        tl.store(scores + row * most + tokens, total, mask=tokens < end)
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["units", "count"])
 def _select_uniform_units(scores, index, units, count, size, COMPARED: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
-    scores, index = scores + head * units, index + head * count * size
-    digits = tl.arange(0, 16)
-    threshold = tl.full([], -2147483648, tl.int64)  # the highest rank that at least `count` units reach
-    for i in range(0, 8):
-        step = tl.full([], 1, tl.int64) << (28 - 4 * i)
-        num_reached = tl.zeros([COMPARED, 16], tl.int32)  # reduced at the end: no synchronization before
+    _select(scores + head * units, index + head * count * size, units, count, size, COMPARED)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["most", "room"])
+def _select_counted(scores, selected, units, counts, most, room, lists, COMPARED: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    end, count = tl.load(units + head // lists).to(tl.int32), tl.load(counts + head // lists).to(tl.int32)
+    if (end > 0) & (count > 0):
+        _select(scores + head * most, selected + head * room, end, count, 1, COMPARED)
+
+
+@triton.jit
+def _select(scores, index, units, count, size, COMPARED: tl.constexpr):
+    digits = tl.arange(0, 256)
+    last, left = tl.full([], 0, tl.int64), count + tl.full([], 0, tl.int32)
+    num_equal = tl.full([], 0, tl.int32)
+    for i in range(0, 4):  # `last`: the first digits of the highest rank that at least `count` units reach
+        shift = 24 - 8 * i
+        num = tl.zeros([256], tl.int32)
         for start in range(0, units, COMPARED):
             unit_ids = start + tl.arange(0, COMPARED)
             rank = _rank(scores + unit_ids, unit_ids < units)
-            reaches = (rank[:, None] >= (threshold + digits * step).to(tl.int32)[None, :]) & (unit_ids < units)[:, None]
-            num_reached += reaches.to(tl.int32)
-        threshold += (tl.sum((tl.sum(num_reached, 0) >= count).to(tl.int64), 0) - 1) * step
-    last = threshold.to(tl.int32)
-    above, equal = tl.zeros([COMPARED], tl.int32), tl.zeros([COMPARED], tl.int32)
-    for start in range(0, units, COMPARED):
-        unit_ids = start + tl.arange(0, COMPARED)
-        rank = _rank(scores + unit_ids, unit_ids < units)
-        above += ((rank > last) & (unit_ids < units)).to(tl.int32)
-        equal += ((rank == last) & (unit_ids < units)).to(tl.int32)
-    skip = tl.sum(equal, 0) - (count - tl.sum(above, 0))  # of the equals, the first are not selected
+            same = (unit_ids < units) & ((rank >> (shift + 8)) == last)
+            num += tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=same)
+        reached = tl.sum(num, 0) - tl.cumsum(num, 0) + num
+        digit = tl.sum((reached >= left).to(tl.int32), 0) - 1
+        num_equal = tl.sum(tl.where(digits == digit, num, 0), 0)
+        left -= tl.sum(tl.where(digits == digit, reached, 0), 0) - num_equal  # those above are selected
+        last = last * 256 + digit
+    skip = num_equal - left  # of the equals, the first are not selected
     num_selected, num_equal_seen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, units, COMPARED):
         unit_ids = start + tl.arange(0, COMPARED)
@@ -124,35 +208,43 @@ def _select_uniform_units(scores, index, units, count, size, COMPARED: tl.conste
         is_selected = (unit_ids < units) & ((rank > last) | ((same > 0) & is_late))
         slot = num_selected + tl.cumsum(is_selected.to(tl.int32), 0) - 1
         for j in range(0, size):
-            tl.store(index + slot.to(tl.int64) * size + j, unit_ids.to(tl.int64) * size + j, mask=is_selected)
+            number = (unit_ids.to(tl.int64) * size + j).to(index.dtype.element_ty)
+            tl.store(index + slot.to(tl.int64) * size + j, number, mask=is_selected)
         num_selected += tl.sum(is_selected.to(tl.int32), 0)
         num_equal_seen += tl.sum(same, 0)
 
 
 @triton.jit
 def _rank(scores, valid):
-    """float32 scores as int32 in the same order."""
+    """float32 scores as numbers 0 … 2**32 - 1 in the same order."""
     value = tl.load(scores, mask=valid, other=0.0)
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["units"])
-def _score_page_bounds(query, bounds, scores, units, dim, group, UNITS: tl.constexpr, CHANNELS: tl.constexpr):
+@triton.jit(do_not_specialize=["most"])
+def _score_page_bounds(
+    query, bounds, scores, units, most, dim, group, kv_heads, COUNTED: tl.constexpr, UNITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     unit_ids = block * UNITS + tl.arange(0, UNITS)
-    rows = bounds + (head * units + unit_ids)[:, None] * 2 * dim
-    total = tl.zeros([UNITS, CHANNELS], tl.float32)
-    for start in range(0, dim, CHANNELS):
-        channels = start + tl.arange(0, CHANNELS)
-        positive, negative = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
-        for member in range(0, group):
-            pointer = query + (head * group + member) * dim + channels
-            q = tl.load(pointer, mask=channels < dim, other=0.0).to(tl.float32)
-            positive, negative = positive + tl.maximum(q, 0.0), negative + tl.minimum(q, 0.0)
-        inside = (unit_ids < units)[:, None] & (channels < dim)[None, :]
-        low = tl.load(rows + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-        high = tl.load(rows + dim + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-        total += high * positive[None, :] + low * negative[None, :]
-    tl.store(scores + head * units + unit_ids, tl.sum(total, 1) / group, mask=unit_ids < units)
+    end = most
+    if COUNTED:
+        end = tl.load(units + head // kv_heads).to(tl.int32)
+    if block * UNITS < end:
+        rows = bounds + (head * most + unit_ids)[:, None] * 2 * dim
+        total = tl.zeros([UNITS, CHANNELS], tl.float32)
+        for start in range(0, dim, CHANNELS):
+            channels = start + tl.arange(0, CHANNELS)
+            positive, negative = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
+            for member in range(0, group):
+                pointer = query + (head * group + member) * dim + channels
+                q = tl.load(pointer, mask=channels < dim, other=0.0).to(tl.float32)
+                positive, negative = positive + tl.maximum(q, 0.0), negative + tl.minimum(q, 0.0)
+            inside = (unit_ids < end)[:, None] & (channels < dim)[None, :]
+            low = tl.load(rows + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+            high = tl.load(rows + dim + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+            total += high * positive[None, :] + low * negative[None, :]
+        tl.store(scores + head * most + unit_ids, tl.sum(total, 1) / group, mask=unit_ids < end)
