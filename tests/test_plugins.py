@@ -195,24 +195,27 @@ def registered():
             del each[name]
 
 
-def knorm(sinks=4):
+def small_keys(sinks=4):
     return kvkeep.Method(scorer=KeyNorm(), guard=kvkeep.Guard(sinks))
 
 
 def test_a_registered_method_is_a_method(registered, tmp_path):
-    assert kvkeep.register_method("knorm", paper="arXiv:2406.11430", keeps="keys of small norm")(knorm) is knorm
-    assert kvkeep.methods["knorm"].keeps == "keys of small norm" and list(kvkeep.methods)[-1] == "knorm"
+    assert (
+        kvkeep.register_method("small_keys", paper="arXiv:2406.11430", keeps="keys of small norm")(small_keys)
+        is small_keys
+    )
+    assert kvkeep.methods["small_keys"].keeps == "keys of small norm" and list(kvkeep.methods)[-1] == "small_keys"
     keys = torch.randn(2, 40, 8)
-    kept = kvkeep.select("knorm", keys, keys, keys, 8, sinks=2).tolist()
+    kept = kvkeep.select("small_keys", keys, keys, keys, 8, sinks=2).tolist()
     small = keys[:, 2:].norm(dim=-1).argsort()[:, :6] + 2
     assert kept == [sorted([0, 1, *row]) for row in small.tolist()]
     model, ids = make_llama(), torch.arange(60)[None]
-    cache = kvkeep.Cache(model, "knorm+adakv", 16, sinks=1)
+    cache = kvkeep.Cache(model, "small_keys+adakv", 16, sinks=1)
     model(ids, past_key_values=cache)
     cache.save(tmp_path / "saved")
     assert kvkeep.Cache.load(tmp_path / "saved", model).method.guard.sinks == 1
-    del METHODS["knorm"]
-    with pytest.raises(BadCacheFile, match=r"kvkeep\.register_method\('knorm'\)"):
+    del METHODS["small_keys"]
+    with pytest.raises(BadCacheFile, match=r"kvkeep\.register_method\('small_keys'\)"):
         kvkeep.Cache.load(tmp_path / "saved", model)
 
 
@@ -240,13 +243,13 @@ def test_a_method_without_a_name_works_and_is_not_saved(tmp_path):
         (lambda: kvkeep.Method(retrieval=RetrievalConfig(Chunks(), Needy())), "needs 'masses'.* Did you mean 'mass'"),
         (lambda: kvkeep.Method(retrieval=RetrievalConfig(Empty(), Needy())), "the chunking Empty has no contiguous"),
         (lambda: KeyNorm(), "should return a kvkeep.Method"),
-        (lambda sinks: knorm(sinks), "the parameter 'sinks' needs a name and a default"),
+        (lambda sinks: small_keys(sinks), "the parameter 'sinks' needs a name and a default"),
     ],
 )
 def test_what_is_missing_is_said_when_it_is_registered(build, says):
-    with pytest.raises(BadParameter, match=f"^'knorm': .*{says}"):
-        kvkeep.register_method("knorm")(build)
-    assert "knorm" not in kvkeep.methods
+    with pytest.raises(BadParameter, match=f"^'small_keys': .*{says}"):
+        kvkeep.register_method("small_keys")(build)
+    assert "small_keys" not in kvkeep.methods
 
 
 @pytest.mark.parametrize("register", [kvkeep.register_method, kvkeep.register_task])

@@ -10,6 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Rotate = Callable[[Tensor, Tensor], Tensor]  # moves vectors [.., n, dim] by [.., n] positions, as RoPE does
+
+
+def stay(vectors: Tensor, by: Tensor) -> Tensor:
+    """In the place of a rotation: vectors without positions."""
+    return vectors
+
+
 NOTHING = torch.empty(0)  # in place of a tensor that is not needed
 PAD_POSITION = 2**31 - 1  # of padding where key heads hold different numbers of tokens: later than any query
 
@@ -71,6 +79,8 @@ class Observation:
     layer: int = 0
     layers: int = 1
     lse: Tensor | None = None  # [heads, w] log-sum-exp of each query's logits, where the attention kernel returned it
+    rotate: Callable[[Tensor, Tensor], Tensor] = stay  # moves [.., n, dim] by [.., n] positions, as RoPE does
+    whole: int = 0  # tokens of the prompt, where its end is known; 0: it is not
     memo: dict[Any, Tensor] | None = None  # results shared by methods that observe the same queries and keys
     shared: dict[Any, Tensor] | None = None  # masks and indices that are those of every layer of a forward pass
 
@@ -93,6 +103,17 @@ class Observation:
         if key not in self.shared:
             self.shared[key] = compute()
         return self.shared[key]
+
+    @property
+    def expected(self) -> int:
+        """Tokens of text so far, or of the whole prompt if they are known to be more."""
+        return max(self.whole, self.seq_len)
+
+    @property
+    def newest(self) -> Tensor:
+        """Indices of this forward pass's tokens. [kv_heads, new]"""
+        ends = torch.tensor(self.lengths, device=self.keys.device)[:, None]
+        return ends - self.new + torch.arange(self.new, device=ends.device)
 
     @property
     def is_padded(self) -> bool:

@@ -9,7 +9,7 @@ from draws import many, noise, single
 import kvkeep
 from kvkeep.cache.rope_shift import RopeShift
 from kvkeep.errors import BadParameter
-from kvkeep.model.rope import Rotation
+from kvkeep.kernels.torch.rotation import Rotation
 
 
 def places(cache, layer=0):

@@ -28,7 +28,7 @@ def test_fractions_are_floored_without_float_error():
 def test_budget_is_spent_exactly(method, budget, model):
     """Blocks, heads and layers are rounded, the total is not; what is reported is what is held."""
     if parse(method).guard.size(5) > 5:
-        budget = max(budget, 11) if isinstance(budget, int) else budget
+        budget = max(budget, 12) if isinstance(budget, int) else budget
     cache = prefilled(model, method, budget)
     want = (budget if isinstance(budget, int) else 27) * 6
     report = cache.report()

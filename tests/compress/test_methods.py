@@ -56,14 +56,15 @@ def test_room_for_everything_keeps_everything(spec, room):
 def test_budget_is_spent_exactly(spec, n, budget):
     budget = budget if fits(spec, budget) else 12
     apart = 1 if parse(spec).layers.layer_weight else 4  # layers that must be compared cannot be shown one by one
+    spent = int.__le__ if "threshold" in spec else int.__eq__  # what scores below tau is evicted though it would fit
     totals = []
     for layer in range(apart):
         kept = kvkeep.select(spec, *draw(n, layer), budget, layer=layer, layers=apart)
         totals.append(sum(kept.lengths))
         assert all(row == sorted(set(row)) and row[0] >= 0 and row[-1] < n for row in kept.tolist() if row)
         if "pyramid" not in spec:
-            assert totals[-1] == budget * 2
-    assert sum(totals) == budget * 2 * apart
+            assert spent(totals[-1], budget * 2)
+    assert spent(sum(totals), budget * 2 * apart)
 
 
 @pytest.mark.parametrize("spec", EVICTING)
@@ -207,7 +208,7 @@ def test_parameters_fit_in_the_name():
         ("full+values", "keeps everything"),
         ("streamingllm+sinks", "orders tokens by age"),
         ("protokv:votes=raw+values", "negative scores cannot be weighted"),
-        ("protokv:votes=raw+adakv", "'protokv:votes=raw\\+adakv' cannot work: raw logits of different heads"),
+        ("protokv:votes=raw+adakv", "'protokv:votes=raw\\+adakv' cannot work: scores of different heads"),
         ("protokv:chunks=0", "chunks=0 must be 1 or more, or None: one per 16 tokens"),
         ("protokv:chunks=many", "chunks='many' must be 1 or more"),
         ("protokv:buckets=5", "buckets=5: bits=2 gives 4; use 1 to 4, or more bits"),
@@ -223,7 +224,7 @@ def test_names_that_make_no_sense(spec, says):
 
 
 def test_raw_logits_are_not_shared_among_heads_by_hand_either():
-    with pytest.raises(BadParameter, match="'mine' cannot work: raw logits of different heads are not on one scale"):
+    with pytest.raises(BadParameter, match="'mine' cannot work: scores of different heads are not on one scale"):
         Method("mine", ProtoKVScorer(votes="raw"), heads=AdaptiveHeads())
     assert Method("mine", ProtoKVScorer(votes="softmax"), heads=AdaptiveHeads()).heads.alpha == 0.2
 
@@ -295,7 +296,7 @@ def test_a_method_says_whether_the_question_decides(spec):
     queries, keys, values = draw(300)
     asked = [kvkeep.select(spec, torch.cat([queries[:, :-8], end], 1), keys, values, 64).tolist()
              for end in (queries[:, -8:], queries[:, -8:].flip(0) * -1)]  # fmt: skip
-    if method.memory is None or method.query_aware:
+    if not (method.memory or method.summary) or method.query_aware:
         assert (asked[0] != asked[1]) == method.query_aware
 
 

@@ -68,7 +68,7 @@ def precise(spec, **how):
 
 
 def test_no_more_prompts_are_read_than_the_host_can_hold(at_once, monkeypatch):
-    engine = precise("infllm")
+    engine = precise("clusterkv")
     want = [engine.generate(prompt, max_new_tokens=3) for prompt in PROMPTS]
     one = memory.row_bytes(engine.model, 153 + 3) / 0.8  # three words more than the prompt's, and the answer
     alive = living(monkeypatch)
@@ -85,18 +85,18 @@ def test_no_more_prompts_are_read_than_the_host_can_hold(at_once, monkeypatch):
 
 
 def test_prompts_share_what_the_host_may_hold(at_once):
-    want = precise("infllm").generate(PROMPTS, max_new_tokens=3)
-    alone = precise("infllm")
+    want = precise("clusterkv").generate(PROMPTS, max_new_tokens=3)
+    alone = precise("clusterkv")
     alone.generate(PROMPTS[0], max_new_tokens=3)
     limit = int(2.5 * alone.cache.host_budget.used_bytes)
     at_once.clear()
-    engine = precise("infllm", host_limit=limit)
+    engine = precise("clusterkv", host_limit=limit)
     assert engine.generate(PROMPTS, max_new_tokens=3) == want and max(at_once) == 2
     with pytest.raises(BadInput, match="prompt 0: offloaded tokens would take .* prompt 3: "):
-        precise("infllm", host_limit=1000).generate(PROMPTS, max_new_tokens=3)
+        precise("clusterkv", host_limit=1000).generate(PROMPTS, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("spec", ["h2o+adakv", "infllm"])
+@pytest.mark.parametrize("spec", ["h2o+adakv", "clusterkv"])
 def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
     engine, forward = precise(spec), PackedForward.__call__
     want = engine.generate(PROMPTS, max_new_tokens=5)

@@ -65,7 +65,8 @@ def test_together_is_alone_and_the_caches_go_on(tiny, spec):
         assert mine.cache.report().kept == other.cache.report().kept
         got, want = (each.extend(torch.tensor([5, 6, 7]), keep=0) for each in (mine, other))
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
-        assert [mine.cache.kept(i) for i in range(4)] == [other.cache.kept(i) for i in range(4)]  # by the new queries
+        layers = range(spec == "knorm", 4)  # in the first layer, keys of one token have one norm: rounding decides
+        assert [mine.cache.kept(i) for i in layers] == [other.cache.kept(i) for i in layers]  # by the new queries
 
 
 @pytest.mark.parametrize("storage", ["int8", "int4"])

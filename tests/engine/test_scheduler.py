@@ -85,8 +85,12 @@ def test_quantized_rows_together_are_alone(model, spec, storage):
     assert_free(work)
 
 
+OWN_CHUNKS = {name: f"{name}:chunk=64" for name in ("echo", "compactor")}  # they are never cut
+CHUNKED = [OWN_CHUNKS.get(name, name) for name in EVICTING if name != "full"]
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("spec", [name for name in EVICTING if name != "full"] + ["snapkv+adakv", "h2o+adakv"])
+@pytest.mark.parametrize("spec", [*CHUNKED, "snapkv+adakv", "h2o+adakv", "echo:chunk=32+shared"])
 @pytest.mark.parametrize("schedule", ["prompt", None])
 def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spec, schedule, monkeypatch):
     """The selection is exact: evicted from at the end alone."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvkeep.kernels.torch import reference
-from kvkeep.kernels.triton import column_mass, decode
+from kvkeep.kernels.triton import column_mass, column_maximum, decode
 from kvkeep.types import PAD_POSITION
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,6 +130,21 @@ def test_column_mass(shape, capped, kind):
     sinks = drawn(heads) if sunk else None
     got = column_mass.column_mass(queries, keys, positions, seq_len, 0.3, softcap, sinks)
     want = reference.column_mass(queries.float(), keys.float(), positions, seq_len, 0.3, softcap, sinks)
+    assert off(got, want) <= BOUND[kind]
+
+
+REPEATED = [(1, 1, 1, 0, 16), (4, 2, 65, 4, 16), (6, 3, 130, 2, 24), (4, 1, 64, 4, 64)]
+
+
+@pytest.mark.parametrize("shape, capped, kind", pairs(REPEATED, KINDS, BOUND), ids=str)
+def test_column_maximum(shape, capped, kind):
+    (heads, kv_heads, m, sinks, dim), (softcap, sunk) = shape, capped
+    torch.manual_seed(m)
+    queries, moved = (drawn(heads, m, dim, kind=kind, scale=2) for _ in range(2))
+    keys, first = drawn(kv_heads, m, dim, kind=kind), drawn(kv_heads, sinks, dim, kind=kind)
+    how = 0.3, softcap, drawn(heads) if sunk else None
+    got = column_maximum.column_maximum(queries, moved, keys, first, *how)
+    want = reference.column_maximum(*(t.float() for t in (queries, moved, keys, first)), *how)
     assert off(got, want) <= BOUND[kind]
 
 

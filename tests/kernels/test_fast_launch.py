@@ -298,6 +298,7 @@ def test_kernels_of_reading_and_writing_are_quick():
         "unit_scores",
         "weighted_query",
         "column_mass",
+        "column_maximum",
         "divergence",
         "assign",
         "key_similarity",

@@ -18,7 +18,8 @@ from kvkeep.errors import KvkeepError
 
 IDS = torch.randint(0, 128, (1, 150), generator=torch.Generator().manual_seed(0))
 MIXED = ["snapkv+adakv", "snapkv+entropy", "snapkv+prototypes", "tova+values", "h2o+adakv"]
-SPECS = [*EVICTING, *RETRIEVING, *MIXED]
+SHARED = "snapkv+shared"
+SPECS = [*EVICTING, *RETRIEVING, *MIXED, SHARED]
 STORED = [("kvkeep", "int8"), ("snapkv+adakv", "int4")]
 SAMPLED = dict(max_new_tokens=6, temperature=0.9, top_k=40, seed=3)
 PROMPTS = ["abcdefgh. " * 12 + "what?", "abc", "the quick brown fox " * 7]

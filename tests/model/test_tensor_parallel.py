@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EVICTING, make_llama
-from tensor_parallel_cases import MIXED, SPECS, answers, save_model
+from tensor_parallel_cases import MIXED, SHARED, SPECS, answers, save_model
 from transformers import AutoModelForCausalLM
 
 import kvkeep
@@ -68,10 +68,15 @@ def test_the_same_answers_and_the_same_tokens_kept_as_in_one_process(name, ran, 
     assert got == alone[name]
 
 
-@pytest.mark.parametrize("name", sorted(set(SPECS) - {*EVICTING, *PER_HEAD, *MIXED}))
+@pytest.mark.parametrize("name", sorted(set(SPECS) - {*EVICTING, *PER_HEAD, *MIXED, SHARED}))
 def test_methods_that_retrieve_for_all_heads_at_once_are_refused(name, ran):
     refused = ran[1][0]["answers"][name]
     assert isinstance(refused, str) and f"'{name}' retrieves the same tokens for all key heads" in refused
+
+
+def test_one_budget_for_all_heads_of_all_processes_is_refused(ran):
+    refused = ran[1][0]["answers"][SHARED]
+    assert isinstance(refused, str) and f"'{SHARED}' shares one budget" in refused and "+adakv" in refused
 
 
 def test_what_processes_cannot_do_in_step_is_refused(ran):

@@ -71,21 +71,31 @@ class Cache(HFCacheAdapter):
         self.storage, self.bits = storage, self.method.bits(storage)
         if self.bits == 4 and (size := key_shape(self.model)[1]) % 2:
             raise BadParameter(f"storage='int4' halves keys, but those of {self.name} have {size} numbers; use 'int8'.")
-        moves = self.method.placement or (self.method.retrieval and self.method.retrieval.moves_keys)
-        self.rotations = rotations(self.model, self.compressed_layers) if moves else {}
+        self.rotations = rotations(self.model, self.compressed_layers) if self.method.rotates else {}
         self.host_budget = HostMemoryBudget(host_limit, DiskStore(disk) if disk is not None else None)
         self.context_length = context_length(self.model)
         if model is self.model and self.model.device.type in captured_decode.DEVICES:
             intercept(self.model)
         self.counts_guesses = False
         self.shards = head_shards(self.model)
-        if self.shards and self.method.retrieval and not self.method.per_head:
+        self._check_shards()
+        self._init_state()
+
+    def _check_shards(self) -> None:
+        """Refuse what processes with a part of the heads each cannot decide on."""
+        if not self.shards:
+            return
+        if self.method.retrieval and not self.method.per_head:
             raise BadParameter(
                 f"'{self.method.name}' retrieves the same tokens for all key heads, but tensor parallelism splits them "
                 f"over {self.shards.size} processes; use one that retrieves for each head ('quest', 'clusterkv') or "
                 "evicts ('kvkeep', 'snapkv'), or load the model with device_map='auto'."
             )
-        self._init_state()
+        if self.method.across_layers:
+            raise BadParameter(
+                f"'{self.method.name}' shares one budget between the key heads of all layers, which tensor parallelism "
+                f"splits over {self.shards.size} processes; use +adakv, or load the model with device_map='auto'."
+            )
 
     def _init_state(self) -> None:
         self.tracker = PaddingTracker(Budget(self.budget), self.method.schedule)

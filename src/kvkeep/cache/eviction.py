@@ -22,9 +22,9 @@ from kvkeep.compress.method import Method
 from kvkeep.compress.step_rule import StepRule
 from kvkeep.kernels.dispatch import ragged_attention
 from kvkeep.kernels.torch.reference import segment_attention
+from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
-from kvkeep.model.rope import Rotation
 from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
 from kvkeep.types import Budget
 
@@ -54,7 +54,8 @@ class EvictingBackend:
 
     def __post_init__(self) -> None:
         self.store = {i: RaggedLayer(self.bits) for i in self.layers}
-        self.query_buffer = QueryBuffer(self.method, self.layers, decoding=self.method.schedule.every is not None)
+        decoding = self.method.schedule.every is not None
+        self.query_buffer = QueryBuffer(self.method, self.layers, decoding, self.rotations)
         shards = None if self.method.per_head else self.shards
         rule = StepRule(self.method, self.budget, self.context_length, in_place=shards is None)
         self.step_evictor = StepEvictor(rule, self.rotations)
@@ -137,7 +138,8 @@ class EvictingBackend:
     ) -> None:
         """Evict from the rows of `evict_now`; update the token state or the queries of the others."""
         memory, is_chunk = self.method.memory, max(layout.counts) > 1
-        if not layer or any(layout.evict_now) or (memory and (memory.sees_all or not is_chunk)):
+        updates = memory and (memory.sees_all if is_chunk else not getattr(memory, "prompt_only", False))
+        if not layer or any(layout.evict_now) or updates:
             self.snapshots[index] = None  # evicted tokens cannot be restored
             rows = self.query_buffer.observe(index, call, layout, layer, lse)
             self.attention_check.check_nan(row.tokens.keys for row in rows)

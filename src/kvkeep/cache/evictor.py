@@ -1,7 +1,8 @@
 """Eviction after a prefill: every layer's tokens are scored, and the kept ones stored.
 
 Most methods select layer by layer, so only one layer is ever held uncompressed. A method that compares layers
-(`layer_weight`) needs all of them first; its layers stay pending here, uncompressed, until the last one.
+(`layer_weight`) needs all of them first; its layers stay pending here, uncompressed, until the last one. Where layers
+compete for one budget (`across_layers`), tokens that have no chance are evicted while the others wait.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.gathered_heads import gather_heads, own_heads
+from kvkeep.compress.budget.shared import Candidates, best_of
 from kvkeep.compress.method import Method
-from kvkeep.compress.pipeline import compress, decide, layer_budgets, update_token_state
+from kvkeep.compress.pipeline import candidates, compress, decide, layer_budgets, update_token_state
 from kvkeep.compress.positions import PlacementInput
-from kvkeep.compress.protocols import LayerWeight, Placement
+from kvkeep.compress.protocols import LayerWeight
 from kvkeep.compress.select import PlacedSelection
+from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
-from kvkeep.model.rope import Rotation
 from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Budget, Observation, Selection, Tokens
+
+SPARE = 2  # times what will be kept: so much is held of layers that compete before the worst of it is evicted
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,22 @@ class UnstoredLayer:
 
 
 @dataclass
+class CompetingRow:
+    """One row of one layer whose tokens compete with those of other layers; or each head's, where all of them fit."""
+
+    kept: Candidates | list[Tokens]
+    seq_len: int  # 0: all of them fit
+
+    def heads(self) -> list[Tokens]:
+        return self.kept.heads() if isinstance(self.kept, Candidates) else self.kept
+
+    @property
+    def nbytes(self) -> int:
+        parts = [self.kept.tokens] if isinstance(self.kept, Candidates) else self.kept
+        return sum(part.keys.nbytes + part.values.nbytes for part in parts)
+
+
+@dataclass
 class Evictor:
     method: Method
     budget: Budget
@@ -76,6 +96,7 @@ class Evictor:
 
     def __post_init__(self) -> None:
         self.pending: dict[int, list[EvictionCandidate]] = {}
+        self.competing: dict[int, list[CompetingRow]] = {}
         self.selections: dict[int, Selection | None] = {}  # row -> the selection that following layers reuse
         self.unstored: list[UnstoredLayer] = []  # stored after the last layer: the host does not wait for their lengths
 
@@ -85,6 +106,8 @@ class Evictor:
         may_wait: storing it after the last layer takes no more memory than there was before
         """
         rows = [self._update_token_state(row) for row in rows]
+        if self.method.across_layers:
+            return self._compete(index, rows)
         layer_weight = self.method.layers.layer_weight
         if layer_weight is None:
             self._evict_layer(index, rows, [None] * len(rows), may_wait)
@@ -98,6 +121,35 @@ class Evictor:
             for (layer, row), budgets in zip(pending.items(), zip(*each, strict=True), strict=True):
                 self._evict_layer(layer, row, budgets, may_wait)
         return uncompressed
+
+    def _compete(self, index: int, rows: list[EvictionCandidate]) -> int:
+        """Hold the layer's tokens that may be among the best of all layers; after the last one, store them."""
+        self.competing[index] = [self._competing(row) for row in rows]
+        held = sum(row.nbytes for layer in self.competing.values() for row in layer)
+        for row in range(len(rows)):
+            self._evict_worst([layer[row] for layer in self.competing.values()])
+        if len(self.competing) == len(self.store):
+            competing, self.competing = self.competing, {}
+            for layer, each in competing.items():
+                self.store[layer].fill([self._place(layer, row.seq_len, row.heads()) for row in each])
+        return held
+
+    def _competing(self, row: EvictionCandidate) -> CompetingRow:
+        seen = row.observation
+        if seen is None or seen.seq_len <= self._tokens(seen):
+            return CompetingRow(gather_kept(row.tokens, row.lengths, None), 0)
+        return CompetingRow(candidates(seen, self.method, self._tokens(seen), row.tokens), seen.seq_len)
+
+    def _evict_worst(self, layers: list[CompetingRow]) -> None:
+        """Evict what is not among the best of one row's layers, unless that is not worth a copy yet."""
+        each = [(layer, layer.kept) for layer in layers if isinstance(layer.kept, Candidates)]
+        if not each:
+            return
+        heads, unseen = [kept.kv_heads for _, kept in each], len(self.store) - len(layers)
+        total = self.budget.tokens(layers[0].seq_len) * (sum(heads) + unseen * max(heads))
+        if not unseen or sum(len(kept) for _, kept in each) > SPARE * total:
+            for (layer, _), best in zip(each, best_of([kept for _, kept in each], total), strict=True):
+                layer.kept = best
 
     def _update_token_state(self, row: EvictionCandidate) -> EvictionCandidate:
         """From here on, only a row that is evicted from has an observation."""
@@ -127,7 +179,7 @@ class Evictor:
     def _evict_layer(
         self, index: int, rows: list[EvictionCandidate], budgets: Sequence[int | None], may_wait: bool
     ) -> None:
-        stored, placement = [], self.method.placement
+        stored = []
         if may_wait and len(rows) == 1 and (seen := rows[0].observation) and self._can_wait(index):
             decided = decide(seen, self.method, self._tokens(seen), budgets[0])
             if isinstance(decided, PlacedSelection):
@@ -139,7 +191,7 @@ class Evictor:
             seen = row.observation
             selection = self._select(number, seen, budget) if seen else None
             kept = gather_kept(row.tokens, row.lengths, selection)
-            stored.append(self._place(index, seen, kept, placement) if seen and selection and placement else kept)
+            stored.append(self._place(index, seen.seq_len, kept) if seen and selection else kept)
         self.store[index].fill(stored)
 
     def _can_wait(self, index: int) -> bool:
@@ -158,11 +210,13 @@ class Evictor:
             self.selections[row] = own_heads(selection, self.shards) if self.shards else selection
         return self.selections[row]
 
-    def _place(self, index: int, observation: Observation, heads: list[Tokens], placement: Placement) -> list[Tokens]:
-        """Rotate the kept keys to the positions the method gives them."""
-        budget, rotation, placed = self._tokens(observation), self.rotations[index], []
+    def _place(self, index: int, seq_len: int, heads: list[Tokens]) -> list[Tokens]:
+        """Rotate the kept keys to the positions the method gives them. seq_len 0: nothing was evicted"""
+        if not (placement := self.method.placement) or not seq_len:
+            return heads
+        budget, rotation, placed = self.budget.tokens(seq_len), self.rotations[index], []
         for head in heads:
-            where = PlacementInput(head.token_positions, observation.seq_len, budget, self.context_length)
+            where = PlacementInput(head.token_positions, seq_len, budget, self.context_length)
             positions, before = placement(where), head.parts["rope_positions"]
             keys = rotation.rotate(head.keys, positions - before) if rotation else head.keys
             placed.append(replace(head, keys=keys, rope_positions=positions.to(before.dtype)))
@@ -170,7 +224,7 @@ class Evictor:
 
     def clear(self) -> None:
         """Drop what is pending of a forward pass that ended, completed or not."""
-        self.pending, self.selections, self.unstored = {}, {}, []
+        self.pending, self.competing, self.selections, self.unstored = {}, {}, {}, []
 
 
 def _bytes(layers: Iterable[list[EvictionCandidate]]) -> int:

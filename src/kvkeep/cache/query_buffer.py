@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +12,21 @@ from torch import Tensor
 from kvkeep.cache.evictor import EvictionCandidate
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.method import Method
+from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.ragged import RaggedLayer
-from kvkeep.types import NOTHING, Observation, Tokens
+from kvkeep.types import NOTHING, Observation, Rotate, Tokens, stay
 
 
 class QueryBuffer:
     """Holds the observation window: of a prompt prefilled in chunks, and of decode steps if they are evicted after."""
 
-    def __init__(self, method: Method, layers: list[int], decoding: bool):
-        self.method, self.layers = method, layers
+    def __init__(
+        self, method: Method, layers: list[int], decoding: bool, rotations: Mapping[int, Rotation | None] | None = None
+    ):
+        self.method, self.layers, self.rotations = method, layers, rotations or {}
         self.observation_window = 0 if method.memory and method.memory.sees_all else method.observation_window
-        self.decoding = decoding and self.observation_window > 1 and not method.memory
+        self.decoding = decoding and (self.observation_window > 1 or bool(method.summary)) and not method.memory
         self.queries: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries [heads, w, dim]
         # layer -> the queries of decode steps since: all rows together, or row by row where some got no token
         self.steps: dict[int, deque[Tensor | list[Tensor]]] = {}
@@ -52,6 +55,8 @@ class QueryBuffer:
         """
         if not self.decoding:
             return
+        if self.method.summary:
+            return self.append_chunk(index, query, layout)
         steps = self.steps.setdefault(index, deque(maxlen=self.observation_window + 1))
         uneven = layout.token_columns is not None
         if uneven or (steps and isinstance(steps[-1], list)):
@@ -65,7 +70,7 @@ class QueryBuffer:
         for row, count in enumerate(layout.counts):
             if count:
                 self.before[index, row] = self.queries.get((index, row))
-                self._append(index, row, layout.unpad(query, row).detach())
+                self._append(index, row, layout.unpad(query, row).detach(), layout.seen[row])
 
     def commit(self) -> None:
         self.uncommitted.clear()
@@ -113,11 +118,12 @@ class QueryBuffer:
                 continue
             queries = layout.unpad(call.query, row).detach()
             if count > 1 or not layout.seen[row] or self.decoding:
-                queries = self._append(index, row, queries)
+                queries = self._append(index, row, queries, layout.seen[row])
             observation = Observation(
                 queries, tokens.keys, tokens.values, tokens.token_positions, tuple(lengths), layout.seen[row] + count,
                 count, call.scale, call.softcap, call.sink_logits, tokens.parts.get("token_state", NOTHING),
                 self.layers.index(index), len(self.layers), None if lse is None else lse[row],
+                self._rotate(index), layout.expected,
                 call.memo if len(layout.counts) == 1 else None, self.shared,
             )  # fmt: skip
             rows.append(EvictionCandidate(observation, tokens, lengths, layout.evict_now[row]))
@@ -132,8 +138,19 @@ class QueryBuffer:
             token_state = keys.new_zeros(*keys.shape[:2], self.method.memory.width, dtype=torch.float32)
         return Tokens(keys, values, positions, positions if self.method.placement else None, token_state)
 
-    def _append(self, index: int, row: int, queries: Tensor) -> Tensor:
-        """-> the row's observation window, earlier chunks of the same prompt included"""
+    def _rotate(self, index: int) -> Rotate:
+        rotation = self.rotations.get(index)
+        return rotation.rotate if rotation else stay
+
+    def _append(self, index: int, row: int, queries: Tensor, first: int = 0) -> Tensor:
+        """-> the row's observation window, or the summary; earlier chunks of the same prompt included
+
+        first: position of the first of the queries
+        """
+        if self.method.summary:
+            new, older = self.method.summary(queries, first, self._rotate(index)), self.queries.get((index, row))
+            self.queries[index, row] = new if older is None else older + new
+            return self.queries[index, row]
         if not (size := self.observation_window):  # no queries are scored with, or token state covers older ones
             return queries if self.method.memory else queries[:, :0]
         if (older := self.queries.get((index, row))) is not None:

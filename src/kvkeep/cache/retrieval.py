@@ -26,8 +26,8 @@ from kvkeep.compress.retrieval.query import concat_heads, weighted_query
 from kvkeep.compress.retrieval.topk import by_unit, density, density_share, select_uniform_units, select_units
 from kvkeep.errors import CacheMisuse
 from kvkeep.kernels.dispatch import two_region_attention
+from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.rope import Rotation
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore, Pair
 from kvkeep.storage.offload.layer_state import AppendBuffer, LayerState, Retrieved, append_merged
 from kvkeep.storage.ragged import RaggedLayer

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.kernels.dispatch import rotate
-from kvkeep.model.rope import Rotation
+from kvkeep.kernels.torch.rotation import Rotation
 
 Angles = tuple[Tensor, Tensor]
 Shift = tuple[int, int] | Tensor  # positions the first vector is moved by, and how many more each one after it; or each

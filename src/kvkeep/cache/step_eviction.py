@@ -17,8 +17,8 @@ from torch import Tensor
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.step_rule import StepRule
 from kvkeep.kernels.torch.reference import decode_attention_with_logits, dense_attention
+from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.rope import Rotation
 from kvkeep.storage.inplace import InplaceBatch
 from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import NOTHING, Step

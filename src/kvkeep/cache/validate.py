@@ -191,5 +191,9 @@ def _check_queries(cache: CacheState, facts: Mapping[str, Any], tensors: Tensors
         queries, keys = tensors[name], tensors[f"layer.{i}.{'tail_keys' if cache.backend.bits else 'keys'}"]
         shape, kv_heads = queries.shape, facts["layers"][str(i)]["kv_heads"]
         _require(queries.ndim == 3 and shape[-1] == keys.shape[-1] and shape[0] % kv_heads == 0, f"{name} of {shape}")
-        _require(0 < shape[1] <= window and queries.dtype == keys.dtype, f"{name} of {shape}")
+        if summary := cache.method.summary:
+            valid = shape[1] == summary.rows(shape[-1]) and queries.dtype == torch.float64
+        else:
+            valid = 0 < shape[1] <= window and queries.dtype == keys.dtype
+        _require(valid, f"{name} of {shape}")
     return set(found)

@@ -12,6 +12,7 @@ from kvkeep.compress.parse import parse
 from kvkeep.compress.pipeline import compress, update_token_state
 from kvkeep.compress.retrieval.oneshot import retrieve_once
 from kvkeep.errors import BadParameter, BadTensor
+from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.types import Budget, Observation, Selection
 
 
@@ -25,11 +26,13 @@ def select(
     scale: float | None = None,
     layer: int = 0,
     layers: int = 1,
+    frequencies: Tensor | None = None,
     **parameters: Any,
 ) -> Selection:
     """The tokens a method keeps, given the queries, keys and values of one layer of one sequence.
 
     queries [heads, n, dim], keys and values [kv_heads, n, dim], as attention used them
+    frequencies [dim // 2]: of the model's RoPE, for a method that moves queries (echo); None: 10000 ** (-2i / dim)
     """
     chosen_method = parse(method, **parameters)
     if scale is not None and not 0 < scale < float("inf"):
@@ -44,9 +47,12 @@ def select(
     positions = torch.arange(n, device=keys.device).expand(kv_heads, -1)
     width = chosen_method.memory.width if chosen_method.memory else 0
     token_state = keys.new_zeros(kv_heads, n, width, dtype=torch.float32)
+    rotate = _rotation(frequencies, dim).rotate
+    if chosen_method.summary:
+        queries = chosen_method.summary(queries, 0, rotate)
     seen = Observation(
         queries, keys, values, positions, (n,) * kv_heads, n, n, scale or dim**-0.5,
-        token_state=token_state, layer=layer, layers=layers,
+        token_state=token_state, layer=layer, layers=layers, rotate=rotate,
     )  # fmt: skip
     tokens = Budget(budget).tokens(n)
     if chosen_method.retrieval:
@@ -54,6 +60,11 @@ def select(
     else:
         kept = compress(update_token_state(seen, chosen_method, tokens), chosen_method, tokens)
     return kept or Selection(positions, seen.lengths)
+
+
+def _rotation(frequencies: Tensor | None, dim: int) -> Rotation:
+    usual = 10000.0 ** (-2 * torch.arange(dim // 2) / dim)
+    return Rotation(usual if frequencies is None else frequencies, interleaved=False)
 
 
 def check(queries: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -42,8 +45,12 @@ def causal_mask(seen: Observation, last: int) -> Tensor:
 
 def squared_value_norms(seen: Observation) -> Tensor:
     """Squared norm of each token's value. [kv_heads, n] float32"""
-    kind = torch.promote_types(seen.values.dtype, torch.float32)
-    return torch.linalg.vector_norm(seen.values, dim=-1, dtype=kind).square().float()
+    return norms(seen.values).square().float()
+
+
+def norms(vectors: Tensor) -> Tensor:
+    """[.., dim] -> [..] in float32 at least"""
+    return torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.promote_types(vectors.dtype, torch.float32))
 
 
 def token_mask(seen: Observation) -> Tensor:
@@ -68,3 +75,16 @@ def mean_and_variance(rows: Tensor) -> tuple[Tensor, Tensor]:
     mean = rows.new_full((1, w), 1 / w) @ rows
     variance = rows.new_full((1, w), 1 / max(1, w - 1)) @ (rows - mean).square_()
     return mean.squeeze(-2), variance.squeeze(-2)
+
+
+def new_chunks(seen: Observation, size: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Position of the first token, queries [heads, m, dim] and keys [kv_heads, m, dim] of this pass, chunk by chunk.
+
+    Chunks begin at multiples of their size; one that the pass cuts is shorter.
+    """
+    keys = seen.keys.gather(1, seen.newest[..., None].expand(-1, -1, seen.keys.shape[-1]))
+    before = seen.seq_len - seen.new
+    edges = [before, *range((before // size + 1) * size, seen.seq_len, size), seen.seq_len]
+    for first, end in pairwise(edges):
+        part = slice(first - before, end - before)
+        yield first, seen.queries[:, part], keys[:, part]

@@ -17,6 +17,7 @@ from kvkeep.compress.protocols import (
     HeadAllocator,
     LayerAllocator,
     Placement,
+    QuerySummary,
     Scorer,
     ScorerTraits,
     StepMemory,
@@ -36,6 +37,7 @@ PARTS = (  # field, what it has to be, and what if it has `step`
     ("heads", HeadAllocator, HeadAllocator),
     ("layers", LayerAllocator, LayerAllocator),
     ("memory", TokenMemory, StepMemory),
+    ("summary", QuerySummary, QuerySummary),
     ("placement", Placement, Placement),
 )
 WITHOUT = "use a method that evicts after the prompt, such as 'kvkeep' or 'snapkv'."
@@ -53,6 +55,7 @@ class Method:
     heads: HeadAllocator = EqualHeads()
     layers: LayerAllocator = EqualLayers()
     memory: TokenMemory | None = None  # updates the token_state stored with each token, given new queries
+    summary: QuerySummary | None = None  # the scorer sees it in the place of a prompt's queries
     placement: Placement | None = None  # RoPE positions of kept keys; None: their own
     observation_window: int = 0  # number of newest queries the scorer sees; a memory with sees_all sees every query
     schedule: Schedule = Schedule()  # when to evict while decoding
@@ -67,6 +70,12 @@ class Method:
     def extends_context(self) -> bool:
         """Queries never attend farther than the trained context, so texts may be longer than it."""
         return self.retrieval.moves_keys if self.retrieval else self.placement is not None
+
+    @property
+    def rotates(self) -> bool:
+        """It moves keys or queries to other positions."""
+        moves_keys = self.placement is not None or (self.retrieval is not None and self.retrieval.moves_keys)
+        return moves_keys or any(getattr(part, "rotates", False) for part in (self.memory, self.summary))
 
     @property
     def query_aware(self) -> bool:
@@ -107,8 +116,23 @@ class Method:
             raise BadParameter(f"reuse={self.reuse} must be 1 (every layer selects) or more.")
         if getattr(self.heads, "needs_scores", False) and ScorerTraits.of(self.scorer).signed:
             raise BadParameter(
-                f"{self._called} cannot work: raw logits of different heads are not on one scale; use votes=softmax."
+                f"{self._called} cannot work: scores of different heads are not on one scale (of protokv, "
+                "they are with votes=softmax)."
             )
+
+        if self.across_layers and (self.reuse > 1 or not isinstance(self.layers, EqualLayers)):
+            why = (
+                f"reuse={self.reuse} lets layers share a selection" if self.reuse > 1 else "layers have budgets already"
+            )
+            raise BadParameter(f"{self._called} cannot work: one budget is shared by all layers, and {why}.")
+
+        if self.summary and self.observation_window:
+            raise BadParameter(f"{self._called} cannot work: it needs the last queries, and has a summary of all.")
+
+    @property
+    def across_layers(self) -> bool:
+        """Key heads of all layers compete for one budget."""
+        return getattr(self.heads, "across_layers", False)
 
     def _check_parts(self) -> None:
         """Raise for a part that lacks something, before the first prefill or decode step needs it."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvkeep.compress.budget.heads import Threshold
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.method import Method, Preset
 from kvkeep.compress.presets import METHODS, MODIFIERS
@@ -113,6 +114,8 @@ def _apply_modifier(method: Method, modifier: str, change: Any, base: str) -> Me
         raise BadParameter(f"{spec}: '{base}' keeps everything, so there is no budget to allocate.")
     if not ScorerTraits.of(method.scorer).has_scores and getattr(change.get("heads"), "needs_scores", False):
         raise BadParameter(f"{spec}: '{base}' orders tokens by age and has no scores to compare heads by.")
+    if "heads" in change and isinstance(method.heads, Threshold):
+        raise BadParameter(f"{spec} after '+threshold'; write '+threshold' last.")
     if "layers" in change and not isinstance(method.layers, EqualLayers):
         raise BadParameter(f"{spec}: the budget is allocated among layers already.")
     if "layers" in change and method.reuse > 1:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from kvkeep.compress.attention import token_mask
+from kvkeep.compress.budget.shared import Candidates, SharedBudget
 from kvkeep.compress.method import Method
-from kvkeep.compress.protocols import ScorerTraits
-from kvkeep.compress.select import PlacedSelection, first, inverse, packs, ranked, ranks
-from kvkeep.types import Observation, Selection
+from kvkeep.compress.protocols import Scorer, ScorerTraits
+from kvkeep.compress.select import PlacedSelection, Units, first, inverse, packs, ranked, ranks
+from kvkeep.types import Observation, Selection, Tokens
 
 
 def update_token_state(seen: Observation, method: Method, budget: int) -> Observation:
@@ -38,14 +40,7 @@ def decide(
         layer_budget = layer_budgets(method, budget, seen.seq_len, [1.0] * seen.layers)[seen.layer]
     if all(n <= layer_budget for n in seen.lengths):
         return None
-    scorer, cache_key = method.scorer, ScorerTraits.of(method.scorer).cache_key(budget)
-    scores = seen.memoize(cache_key and (scorer, cache_key), lambda: scorer(seen, budget))
-    guard, tokens = method.guard.fit_to(budget), token_mask(seen)
-    forced = seen.once(("forced", guard, budget), lambda: guard(seen, budget))
-    free = seen.once(("free", guard, budget), lambda: tokens & ~forced)
-    units = method.group(seen, scores, free) if method.group else None
-    if seen.is_padded:
-        scores = scores.masked_fill(~tokens, float("-inf"))
+    scores, forced, units, tokens = score(seen, method, method.scorer, budget)
     counts = getattr(method.heads, "counts", None)
     if packs(scores) and (units is None or packs(units.scores)):
         by_unit = () if units is None else (units.member, units.scores)
@@ -64,6 +59,28 @@ def decide(
     else:
         quota = method.heads(scores, forced, seen.lengths, layer_budget, units)
     return first(order, quota)
+
+
+def score(
+    seen: Observation, method: Method, scorer: Scorer, budget: int
+) -> tuple[Tensor, Tensor, Units | None, Tensor]:
+    """Scores, -inf for padding; forced tokens; units; which are tokens, not padding. [kv_heads, n]"""
+    cache_key = ScorerTraits.of(scorer).cache_key(budget)
+    scores = seen.memoize(cache_key and (scorer, cache_key), lambda: scorer(seen, budget))
+    guard, tokens = method.guard.fit_to(budget), token_mask(seen)
+    forced = seen.once(("forced", guard, budget), lambda: guard(seen, budget))
+    free = seen.once(("free", guard, budget), lambda: tokens & ~forced)
+    units = method.group(seen, scores, free) if method.group else None
+    return scores.masked_fill(~tokens, float("-inf")) if seen.is_padded else scores, forced, units, tokens
+
+
+def candidates(seen: Observation, method: Method, budget: int, held: Tokens) -> Candidates:
+    """A layer's tokens, ready to compete with those of other layers for one budget. held: [kv_heads, n, …]"""
+    assert method.scorer is not None and isinstance(method.heads, SharedBudget)
+    scores, forced, units, tokens = score(seen, method, method.scorer, budget)
+    by_unit = () if units is None else (units.member, units.scores)
+    rank = ranks(scores, forced, tokens if seen.is_padded else None, *by_unit)
+    return Candidates.of(held, scores, rank, method.heads.sure(forced, budget), units).flat(seen.is_padded)
 
 
 def layer_budgets(method: Method, budget: int, tokens: int, weights: Sequence[float]) -> list[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvkeep.compress.budget.heads import AdaptiveHeads
+from kvkeep.compress.budget.heads import AdaptiveHeads, Threshold
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
+from kvkeep.compress.budget.shared import SharedBudget
 from kvkeep.compress.grouping.blocks import Blocks
 from kvkeep.compress.grouping.prototypes import Prototypes
 from kvkeep.compress.guard import Guard
@@ -17,9 +18,16 @@ from kvkeep.compress.retrieval.index import Bounds, Centres, EachToken, Represen
 from kvkeep.compress.schedule import Schedule
 from kvkeep.compress.scorers.ahakv import AhaKVScorer, RecentAttention
 from kvkeep.compress.scorers.cake import CakeScorer
+from kvkeep.compress.scorers.chance import RandomScorer
+from kvkeep.compress.scorers.compactor import ChunkAttention, CompactorScorer
+from kvkeep.compress.scorers.echo import EchoScorer, Repetition
+from kvkeep.compress.scorers.expected_attention import ExpectedAttentionScorer, QueryMoments
 from kvkeep.compress.scorers.h2o import AccumulatedAttention, H2OScorer
 from kvkeep.compress.scorers.intelllm import IntelLLMScorer
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
+from kvkeep.compress.scorers.key_norm import KeyNormScorer
+from kvkeep.compress.scorers.keydiff import KeyDiffScorer
+from kvkeep.compress.scorers.lagkv import LagKVScorer
 from kvkeep.compress.scorers.nacl import NaclScorer
 from kvkeep.compress.scorers.protokv import ProtoKVScorer
 from kvkeep.compress.scorers.recency import RecencyScorer
@@ -123,6 +131,36 @@ def nacl(window=32, random=0.7, seed=0):
 def cake(window=32, gamma=200.0, pool=5, tau1=1.0, tau2=1.0):
     scorer, layers = CakeScorer(window, gamma, pool), CakeLayers(tau1, tau2, window)
     return Method("cake", scorer, Guard(window=window), layers=layers, observation_window=window)
+
+
+def random(seed=0):
+    return Method("random", RandomScorer(seed))
+
+
+def knorm():
+    return Method("knorm", KeyNormScorer())
+
+
+def keydiff():
+    return Method("keydiff", KeyDiffScorer())
+
+
+def lagkv(sinks=4, lag=128):
+    return Method("lagkv", LagKVScorer(sinks, lag))
+
+
+def echo(chunk=2048, sinks=4, gap=20):
+    return Method("echo", EchoScorer(), Guard(sinks), memory=Repetition(chunk, sinks, gap))
+
+
+def expected_attention(future=512, sinks=4, epsilon=0.0, covariance=True, value_norms=True):
+    scorer = ExpectedAttentionScorer(future, sinks, epsilon, covariance, value_norms)
+    return Method("expected_attention", scorer, Guard(sinks), summary=QueryMoments(sinks))
+
+
+def compactor(sketch=48, chunk=256, sinks=8, recent=4, seed=0, ridge=0.01):
+    scorer, memory = CompactorScorer(sketch, seed, ridge), ChunkAttention(chunk)
+    return Method("compactor", scorer, Guard(sinks, recent), memory=memory)
 
 
 def actqkv(
@@ -238,6 +276,11 @@ def weight_by_values(power=1.0, value_pool=5):
     return lambda method: {"scorer": ValueNormScorer(method.scorer, power, value_pool)}
 
 
+def keep_above(tau=0.001):
+    """Keep no more than what scores above tau."""
+    return lambda method: {"heads": Threshold(method.heads, tau)}
+
+
 GROUPED = "attention is averaged over the query heads of a key head"
 FIRST = "once=True (ProtoKV's table 3, prefilling): the first decoded token retrieves, for all that follow"
 ONCE = "layers are compared once, after all are prefilled, and held uncompressed until then"
@@ -291,6 +334,29 @@ METHODS = Registry("method", {
         cake, "arXiv:2503.12491", "tokens of high mean or varying attention; layer budgets by entropy and variance",
         f"{ONCE}; tau 1 and 1, which the authors tune per model; {GROUPED}",
     ),
+    "random": Preset(random, "", "tokens drawn at random, of each key head its own: what any method has to beat"),
+    "knorm": Preset(knorm, "arXiv:2406.11430", "keys of small norm", "no layer is exempt"),
+    "keydiff": Preset(
+        keydiff, "arXiv:2504.15364", "keys unlike the mean direction of their head's keys",
+        "evicts after a prefill or a chunk of it, not after every block of 128 tokens",
+    ),
+    "lagkv": Preset(
+        lagkv, "arXiv:2504.04704", "of each 128 tokens, those that stand out on the scale of the next 128",
+        "a share of each partition is kept so that the budget is spent exactly",
+    ),
+    "echo": Preset(
+        echo, "after arXiv:2505.23416", "what the text's own queries attend to where a repetition of it would stand",
+        "KVzip feeds the text a second time; here the prefill's queries are moved on. Passes of one's own cut a chunk "
+        "where they end. Generated tokens are not scored, and evicted last. +shared: one budget, as in the paper",
+    ),
+    "expected_attention": Preset(
+        expected_attention, "arXiv:2510.00636", "keys that the next queries, if distributed as the text's, attend to",
+        "epsilon 0; the authors have .02 with +adakv",
+    ),
+    "compactor": Preset(
+        compactor, "arXiv:2507.08143", "keys that others cannot stand for, and that their neighbourhood attends to",
+        "passes of one's own cut a chunk where they end; generated tokens are not scored, and evicted last",
+    ),
     "actqkv": Preset(
         actqkv, "ActQKV", "everything; chunks are retrieved for an average query weighted by activation bias",
         "statistics per layer and sequence; the question's queries join the window's, the authors' further term has "
@@ -336,6 +402,14 @@ MODIFIERS = Registry("modifier", {
     "adakv": Preset(
         lambda alpha=0.2: {"heads": AdaptiveHeads(alpha)}, "arXiv:2407.11550", "head budgets by score",
         "units compete by their score; each head's floor is set aside first; the authors' code mixes counts afterwards",
+    ),
+    "shared": Preset(
+        lambda floor=0.0: {"heads": SharedBudget(floor)}, "arXiv:2505.23416", "one budget for all heads of all layers",
+        "for any method's scores; a token that is not among the best of the layers so far is evicted at once",
+    ),
+    "threshold": Preset(
+        keep_above, "arXiv:2505.23416", "only tokens that score above tau, within the budget",
+        "a fixed tau; with units, as many tokens of the best units",
     ),
     "pyramid": Preset(
         lambda beta=20: {"layers": Pyramid(beta)}, "arXiv:2406.02069", "early layers get larger budgets than late ones",

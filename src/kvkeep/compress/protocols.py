@@ -18,7 +18,7 @@ from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery, Row
 from kvkeep.compress.select import Units
 from kvkeep.errors import BadParameter
 from kvkeep.registry import did_you_mean
-from kvkeep.types import Observation, Step
+from kvkeep.types import Observation, Rotate, Step
 
 NEEDS = ("mass", "mass_per_head", "moments", "sizes", "keys", "question")
 
@@ -37,7 +37,11 @@ class StepScorer(Scorer, Protocol):
 
 
 class TokenMemory(Protocol):
-    """Updates the token_state stored with each token, given new queries. -> [kv_heads, n, width] float32"""
+    """Updates the token_state stored with each token, given new queries. -> [kv_heads, n, width] float32
+
+    It may have `prompt_only = True`: decode steps change nothing; `rotates = True`: it needs `Observation.rotate`; and
+    `chunk`: tokens that it wants in one forward pass, counted from the first token.
+    """
 
     @property
     def width(self) -> int: ...
@@ -51,6 +55,16 @@ class StepMemory(TokenMemory, Protocol):
     """Also for one decode step of all rows. -> [rows, kv_heads, n, width]"""
 
     def step(self, step: Step, budget: int, /) -> Tensor: ...
+
+
+class QuerySummary(Protocol):
+    """What is held of all of a prompt's queries, and what the scorer sees in their place. -> [heads, rows, dim] float64
+
+    Summaries of several passes are added. It may have `rotates = True`, as a memory may.
+    """
+
+    def rows(self, dim: int, /) -> int: ...
+    def __call__(self, queries: Tensor, first: int, rotate: Rotate, /) -> Tensor: ...
 
 
 class Grouping(Protocol):
@@ -67,7 +81,10 @@ class Clustering(Grouping, Protocol):
 
 
 class HeadAllocator(Protocol):
-    """Tokens per key head; arguments: budget/heads.py. `needs_scores = True` if it compares the scores of heads."""
+    """Tokens per key head; arguments: budget/heads.py. `needs_scores = True` if it compares the scores of heads.
+
+    `across_layers = True`, as `SharedBudget` has it: heads of all layers compete.
+    """
 
     def __call__(
         self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None, /

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.compress.retrieval.query import concat_heads
+from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter
-from kvkeep.model.rope import Rotation
 
 
 class QueryCapture(HFCacheAdapter):

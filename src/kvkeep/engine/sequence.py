@@ -115,6 +115,7 @@ class Sequence:
         start, size = len(self.token_ids), self.chunk_size(len(ids))
         if limit and self.defers:
             size = min(size, limit)
+            size += -(start + size) % getattr(self.config.method.memory, "chunk", 1)  # not within a method's own chunk
             size += start + size == len(ids) - 1  # a last chunk of one token would pass for a decode step
         return ids[start : start + size]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,38 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvkeep.errors import UnsupportedModel
+from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.hf_cache import execution_device, offloaded_weight
 
 FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the text's length
 ROTATED: weakref.WeakKeyDictionary[Any, dict[int, bool]] = weakref.WeakKeyDictionary()  # see `rotated_layers`
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """One layer's rotary embedding: frequencies, and which channels of a key form a pair."""
-
-    frequencies: Tensor  # [pairs]
-    interleaved: bool
-
-    def to(self, device: torch.device) -> Rotation:
-        return Rotation(self.frequencies.to(device), self.interleaved)
-
-    def rotate(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Keys moved `by` positions. keys [.., n, dim], by [.., n]"""
-        return self.apply(keys, *self.angles(by))
-
-    def angles(self, by: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for moving `by` positions. [.., n, pairs]"""
-        angle = by.to(torch.float32)[..., None] * self.frequencies.to(by.device, torch.float32)
-        return angle.cos(), angle.sin()
-
-    def apply(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        pairs = len(self.frequencies)
-        paired, rest = keys[..., : 2 * pairs].float(), keys[..., 2 * pairs :]
-        a, b = (paired[..., 0::2], paired[..., 1::2]) if self.interleaved else paired.chunk(2, -1)
-        rotated = (a * cos - b * sin, b * cos + a * sin)
-        both = torch.stack(rotated, -1).flatten(-2) if self.interleaved else torch.cat(rotated, -1)
-        return torch.cat([both.to(keys.dtype), rest], -1)
 
 
 def rotations(model: Any, layers: list[int]) -> dict[int, Rotation | None]:

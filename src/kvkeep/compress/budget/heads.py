@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.compress.protocols import HeadAllocator
 from kvkeep.compress.select import MOST, Units, best_first, inverse, packs, ranked, sort_packed, sortable
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.kernel_dispatch import KernelDispatch
@@ -57,10 +58,37 @@ class AdaptiveHeads:
         self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None, rank: Tensor
     ) -> Tensor:
         """The same on the device, given the place of each token in its head's order. [kv_heads]"""
-        count = forced.sum(1, dtype=torch.float64)
-        floor = count + (self.alpha * (budget - count).clamp_min(0)).floor()  # forced tokens, and the best others
         member, unit_scores = (None, None) if units is None else (units.member, units.scores)
-        return top_counts(scores, rank, floor, min(len(lengths) * budget, sum(lengths)), member, unit_scores)
+        total = min(len(lengths) * budget, sum(lengths))
+        return top_counts(scores, rank, self.sure(forced, budget), total, member, unit_scores)
+
+    def sure(self, forced: Tensor, budget: int) -> Tensor:
+        """Tokens that each head is sure of: forced ones, and its best others. [kv_heads]"""
+        count = forced.sum(1, dtype=torch.float64)
+        return count + (self.alpha * (budget - count).clamp_min(0)).floor()
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Of each head's budget, no more than its forced tokens and those that score above tau: fewer may be kept.
+
+    With units, they are as many tokens, of the best units.
+    """
+
+    heads: HeadAllocator
+    tau: float = 0.001
+    needs_scores = True
+
+    def __post_init__(self) -> None:
+        if getattr(self.heads, "across_layers", False):
+            raise BadParameter("+threshold cannot work with one budget for all layers: their tokens compete by rank.")
+
+    def __call__(
+        self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None = None
+    ) -> list[int]:
+        most = self.heads(scores, forced, lengths, budget, units)
+        above = ((scores > self.tau) | forced).sum(1).tolist()
+        return [min(pair) for pair in zip(most, above, strict=True)]
 
 
 def _top_counts(

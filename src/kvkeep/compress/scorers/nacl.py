@@ -14,6 +14,7 @@ from torch import Tensor
 from kvkeep.compress.attention import attention_received, distance_from_end
 from kvkeep.compress.guard import check_window, effective_window
 from kvkeep.compress.select import best_first
+from kvkeep.compress.uniform import layer_seed, uniform
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
@@ -42,15 +43,6 @@ class NaclScorer:
 
     def _noise(self, seen: Observation) -> Tensor:
         """Standard Gumbel noise, the same on every device."""
-        drawn = uniform(self.seed + 1_000_003 * seen.layer, seen.kv_heads * seen.tokens, seen.keys.device)
+        counters = torch.arange(seen.kv_heads * seen.tokens, device=seen.keys.device)
+        drawn = uniform(layer_seed(self.seed, seen.layer), counters)
         return -(-drawn.log()).log().float().view(seen.kv_heads, -1)
-
-
-def uniform(seed: int, count: int, device: torch.device) -> Tensor:
-    """Numbers in (0, 1) from hashing 0, 1, 2 …: integer arithmetic is the same on every device. [count] float64"""
-    bits = torch.arange(count, device=device)
-    for round_ in (seed, seed >> 32):
-        bits = bits + (round_ & 0xFFFFFFFF) * 0x9E3779B9 & 0xFFFFFFFF
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-            bits = (bits ^ (bits >> shift)) * factor & 0xFFFFFFFF
-    return (bits.double() + 0.5) / 2**32

@@ -25,7 +25,7 @@ class ValueNormScorer:
     def __post_init__(self) -> None:
         check_pool("value_pool", self.pool)
         if ScorerTraits.of(self.scorer).signed:
-            raise BadParameter("negative scores cannot be weighted by values; use protokv:votes=softmax.")
+            raise BadParameter("negative scores cannot be weighted by values (protokv: use votes=softmax).")
         if self.power <= 0:
             raise BadParameter(f"power={self.power} does not favour large values; use more than 0.")
 

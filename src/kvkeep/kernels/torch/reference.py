@@ -88,6 +88,39 @@ def column_mass(
     return mass
 
 
+def column_maximum(
+    queries: Tensor,
+    moved: Tensor,
+    keys: Tensor,
+    sinks: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """The most attention each key of a chunk gets from any query of it, or query head, when the chunk is read again.
+
+    One softmax of each query: `moved` over sinks and keys, `queries` over the keys up to their own, which stand for the
+    second reading so far. Queries come in blocks.
+    queries and moved [heads, m, dim], keys [kv_heads, m, dim], sinks [kv_heads, s, dim] -> [kv_heads, m] float32
+    """
+    m, count, kv_heads = queries.shape[1], sinks.shape[1], len(keys)
+    max_probs = BLOCK_PROBS.get(keys.device.type, BLOCK_PROBS_GPU)
+    block = max(16, min(256, max_probs // (queries.shape[0] * m) // 16 * 16))
+    all_keys, all_visible = torch.cat([sinks, keys], 1).float(), keys.new_ones(1, 1, 0, dtype=torch.bool)
+    highest = keys.new_full((kv_heads, m), -torch.inf, dtype=torch.float32)
+    for start in range(0, m, block):
+        end = min(start + block, m)
+        own = all_visible.new_ones(1, end - start, end - start).tril()
+        second = masked_logits(moved[:, start:end], all_keys, all_visible, scale, softcap)
+        first = masked_logits(queries[:, start:end], all_keys[:, count : count + end], own, scale, softcap)
+        lse = torch.logaddexp(first.logsumexp(-1), second.logsumexp(-1))
+        if sink_logits is not None:
+            lse = torch.logaddexp(lse, sink_logits.float().view(kv_heads, -1, 1))
+        second = second[..., count:].sub_(lse[..., None])
+        highest = torch.maximum(highest, second.flatten(1, 2).amax(1))
+    return highest.exp()
+
+
 def sum_over_queries(rows: Tensor) -> Tensor:
     """Attention summed over queries, averaged over the group. [kv_heads, group, w, n] -> [kv_heads, n]"""
     flat = rows.flatten(1, 2)

@@ -1,0 +1,104 @@
+"""One budget for all key heads of all layers: their tokens compete by score.
+
+Layers come one after the other. A token that is not among the best `total` of the layers so far will not be among the
+best of all, so no more than those need be held: what is kept is exact, and memory is bounded by what will be kept and
+one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.compress.budget.heads import INF, AdaptiveHeads
+from kvkeep.compress.select import Units
+from kvkeep.errors import BadParameter
+from kvkeep.types import PAD_POSITION, Tokens
+
+
+@dataclass(frozen=True)
+class SharedBudget(AdaptiveHeads):
+    """Heads of all layers compete; each is sure of `alpha` of an equal budget, its forced tokens included.
+
+    Where one layer is all there is (`kvkeep.select`), its heads compete, as in +adakv.
+    """
+
+    alpha: float = 0.0
+    across_layers = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise BadParameter(f"floor={self.alpha} must lie between 0 (one pool) and 1 (equal heads).")
+
+    def sure(self, forced: Tensor, budget: int) -> Tensor:
+        return forced.sum(1, dtype=torch.float64).clamp_min(int(self.alpha * budget + 1e-9))
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One layer's tokens that may be kept, head by head, each with what it competes by."""
+
+    tokens: Tokens  # [m, …]
+    head: Tensor  # [m]
+    rank: Tensor  # [m] the token's place in its head's order
+    scores: Tensor  # [m] inf: kept for sure
+    unit_scores: Tensor | None  # [m] of its unit: compared first
+    kv_heads: int
+
+    @classmethod
+    def of(cls, tokens: Tokens, scores: Tensor, rank: Tensor, sure: Tensor, units: Units | None) -> Candidates:
+        """scores, rank [kv_heads, n], tokens [kv_heads, n, …]; sure [kv_heads]: the first so many of each order"""
+        kv_heads, n = scores.shape
+        head = torch.arange(kv_heads, device=scores.device)[:, None].expand(-1, n)
+        reserved = rank < sure[:, None]
+        unit_scores = None if units is None else units.scores.gather(1, units.member).masked_fill(reserved, INF)
+        return cls(tokens, head, rank, scores.float().masked_fill(reserved, INF), unit_scores, kv_heads)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Candidates:
+        """Apply one function to every tensor."""
+        head, rank, scores = (change(part) for part in (self.head, self.rank, self.scores))
+        unit_scores = None if self.unit_scores is None else change(self.unit_scores)
+        return Candidates(self.tokens.map(change), head, rank, scores, unit_scores, self.kv_heads)
+
+    def flat(self, padded: bool) -> Candidates:
+        """[kv_heads, n, …] as [m, …], without padding."""
+        if not padded:
+            return self.map(lambda part: part.flatten(0, 1))
+        real = self.tokens.token_positions != PAD_POSITION
+        return self.map(lambda part: part[real])
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def first(self, counts: Tensor) -> Candidates:
+        """The first `counts` of each head's order; the others are freed. counts [kv_heads]"""
+        left = (self.rank < counts.to(self.rank.device)[self.head]).nonzero()[:, 0]
+        return self.map(lambda part: part[left])
+
+    def heads(self) -> list[Tokens]:
+        """The tokens of each key head."""
+        ends = torch.bincount(self.head, minlength=self.kv_heads).cumsum(0).tolist()
+        return [self.tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def best_of(layers: Sequence[Candidates], total: int) -> list[Candidates]:
+    """The best `total` tokens of all layers. Ties go to the later token, then the lower head, then the lower layer."""
+    if sum(map(len, layers)) <= total:
+        return list(layers)
+    device = layers[0].rank.device
+    layer = torch.cat([torch.full_like(each.head, i).to(device) for i, each in enumerate(layers)])
+    head, position, scores = (
+        torch.cat([part.to(device) for part in parts])
+        for parts in zip(*((each.head, each.tokens.token_positions, each.scores) for each in layers), strict=True)
+    )
+    order = (((PAD_POSITION - position.long()) << 24) + (head << 12) + layer).argsort()
+    order = order[scores[order].sort(descending=True, stable=True).indices]
+    if layers[0].unit_scores is not None:
+        units = torch.cat([each.unit_scores.to(device) for each in layers if each.unit_scores is not None])
+        order = order[units[order].sort(descending=True, stable=True).indices]
+    winners, heads = order[:total], max(each.kv_heads for each in layers)
+    counts = torch.bincount(layer[winners] * heads + head[winners], minlength=len(layers) * heads)
+    return [each.first(count) for each, count in zip(layers, counts.view(len(layers), heads), strict=True)]

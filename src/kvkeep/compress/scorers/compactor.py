@@ -1,0 +1,91 @@
+"""Keys that others cannot stand for, and that their own neighbourhood attends to: Compactor (arXiv:2507.08143).
+
+Leverage: how much of a head's keys, without their rotation and projected to a few random directions, a key alone
+accounts for. Attention: within chunks, without order or scale. Both are standardized over the layer and added; the more
+is removed, the more leverage counts. No question is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.compress.attention import new_chunks, norms, token_mask
+from kvkeep.compress.pooling import pool
+from kvkeep.compress.uniform import layer_seed, uniform
+from kvkeep.errors import BadParameter
+from kvkeep.types import Observation
+
+UNSCORED = 1e6  # score of generated tokens: they are evicted last
+
+
+@dataclass(frozen=True)
+class CompactorScorer:
+    sketch: int = 48
+    seed: int = 0
+    ridge: float = 0.01
+    signed = True
+
+    def __post_init__(self) -> None:
+        if self.sketch < 1:
+            raise BadParameter(f"sketch={self.sketch}: project to one direction at least; use 1 or more.")
+        if self.ridge <= 0:
+            raise BadParameter(f"ridge={self.ridge} must be positive.")
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        received, tokens = seen.token_state[..., 0], token_mask(seen)
+        attention = pool(received * norms(seen.values).float() * tokens, tokens, 3)
+        removed = max(0.0, 1 - budget / seen.seq_len)
+        scores = removed * standardized(self._leverage(seen, tokens), tokens) + standardized(attention, tokens)
+        return scores.where(received > 0, UNSCORED)
+
+    def _leverage(self, seen: Observation, tokens: Tensor) -> Tensor:
+        """x (XᵀX + ridge)⁻¹ xᵀ of each key x, centred and projected. [kv_heads, n]"""
+        real = tokens[..., None]
+        keys = seen.rotate(seen.keys.float(), -seen.token_positions.where(tokens, 0))
+        mean = (keys * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
+        x = ((keys - mean) * real) @ self.directions(keys.shape[-1], seen.layer, keys.device)
+        products = (x.transpose(1, 2) @ x).double()
+        products.diagonal(dim1=1, dim2=2).add_(self.ridge)
+        return torch.linalg.vecdot(x @ torch.linalg.inv(products).float(), x)
+
+    def directions(self, dim: int, layer: int, device: torch.device) -> Tensor:
+        """Normal numbers, the same on every device, of variance 1/sketch. [dim, sketch]"""
+        drawn = uniform(layer_seed(self.seed, layer), torch.arange(dim * self.sketch, device=device))
+        return (torch.erfinv(2 * drawn - 1) * math.sqrt(2 / self.sketch)).float().view(dim, self.sketch)
+
+
+@dataclass(frozen=True)
+class ChunkAttention:
+    """token_state [kv_heads, n, 1]: attention that a token of a prompt gets from its chunk's queries, on average."""
+
+    chunk: int = 256
+    width, sees_all, prompt_only, rotates = 1, True, True, True
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise BadParameter(f"chunk={self.chunk} holds no tokens; use 1 or more.")
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        if seen.is_step:
+            return seen.token_state
+        received = seen.memoize(
+            self, lambda: torch.cat([_received(*each) for _, *each in new_chunks(seen, self.chunk)], 1)
+        )
+        return seen.token_state.scatter(1, seen.newest[..., None], received.clamp_min(1e-30)[..., None])
+
+
+def _received(queries: Tensor, keys: Tensor) -> Tensor:
+    """Column sums of softmax(queries keysᵀ), averaged over the group. -> [kv_heads, m]"""
+    grouped = queries.float().unflatten(0, (len(keys), -1))
+    return (grouped @ keys.float().transpose(1, 2)[:, None]).softmax(-1).sum(2).mean(1)
+
+
+def standardized(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Mean 0 and standard deviation 1 over the layer's tokens."""
+    count = tokens.sum()
+    centred = (scores - (scores * tokens).sum() / count) * tokens
+    return centred / (centred.square().sum() / count).sqrt().clamp_min(1e-12)

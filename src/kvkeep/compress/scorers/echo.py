@@ -1,0 +1,59 @@
+"""What a model would look at if it had to repeat the text, without repeating it: KVzip's idea (arXiv:2505.23416).
+
+The queries of a chunk, as they were in the prefill, are moved to where a repetition of the chunk would stand. There
+they attend to the first tokens, to the chunk, and, as if it were the part repeated so far, to the chunk up to
+themselves. A token's score is the most attention that any of them pays to it as a part of the text. No question is
+needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.compress.attention import new_chunks
+from kvkeep.errors import BadParameter
+from kvkeep.kernels.dispatch import column_maximum
+from kvkeep.types import Observation
+
+UNREPEATED = 2.0  # score of generated tokens: above any share of attention
+
+
+@dataclass(frozen=True)
+class EchoScorer:
+    """Scores by the token state of `Repetition`."""
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        score = seen.token_state[..., 0]
+        return torch.where(score > 0, score, UNREPEATED)
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """token_state [kv_heads, n, 1]: a prompt's tokens' scores, computed once in the pass that brings them."""
+
+    chunk: int = 2048
+    sinks: int = 4
+    gap: int = 20  # tokens between the text and its repetition: an instruction to repeat it
+    width, sees_all, prompt_only, rotates = 1, True, True, True
+
+    def __post_init__(self) -> None:
+        for name, least in (("chunk", 1), ("sinks", 0), ("gap", 0)):
+            if getattr(self, name) < least:
+                raise BadParameter(f"{name}={getattr(self, name)} is too small; use {least} or more.")
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        if seen.is_step:
+            return seen.token_state
+        scores = seen.memoize(self, lambda: torch.cat(list(self._chunks(seen)), 1))
+        return seen.token_state.scatter(1, seen.newest[..., None], scores.clamp_min(1e-30)[..., None])
+
+    def _chunks(self, seen: Observation) -> Iterator[Tensor]:
+        """Scores of the tokens of this pass, chunk by chunk. [kv_heads, m]"""
+        for first, queries, keys in new_chunks(seen, self.chunk):
+            by = torch.full((keys.shape[1],), seen.expected + self.gap - first, device=keys.device)
+            sinks, how = seen.keys[:, : min(self.sinks, first)], (seen.scale, seen.softcap, seen.sink_logits)
+            yield column_maximum(queries, seen.rotate(queries, by), keys, sinks, *how)

@@ -1,0 +1,83 @@
+"""Attention that queries yet to come are expected to pay: Expected Attention (arXiv:2510.00636).
+
+The text's queries, without their rotation, are taken for normally distributed; moved to the positions after the text,
+their mean and covariance give every key's expected attention in closed form. It is weighted by the values' norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.compress.attention import norms, token_mask
+from kvkeep.errors import BadParameter
+from kvkeep.types import Observation, Rotate
+
+
+@dataclass(frozen=True)
+class QueryMoments:
+    """Sums over a prompt's queries from position `sinks` on, all at position 0: of q qᵀ, of q, and their number.
+
+    [heads, dim + 2, dim] float64; of several passes, they are added
+    """
+
+    sinks: int = 4
+    rotates = True
+
+    def rows(self, dim: int) -> int:
+        return dim + 2
+
+    def __call__(self, queries: Tensor, first: int, rotate: Rotate) -> Tensor:
+        """queries [heads, n, dim] at positions first, first + 1, …"""
+        queries, first = queries[:, max(0, self.sinks - first) :].float(), max(first, self.sinks)
+        heads, n, dim = queries.shape
+        plain = rotate(queries, -torch.arange(first, first + n, device=queries.device))
+        number = plain.new_full((heads, 1, dim), n)
+        return torch.cat([plain.transpose(1, 2) @ plain, plain.sum(1, keepdim=True), number], 1).double()
+
+
+@dataclass(frozen=True)
+class ExpectedAttentionScorer:
+    """Scores by the sums of `QueryMoments`, in the place of queries."""
+
+    future: int = 512
+    sinks: int = 4
+    epsilon: float = 0.0
+    covariance: bool = True
+    value_norms: bool = True
+
+    def __post_init__(self) -> None:
+        if self.future < 1:
+            raise BadParameter(f"future={self.future}: expect at least one query; use 1 or more.")
+        if self.epsilon < 0:
+            raise BadParameter(f"epsilon={self.epsilon} is negative; use 0 or more.")
+
+    def cache_key(self, budget: int) -> int:
+        return 1
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        means, covariances = (each.unflatten(0, (seen.kv_heads, -1)).unbind(1) for each in self._expected(seen))
+        hidden = ~token_mask(seen) | (seen.token_positions < self.sinks)
+        keys, scores = seen.keys.float(), torch.zeros_like(hidden, dtype=torch.float32)
+        for mean, covariance in zip(means, covariances, strict=True):
+            logits = (keys @ mean[..., None])[..., 0] * seen.scale
+            if self.covariance:
+                logits += torch.linalg.vecdot(keys @ covariance, keys) * (seen.scale**2 / 2)
+            scores += logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num_(0.0) / len(means)
+        return (scores + self.epsilon) * norms(seen.values).float() if self.value_norms else scores
+
+    def _expected(self, seen: Observation) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the next `future` queries. [heads, dim] and [heads, dim, dim]"""
+        products, sums, number = seen.queries[:, :-2], seen.queries[:, -2], seen.queries[:, -1, :1].clamp_min(1)
+        mean = sums / number
+        covariance = products / number[..., None] - mean[:, :, None] * mean[:, None]
+        turn = seen.once(("future", self, seen.rotate), lambda: self._mean_rotation(seen)).to(mean.dtype)
+        return (mean @ turn).float(), (turn.T @ covariance @ turn).float()
+
+    def _mean_rotation(self, seen: Observation) -> Tensor:
+        """Transposed: row i is where the unit vector i is moved to on average. [dim, dim]"""
+        dim, device = seen.keys.shape[-1], seen.keys.device
+        by = torch.arange(seen.seq_len, seen.seq_len + self.future, device=device)[:, None].expand(-1, dim)
+        return seen.rotate(torch.eye(dim, device=device).expand(self.future, -1, -1), by).mean(0)

@@ -1,0 +1,66 @@
+"""Tokens that stand out of their partition, seen on the scale of the next one: LagKV (arXiv:2504.04704).
+
+After the sinks, tokens come in partitions of `lag`, counted among those held. Keys and values are scaled per channel by
+the next partition's minimum and maximum; a token whose channels then spread widely scores high. Tokens are ranked
+within their partition, so that each keeps its share. The last whole partition and what follows have no next one: they
+are kept, and the sinks, while the budget allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.compress.attention import distance_from_end
+from kvkeep.compress.select import best_first, inverse
+from kvkeep.errors import BadParameter
+from kvkeep.types import Observation
+
+SINK, RECENT = 1.0, 3.0  # scores of those tokens, above any rank; the earliest sink and the newest token come first
+
+
+@dataclass(frozen=True)
+class LagKVScorer:
+    sinks: int = 4
+    lag: int = 128
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise BadParameter(f"sinks={self.sinks} is negative; use 0 or more.")
+        if self.lag < 2:
+            raise BadParameter(f"lag={self.lag}: a partition needs tokens to compare; use 2 or more.")
+
+    def cache_key(self, budget: int) -> int:
+        return 1
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        age = distance_from_end(seen)
+        index = torch.arange(seen.tokens, device=age.device)
+        length = age[:, :1] + 1
+        partitions = (length - self.sinks) // self.lag
+        middle = (self.sinks + self.lag * (partitions - 1)) * (partitions > 1)  # where it ends
+        scores = RECENT - age / seen.tokens
+        scores = scores.where((index >= middle) | (index >= length), self._ranks(seen))
+        return scores.where((index >= self.sinks) | (partitions < 2), SINK + (self.sinks - index) / max(1, self.sinks))
+
+    def _ranks(self, seen: Observation) -> Tensor:
+        """The place of each token in its partition, 0 … 1, worst first. [kv_heads, n]"""
+        ranks = seen.keys.new_zeros(seen.kv_heads, seen.tokens, dtype=torch.float32)
+        count = (seen.tokens - self.sinks) // self.lag - 1  # partitions with one after them
+        if count > 0:
+            spread = self._spread(seen.keys, count) + self._spread(seen.values, count)
+            order = best_first(spread.flatten(0, 1))
+            place = self.lag - 1 - inverse(order).view(len(ranks), -1)
+            ranks[:, self.sinks : self.sinks + place.shape[1]] = place / self.lag
+        return ranks
+
+    def _spread(self, x: Tensor, count: int) -> Tensor:
+        """Softmax, within partitions, of the deviation over scaled channels. [kv_heads, count, lag]"""
+        end = self.sinks + (count + 1) * self.lag
+        parts = x[:, self.sinks : end].float().unflatten(1, (count + 1, self.lag))
+        low, high = parts[:, 1:].aminmax(dim=2, keepdim=True)
+        span = high - low
+        scaled = ((parts[:, :-1] - low) / span).masked_fill_(span == 0, 0.0)
+        return scaled.std(-1).softmax(-1)

@@ -1,0 +1,71 @@
+"""The most attention each key gets from any query of a chunk that is read a second time (echo).
+
+Two passes, neither with a matrix of queries × keys: log-sum-exps of both readings (column_mass.py), then, per block of
+keys, the largest probability of all queries.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvkeep.kernels.triton.column_mass import LOG2E, log_sum_exp
+from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
+
+BLOCK = 64  # queries and keys
+
+
+def column_maximum(
+    queries: Tensor,
+    moved: Tensor,
+    keys: Tensor,
+    sinks: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """As in the reference."""
+    (heads, m, dim), kv_heads = queries.shape, len(keys)
+    queries, moved, keys = (t if t.stride(-1) == 1 else t.contiguous() for t in (queries, moved, keys))
+    all_keys = torch.cat([sinks, keys], 1)
+    n, how = all_keys.shape[1], (scale, softcap)
+    places = torch.arange(n, dtype=torch.int32, device=keys.device)
+    second = log_sum_exp(moved, all_keys, torch.zeros_like(places).expand(kv_heads, -1), m + n, *how, sink_logits)
+    first = log_sum_exp(queries, keys, places[:m].expand(kv_heads, -1), m, *how)
+    lse, highest = torch.logaddexp(first, second), queries.new_empty(kv_heads, m, dtype=torch.float32)
+    _column_maximum[cdiv(m, BLOCK), kv_heads](
+        moved, keys, lse, highest, m, *moved.stride()[:2], *keys.stride()[:2], heads // kv_heads, dim, scale,
+        softcap or 0.0, softcap is not None, INTERPRETED, max(MIN_BLOCK, pow2(dim)), BLOCK, BLOCK,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return highest
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["m"])
+def _column_maximum(
+    moved, keys, lse, highest, m, query_head, query_token, key_head, key_token, group, dim, scale, softcap,
+    CAPPED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    block, head = tl.program_id(0), tl.program_id(1)
+    tokens, channels = block * KEYS + tl.arange(0, KEYS), tl.arange(0, DIM)
+    valid = tokens < m
+    k = tl.trans(tl.load(
+        keys + head.to(tl.int64) * key_head + tokens[:, None].to(tl.int64) * key_token + channels[None, :],
+        mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
+    ))  # fmt: skip
+    most = tl.full([QUERIES, KEYS], float("-inf"), tl.float32)  # reduced at the end: no synchronization before
+    for member in range(0, group):
+        offset = (head * group + member).to(tl.int64)
+        for start in range(0, m, QUERIES):
+            query_ids = start + tl.arange(0, QUERIES)
+            query = tl.load(
+                moved + offset * query_head + query_ids[:, None].to(tl.int64) * query_token + channels[None, :],
+                mask=(query_ids < m)[:, None] & (channels < dim)[None, :], other=0.0,
+            )  # fmt: skip
+            query_lse = tl.load(lse + offset * m + query_ids, mask=query_ids < m, other=float("inf"))
+            logits = softcapped(dot(query, k, WIDEN) * scale, softcap, CAPPED)
+            most = tl.maximum(most, logits - query_lse[:, None])
+    tl.store(highest + head * m + tokens, tl.exp2(tl.max(most, 0) * LOG2E), mask=valid)

@@ -1,0 +1,194 @@
+"""Methods that need no question, and one budget for all layers, against the oracles of tests/oracles/frontier.py."""
+
+import numpy as np
+import pytest
+import torch
+from draws import many
+from oracles import frontier
+from test_against_oracles import assert_same, draw, ours
+
+from kvkeep.compress.budget.heads import EqualHeads, Threshold
+from kvkeep.compress.budget.shared import Candidates, SharedBudget, best_of
+from kvkeep.compress.parse import parse
+from kvkeep.compress.scorers.chance import POSITIONS
+from kvkeep.compress.scorers.compactor import CompactorScorer
+from kvkeep.compress.scorers.echo import Repetition
+from kvkeep.compress.select import ranks, select
+from kvkeep.compress.uniform import uniform
+from kvkeep.errors import BadParameter
+from kvkeep.kernels.torch.rotation import Rotation
+from kvkeep.types import Observation, Tokens
+
+
+@many(60)
+def test_random(seed):
+    q, k, v, budget = draw(seed)
+    heads, n = k.shape[:2]
+    table = uniform(seed, torch.arange(n) + POSITIONS * torch.arange(heads)[:, None]).float().numpy()
+    given = q, k, v, budget
+    kept = ours("random", *given, seed=seed)
+    assert_same(kept, frontier.oracle_random(*given, uniform=table), frontier.scores_random, *given, uniform=table)
+
+
+@pytest.mark.parametrize("name", ["knorm", "keydiff"])
+@many(60)
+def test_keys_alone(name, seed):
+    given = draw(seed)
+    expected, scored = (getattr(frontier, f"{kind}_{name}") for kind in ("oracle", "scores"))
+    assert_same(ours(name, *given), expected(*given), scored, *given)
+
+
+@many(60)
+def test_lagkv(seed):
+    q, k, v, budget = draw(seed)
+    options = [{}, {"lag": 16}, {"lag": 5, "sinks": 0}, {"lag": 2, "sinks": 1}, {"lag": 31, "sinks": 7}][seed % 5]
+    if seed % 3 == 0:  # a channel that never changes
+        k[..., 0] = 1.0
+    given = q, k, v, budget
+    kept = ours("lagkv", *given, **options)
+    expected = frontier.oracle_lagkv(*given, **options)
+    if kept != expected:  # two spreads that float32 cannot tell apart swap their ranks
+        scores = frontier.scores_lagkv(*given, **options)
+        for mine, theirs, row in zip(kept, expected, scores, strict=True):
+            gaps = [abs(row[a] - row[b]) for a in set(mine) - set(theirs) for b in set(theirs) - set(mine)]
+            assert len(mine) == len(theirs) and all(gap <= 1.01 / options.get("lag", 128) for gap in gaps)
+
+
+def layers_of(seed):
+    """Scores of some layers, many of them equal; which tokens are forced, and a budget."""
+    rng = np.random.default_rng(seed)
+    layers, heads, n = (int(x) for x in (rng.integers(1, 6), rng.integers(1, 5), rng.integers(1, 60)))
+    scores = rng.integers(0, 5, (layers, heads, n)) / 4 if seed % 2 else rng.random((layers, heads, n))
+    budget, count = int(rng.integers(1, n + 1)), int(rng.integers(0, 3))
+    forced = [[list(range(min(count, budget))) for _ in range(heads)] for _ in range(layers)]
+    return scores.astype(np.float32), forced, budget, float(rng.choice([0.0, 0.0, 0.3, 1.0]))
+
+
+def candidates(scores, forced, budget, floor):
+    """One layer's, as the pipeline makes them."""
+    heads, n = scores.shape
+    scores, must = torch.from_numpy(scores), torch.zeros(heads, n, dtype=torch.bool)
+    for head, tokens in enumerate(forced):
+        must[head, tokens] = True
+    sure = SharedBudget(floor).sure(must, budget)
+    positions = torch.arange(n).expand(heads, -1)
+    tokens = Tokens(*(torch.zeros(heads, n, 1) for _ in range(2)), positions)
+    return Candidates.of(tokens, scores, ranks(scores, must, None), sure, None).flat(False)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@many(80)
+def test_shared(at_once, seed):
+    """The same whether all layers are there or the worst tokens leave after every layer."""
+    scores, forced, budget, floor = layers_of(seed)
+    layers, heads, n = scores.shape
+    if n <= budget:
+        return
+    total, held = layers * heads * budget, []
+    for layer in range(layers):
+        held.append(candidates(scores[layer], forced[layer], budget, floor))
+        if not at_once:
+            held = best_of(held, total)
+            assert sum(map(len, held)) <= total
+    kept = [[head.token_positions.tolist() for head in each.heads()] for each in best_of(held, total)]
+    assert kept == frontier.shared(scores, forced, budget, floor)
+
+
+def even(seed, longest=40):
+    """As `draw`, of few tokens, as the oracle's loops are slow, and an even size; and RoPE's frequencies."""
+    q, k, v, budget = draw(seed)
+    n, dim = min(q.shape[1], longest), q.shape[2] // 2 * 2
+    q, k, v = (x[:, :n, :dim].astype(np.float32).astype(np.float64) for x in (q, k, v))
+    return (q, k, v, min(budget, n)), np.array([100.0 ** (-2 * i / dim) for i in range(dim // 2)], dtype=np.float32)
+
+
+def near(kept, expected, scores, rtol=2e-5):
+    """Equal sets, but for tokens whose scores float32 cannot tell apart."""
+    for mine, theirs, row in zip(kept, expected, scores, strict=True):
+        worst = min(row[j] for j in theirs)
+        assert len(mine) == len(theirs)
+        assert all(abs(row[j] - worst) <= rtol * abs(worst) for j in set(mine) ^ set(theirs))
+
+
+@many(60)
+def test_echo(seed):
+    given, frequencies = even(seed)
+    options = [{}, {"chunk": 8}, {"chunk": 5, "sinks": 2, "gap": 3}, {"chunk": 16, "sinks": 0}][seed % 4]
+    given = *given[:3], max(given[3], options.get("sinks", 4))
+    kept = ours("echo", *given, frequencies=torch.from_numpy(frequencies), **options)
+    scores = frontier.scores_echo(*given, inv_freq=frequencies, **options)
+    near(kept, frontier.keep(scores, given[1], given[3]), scores)
+
+
+@many(50)
+def test_echo_scores(seed):
+    """The numbers, not only their order: other layers' are compared with them."""
+    (q, k, v, _), frequencies = even(seed, 30)
+    options = [{"chunk": 8}, {"chunk": 5, "sinks": 2, "gap": 3}, {"chunk": 64, "sinks": 0}][seed % 3]
+    queries, keys, values = (torch.from_numpy(x).float() for x in (q, k, v))
+    heads, n, dim = keys.shape
+    where = torch.arange(n).expand(heads, -1), (n,) * heads, n, n, dim**-0.5
+    rotate = Rotation(torch.from_numpy(frequencies), False).rotate
+    seen = Observation(queries, keys, values, *where, token_state=torch.zeros(heads, n, 1), rotate=rotate)
+    got = Repetition(**options)(seen, 1)[..., 0]
+    want = frontier.scores_echo(q, k, v, 1, inv_freq=frequencies, **{**options, "sinks": options.get("sinks", 4)})
+    finite = np.isfinite(want)
+    np.testing.assert_allclose(got.numpy()[finite], want[finite], rtol=2e-5, atol=1e-7)
+
+
+@many(60)
+def test_expected_attention(seed):
+    (q, k, v, budget), frequencies = even(seed)
+    options = [
+        {},
+        {"future": 7},
+        {"sinks": 1, "epsilon": 0.02},
+        {"covariance": False, "future": 40},
+        {"value_norms": False},
+    ]
+    options = options[seed % 5]
+    given = q / 2, k, v, max(budget, options.get("sinks", 4))
+    kept = ours("expected_attention", *given, frequencies=torch.from_numpy(frequencies), **options)
+    options["values"] = options.pop("value_norms", True)
+    scores = frontier.scores_expected_attention(*given, inv_freq=frequencies, **options)
+    near(kept, frontier.keep(scores, given[1], given[3]), scores, 1e-4)
+
+
+@many(60)
+def test_threshold(seed):
+    scores, forced, budget, _ = layers_of(seed)
+    scores, forced = scores[0], forced[0]
+    heads, n = scores.shape
+    tau, must = float(np.quantile(scores, seed % 5 / 4)), torch.zeros(heads, n, dtype=torch.bool)
+    for head, tokens in enumerate(forced):
+        must[head, tokens] = True
+    if n > budget:
+        held = torch.from_numpy(scores)
+        quota = Threshold(EqualHeads(), tau)(held, must, [n] * heads, budget)
+        kept = select(held, must, torch.ones_like(must), None, quota).tolist()
+        assert kept == frontier.threshold(scores, forced, budget, tau)
+
+
+def test_a_threshold_keeps_fewer_than_the_budget_and_stands_last():
+    q, k, v, _ = draw(12)
+    kept = [ours("snapkv+threshold", q, k, v, 100, window=8, tau=tau) for tau in (0.0, 0.03, 2.0)]
+    sizes = [[len(head) for head in each] for each in kept]
+    assert set(sizes[0]) == {100} and set(sizes[2]) == {8} and all(8 < n < 100 for n in sizes[1])
+    for spec in ("snapkv+threshold+adakv", "snapkv+threshold+shared", "snapkv+shared+threshold", "knorm+threshold"):
+        with pytest.raises(BadParameter, match="cannot work"):
+            parse(spec)
+
+
+@many(60)
+def test_compactor(seed):
+    (q, k, v, budget), frequencies = even(seed)
+    options = [{}, {"chunk": 8, "sketch": 5}, {"chunk": 5, "sinks": 1, "recent": 1}, {"ridge": 0.5}][seed % 4]
+    given = q, k, v, max(budget, options.get("sinks", 8) + options.get("recent", 4))
+    kept = ours("compactor", *given, frequencies=torch.from_numpy(frequencies), **options)
+    sketch = options.pop("sketch", 48)
+    gaussian = CompactorScorer(sketch).directions(q.shape[-1], 0, torch.device("cpu")).double().numpy() * sketch**0.5
+    scores = frontier.scores_compactor(*given, inv_freq=frequencies, gaussian=gaussian, **options)
+    for mine, theirs, row in zip(kept, frontier.keep(scores, k, given[3]), scores, strict=True):
+        worst = min(row[j] for j in theirs)
+        assert len(mine) == len(theirs)
+        assert all(abs(row[j] - worst) <= 1e-3 for j in set(mine) ^ set(theirs)), (mine, theirs)
