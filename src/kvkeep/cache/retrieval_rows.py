@@ -238,13 +238,20 @@ class LayerRows:
             tail = self.near.map(lambda t: t[row, :, begin - new : begin])
             state = state.replace(host=state.host.put(*tail), unit_size=unit)
         if not plan.needs("keys"):
-            entries = self.entries[row, :, :units].clone()
-            state = state.replace(unit_index=AppendBuffer(entries, units, [units]))
+            state = state.replace(unit_index=self._index(row, state.unit_index, units))
         state = state.replace(sinks=self.units.pair.map(lambda t: t[row, :, :sinks].clone()))
         if plan.config.density:
             mean, steps = self.density[row].tolist()
             state = state.replace(density=None if mean != mean else (mean, int(steps)))
         return state.replace(retrieved=self._retrieved(row, state.host))
+
+    def _index(self, row: int, index: AppendBuffer | None, units: int) -> AppendBuffer:
+        """A row's index, longer by the units that left the near window since, one after the other."""
+        index = index or AppendBuffer.empty_like(self.entries[row], self.entries.dtype)
+        for number in range(index.count, units):
+            index = index.grow(1)
+            index.last(1).copy_(self.entries[row, :, number : number + 1])
+        return index
 
     def _retrieved(self, row: int, host: HostStore) -> Retrieved:
         unit, count = self.plan.shape.unit, int(self.count[row])
