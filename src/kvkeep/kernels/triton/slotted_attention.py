@@ -39,7 +39,7 @@ def slotted_attention(
     band: int = 0,
     active: Tensor | None = None,
 ) -> Tensor:
-    """As in the reference. far, near, slots: contiguous"""
+    """As in the reference. far, near, slots, num_far, begin, active: contiguous"""
     rows, heads, dim = queries.shape
     kv_heads, size, v_dim = near[1].shape[1:]
     group, most = heads // kv_heads, slots.shape[2]
@@ -50,7 +50,7 @@ def slotted_attention(
     shared = scale, softcap or 0.0, group, splits, dim, v_dim
     _partial[rows * kv_heads, splits](
         queries, rotated, *far, slots, num_far, *near, begin, end, *(angles or far), partial, weight, *shared,
-        kv_heads, far[0].shape[2], size, most, sinks, unit, slots.shape[1] > 1, angles is not None,
+        end.stride(0), kv_heads, far[0].shape[2], size, most, sinks, unit, slots.shape[1] > 1, angles is not None,
         softcap is not None, INTERPRETED, max(MIN_BLOCK, pow2(group)), max(MIN_BLOCK, pow2(dim // 2)),
         max(MIN_BLOCK, pow2(v_dim)), BLOCK, num_warps=4,
     )  # fmt: skip
@@ -64,8 +64,8 @@ def slotted_attention(
         per_head = mass.shape[1] > 1
         _add_mass[cdiv(size, MASS_BLOCK), rows * mass.shape[1]](
             queries, near[0], begin, end, begin if active is None else active, weight, extra, mass, *shared[:5], band,
-            heads, size, active is not None, per_head, softcap is not None, sink_logits is not None, pow2(dim),
-            pow2(splits), MASS_BLOCK, num_warps=4,
+            end.stride(0), heads, size, active is not None, per_head, softcap is not None, sink_logits is not None,
+            pow2(dim), pow2(splits), MASS_BLOCK, num_warps=4,
         )  # fmt: skip
     return output
 
@@ -74,7 +74,7 @@ def slotted_attention(
 @triton.jit(do_not_specialize=["splits", "far_size", "size", "most"])
 def _partial(
     queries, rotated, far_keys, far_values, slots, num_far, keys, values, begin, end, cos, sin, partial, weight, scale,
-    softcap, group, splits, dim, v_dim, kv_heads, far_size, size, most, sinks, unit, EACH_HEAD: tl.constexpr,
+    softcap, group, splits, dim, v_dim, end_row, kv_heads, far_size, size, most, sinks, unit, EACH_HEAD: tl.constexpr,
     ANGLES: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     V_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def _partial(
     segment, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = segment // kv_heads
     m, near_first = tl.load(num_far + row).to(tl.int32), tl.load(begin + row).to(tl.int32)
-    total = m + tl.load(end + row).to(tl.int32) - near_first
+    total = m + tl.load(end + row * end_row).to(tl.int32) - near_first
     split_tokens = tl.cdiv(tl.cdiv(total, splits), BLOCK) * BLOCK
     first, last = split * split_tokens, tl.minimum(split * split_tokens + split_tokens, total)
 
@@ -157,9 +157,9 @@ def _add_block(
 @fast_launch
 @triton.jit(do_not_specialize=["splits", "band", "size"])
 def _add_mass(
-    queries, keys, begin, end, active, weight, sink_logits, mass, scale, softcap, group, splits, dim, band, heads, size,
-    GATED: tl.constexpr, PER_HEAD: tl.constexpr, CAPPED: tl.constexpr, HAS_SINK: tl.constexpr, DIM: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    queries, keys, begin, end, active, weight, sink_logits, mass, scale, softcap, group, splits, dim, band, end_row,
+    heads, size, GATED: tl.constexpr, PER_HEAD: tl.constexpr, CAPPED: tl.constexpr, HAS_SINK: tl.constexpr,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program takes a block of near tokens, and one query head (PER_HEAD) or the mean of all."""
     block, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -167,7 +167,7 @@ def _add_mass(
         row, first_head, num_heads = line // heads, line, 1
     else:
         row, first_head, num_heads = line, line * heads, heads
-    first, last = tl.load(begin + row).to(tl.int32), tl.load(end + row).to(tl.int32)
+    first, last = tl.load(begin + row).to(tl.int32), tl.load(end + row * end_row).to(tl.int32)
     counts = first + block * BLOCK < last - 1
     if GATED:
         counts = counts & (tl.load(active + row) > 0)
