@@ -43,7 +43,7 @@ def test_device_memory_is_constant_in_the_length(spec):
     """But for the index, of which a pool has a copy: in tokenselect's, which would be all keys."""
     model, words = tiny_chat.model().to("cuda"), tiny_chat.tokenizer()
     most = {}
-    for length in (4000, 16000):  # in both, more units are offloaded than a pool has slots for
+    for length in (6000, 18000):  # in both, more units are offloaded than a pool has slots for
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         engine = kvkeep.Engine(model, words, spec, 256, prefill_chunk_size=64)
@@ -55,7 +55,7 @@ def test_device_memory_is_constant_in_the_length(spec):
         assert all(block.keys.is_pinned() for block in engine.cache.backend.states[0][0].host.blocks)
         assert all(rows[0].host.table for rows in engine.cache.backend.states.values())  # fetched by the kernel
         del engine
-    assert most[16000] <= 1.1 * most[4000]
+    assert most[18000] <= 1.1 * most[6000]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns

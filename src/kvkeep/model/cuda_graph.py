@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,9 +53,15 @@ class CudaGraphRunner:
             self.graph, self.result = capture_graph(self.run)
 
 
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace for every stream it has seen."""
+    return torch.cuda.Stream(device)
+
+
 def capture_graph(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A graph of a function on the current device, and the tensor of its result."""
-    side = torch.cuda.Stream()
+    side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARMUP_PASSES):
