@@ -106,6 +106,25 @@ def test_append_ragged(rows, kv_heads, dim, wide, kind):
     assert torch.equal(got[2], lengths + active) and not torch.equal(got[0], buffers[0])
 
 
+@pytest.mark.parametrize("lengths", [(0,), (5, 0, 300), (64, 65, 63, 1)], ids=str)
+@pytest.mark.parametrize("kind, wider", [(torch.float32, 0), (torch.bfloat16, 24)], ids=str)
+def test_copy_segments(lengths, kind, wider):
+    torch.manual_seed(len(lengths))
+    rooms = [n + 3 for n in lengths]
+    first = torch.tensor([2 + sum(rooms[:i]) for i in range(len(rooms))], device=DEVICE)
+    starts = torch.stack([first.flip(0), first + 700], 1)[:, 1]
+    source = [drawn(2 + sum(rooms), dim, kind=kind) for dim in (40, 40 + wider)]
+    target = [drawn(1200, dim) for dim in (40, 40 + wider)]
+    got, want = [t.clone() for t in target], [t.clone() for t in target]
+    ends = first + torch.tensor(lengths, device=DEVICE)
+    for module, pair in ((decode, got), (reference, want)):
+        module.copy_segments(*source, *pair, first, starts, ends, sum(lengths))
+    for have, should, before, given in zip(got, want, target, source, strict=True):
+        for begin, to, n in zip(first.tolist(), starts.tolist(), lengths, strict=True):
+            before[to : to + n] = given[begin : begin + n].float()
+        assert have.equal(should) and have.equal(before)
+
+
 def test_a_head_with_nothing_gives_zeros():
     queries, keys, values = drawn(1, 2, 1, 16), drawn(1, 2, 5, 16), drawn(1, 2, 5, 16)
     got = decode.padded_attention(queries, keys, values, torch.tensor([[0, 3]], device=DEVICE), 0.3)

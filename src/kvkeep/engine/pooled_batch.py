@@ -1,13 +1,13 @@
 """Decoding from a pool: all rows in one step that is captured in a CUDA graph, one graph for every number of rows.
 
-The pool grows with its requests. While a step runs on the device, the host detokenizes the step before; so a finished
-request has run one step too many, whose token is ignored.
+The pool grows with its requests. While a step runs on the device, the host detokenizes the step before; so a request
+that ends early has run one step too many, whose token is ignored.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -175,7 +175,9 @@ class PooledBatch:
                 self.runner(size)
 
     def launch(self) -> None:
-        """Decode one token for every row in use, and for free rows between them."""
+        """Decode one token for every row in use, and for free rows between them; none if all have their last one."""
+        if self._ends:
+            return
         rows = max(self.by_row) + 1
         if self.on_gpu:
             rows = min(1 << (rows - 1).bit_length(), self.pool.rows)
@@ -186,7 +188,15 @@ class PooledBatch:
             self.inflight.append(InflightStep.of(self.by_row, self.tokens[:rows, 0]))
 
     def collect(self) -> list[tuple[Request, int]]:
-        return self.inflight.popleft().wait() if len(self.inflight) > self.lag else []
+        ready = len(self.inflight) > self.lag or (self.inflight and self._ends)
+        return self.inflight.popleft().wait() if ready else []
+
+    @property
+    def _ends(self) -> bool:
+        """Whether the steps that run already decode the last token of every request."""
+        running = Counter(request for step in self.inflight for request in step.requests.values())
+        requests = self.by_row.values()
+        return all(len(each.answer.ids) + running[each] >= each.how.max_new_tokens for each in requests)
 
     def clear(self) -> None:
         self.inflight.clear()

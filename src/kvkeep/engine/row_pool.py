@@ -142,12 +142,13 @@ class RowPool(HFCacheAdapter):
             start = self.free[i].allocate(sum(sizes))
             self.allocated[row].append((start, sum(sizes)))
             *starts[i], _ = accumulate(sizes, initial=start)
-            self.buffers[i].put(row, starts[i], cache.backend.store[i])
         for device, layers in self.layers_on.items():
             table = self.slot_tables[device]
             table.starts[:, row] = torch.tensor([starts[i] for i in layers]).to(device)
             table.lengths[:, row] = torch.tensor([lengths[i] for i in layers]).to(device)
             table.active[row] = 1
+        for i, (table, number) in self.table_of.items():
+            self.buffers[i].put(row, starts[i], table.starts[number, row], cache.backend.store[i])
 
     def copy_decoded(self, row: int, cache: Cache, count: int) -> None:
         """Append the first `count` tokens a row has decoded to the cache it was admitted from."""

@@ -26,6 +26,7 @@ def _two_dense_last_axes(first: Tensor, second: Tensor, *_: Any) -> bool:
 
 
 append_ragged = KernelDispatch("append_ragged", "decode")
+copy_segments = KernelDispatch("copy_segments", "decode")
 two_region_attention = KernelDispatch("two_region_attention", "retrieval_attention", _dense_last_axis)
 slotted_attention = KernelDispatch("slotted_attention", "slotted_attention", reference=slotted)
 padded_attention = KernelDispatch("padded_attention", "decode", _single_query)

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.dispatch import append_quantized, append_ragged, quantized_attention, ragged_attention
+from kvkeep.kernels.dispatch import (
+    append_quantized,
+    append_ragged,
+    copy_segments,
+    quantized_attention,
+    ragged_attention,
+)
 from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV, copy_groups
 from kvkeep.storage.quantized import QuantizedLayer
 from kvkeep.storage.ragged import RaggedLayer
@@ -40,17 +46,16 @@ class RaggedBuffer:
         """Slots that one key head needs."""
         return tokens
 
-    def put(self, row: int, starts: Sequence[int], layer: RaggedLayer) -> None:
-        """Copy the tokens of a cache of one row. starts: of each key head's span"""
+    def put(self, row: int, starts: Sequence[int], on_device: Tensor, layer: RaggedLayer) -> None:
+        """Copy the tokens of a cache of one row. starts: of each key head's span, on the device, too"""
         layer.restore_order()
+        flat, first, ends, total = layer.flat, layer.segment_starts, layer.ends, sum(layer.lengths)
+        keys, values = flat.keys, flat.values
         if layer.codes:
             keys, values = (torch.cat([getattr(each, name) for each in layer.row(0)]) for name in ("keys", "values"))
-        else:
-            source = layer.slots()
-            keys, values = layer.flat.keys[source], layer.flat.values[source]
-        target = layer.slots(starts)
-        self.keys.index_copy_(0, target, keys.to(self.keys.dtype))
-        self.values.index_copy_(0, target, values.to(self.values.dtype))
+            ends = (ends - first).cumsum(0)
+            first = ends - (layer.ends - first)
+        copy_segments(keys, values, self.keys, self.values, first, on_device, ends, total)
 
     def copy_decoded(self, row: int, starts: Sequence[int], layer: RaggedLayer, positions: Tensor) -> None:
         """Append a row's newest tokens, at these positions, to the layer that `put` copied."""
@@ -92,7 +97,7 @@ class QuantizedBuffer:
         """Slots of complete groups, of one at least."""
         return max(1, tokens // GROUP_SIZE) * GROUP_SIZE
 
-    def put(self, row: int, starts: Sequence[int], layer: RaggedLayer) -> None:
+    def put(self, row: int, starts: Sequence[int], on_device: Tensor, layer: RaggedLayer) -> None:
         """Copy the groups of a layer quantized alike; quantize another one."""
         codes, bits = layer.codes, self.kv.bits
         quantized = codes if codes and codes.bits == bits else QuantizedLayer.of([layer.row(0)], bits)

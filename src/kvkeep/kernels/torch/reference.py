@@ -281,6 +281,29 @@ def append_ragged(
     lengths += active
 
 
+def copy_segments(
+    source_keys: Tensor,
+    source_values: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    source_starts: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    total: int,
+) -> None:
+    """Copy segments of one such buffer into another, in place.
+
+    source_starts, ends: of each segment there; starts: here [segments]; total: tokens of all segments
+    """
+    lengths = ends - source_starts
+    within = torch.arange(total, device=ends.device) - (lengths.cumsum(0) - lengths).repeat_interleave(
+        lengths, output_size=total
+    )
+    first, then = (each.repeat_interleave(lengths, output_size=total) for each in (source_starts, starts))
+    for source, buffer in ((source_keys, keys), (source_values, values)):
+        buffer.index_copy_(0, then + within, source[first + within].to(buffer.dtype))
+
+
 def _uniform_stride(segments: Sequence[tuple[int, int]]) -> int:
     """Distance between segments when all are equally long and equally spaced, else 0."""
     (first, length), *rest = segments

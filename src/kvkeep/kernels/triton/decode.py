@@ -15,6 +15,7 @@ from torch import Tensor
 from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
 
 BLOCK = 64  # tokens per iteration
+COPIED = 64  # tokens per iteration of a copy
 PROGRAMS = 512  # enough to fill a large GPU
 
 
@@ -81,6 +82,43 @@ def append_ragged(
         keys, values, new_keys, new_values, starts, lengths, active, *new_keys.stride()[:2], *new_values.stride()[:2],
         lengths.stride(0), kv_heads, dim, v_dim, pow2(max(dim, v_dim)), num_warps=1,
     )  # fmt: skip
+
+
+def copy_segments(
+    source_keys: Tensor,
+    source_values: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    source_starts: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    total: int,
+) -> None:
+    """As in the reference; starts may be strided"""
+    dim, v_dim, segments = keys.shape[1], values.shape[1], len(starts)
+    programs = max(1, cdiv(2 * cdiv(total, segments), COPIED))  # even of a segment twice as long as the others
+    _copy_segments[segments, programs](
+        source_keys, source_values, keys, values, source_starts, starts, ends, starts.stride(0), dim, v_dim, pow2(dim),
+        pow2(v_dim), COPIED, num_warps=4,
+    )  # fmt: skip
+
+
+@fast_launch
+@triton.jit
+def _copy_segments(
+    source_keys, source_values, keys, values, source_starts, starts, ends, stride, dim, v_dim, DIM: tl.constexpr,
+    V_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    segment, channels, v_channels = tl.program_id(0), tl.arange(0, DIM)[None, :], tl.arange(0, V_DIM)[None, :]
+    first, end = tl.load(source_starts + segment).to(tl.int64), tl.load(ends + segment).to(tl.int64)
+    shift = tl.load(starts + segment * stride).to(tl.int64) - first
+    for start in range(first + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
+        tokens = (start + tl.arange(0, BLOCK))[:, None]
+        inside, v_inside = (tokens < end) & (channels < dim), (tokens < end) & (v_channels < v_dim)
+        key = tl.load(source_keys + tokens * dim + channels, mask=inside)
+        value = tl.load(source_values + tokens * v_dim + v_channels, mask=v_inside)
+        tl.store(keys + (tokens + shift) * dim + channels, key.to(keys.dtype.element_ty), mask=inside)
+        tl.store(values + (tokens + shift) * v_dim + v_channels, value.to(values.dtype.element_ty), mask=v_inside)
 
 
 @fast_launch
