@@ -126,10 +126,11 @@ class Run:
             total = self.now() - began
             row = {"method": method, "length": length, "call": call, **how}
             self.note(f"Engine.generate of {rows}", total_s=total, prefill_s=prefilled, **row)
-        handles = [engine.submit(prompt[: 2 * engine.config.budget], max_new_tokens=250) for prompt in prompts]
+        handles = [engine.submit(prompt[: 2 * engine.config.budget], max_new_tokens=700) for prompt in prompts]
         last = iter(handles[-1])
         next(last)
-        at = [time.perf_counter() for _ in last]
+        at = [time.perf_counter() for _, _ in zip(range(100), last, strict=False)]
+        assert not any(handle.done for handle in handles), "of fewer rows"
         gaps = [1000 * (b - a) for a, b in zip(at[1:], at[2:], strict=False)]
         for handle in handles:
             handle.cancel()

@@ -99,10 +99,11 @@ def test_prompts_share_what_the_host_may_hold(at_once):
 @pytest.mark.parametrize("spec", ["h2o+adakv", "clusterkv"])
 def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
     engine, forward = precise(spec), PackedForward.__call__
-    want = engine.generate(PROMPTS, max_new_tokens=5)
+    want, scheduler = engine.generate(PROMPTS, max_new_tokens=5), engine._driver.scheduler
 
     def prefilling(self, chunks, *how):
-        if any(len(ids) > 1 for _, ids in chunks) and len(engine._driver.scheduler.running) + len(chunks) > 3:
+        held = len(scheduler.running) + len(scheduler.sampled) + len(chunks)
+        if any(len(ids) > 1 for _, ids in chunks) and held > 3:
             raise torch.OutOfMemoryError("no room")
         return forward(self, chunks, *how)
 

@@ -7,7 +7,9 @@ from conftest import EVICTING, RETRIEVING
 
 from kvkeep.compress.parse import parse
 from kvkeep.engine import scheduler as scheduling
+from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request
+from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.retrieval_pool import RetrievalPool
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
@@ -153,15 +155,54 @@ def test_short_prompts_are_prefilled_in_one_pass(model):
     sizes, work = [], Scheduler(model, set())
     forward = work.forward.__call__
 
-    def counted(chunks):
+    def counted(chunks, *how):
         sizes.append([len(new) for _, new in chunks])
-        return forward(chunks)
+        return forward(chunks, *how)
 
     work.forward, counted.shares_forward = counted, True
     requests = [request(model, "kvkeep", seed, 60 + seed, 4) for seed in range(6)]
     run(work, requests)
     assert sizes == [[60, 61, 62, 63, 64, 65]]
     assert [one.answer.ids for one in requests] == [alone(one) for one in requests]
+
+
+@pytest.mark.parametrize("spec", ["kvkeep", "h2o", "actqkv"])
+def test_decode_steps_pass_between_the_layers_of_a_prefill(model, spec, monkeypatch):
+    monkeypatch.setattr(PooledBatch, "replays", property(lambda batch: bool(batch.by_row)))
+    monkeypatch.setattr(RetrievalBatch, "replays", PooledBatch.replays)
+    monkeypatch.setattr(scheduling, "STEP_TOKENS", 1)  # after every layer but the last
+    work = Scheduler(model, set())
+    quick, slow = (work.submit(request(model, spec, seed, 50 + seed, new)) for seed, new in ((1, 6), (2, 30)))
+    quick.interactive = slow.interactive = quick.keeps_cache = True
+    while len(slow.answer.ids) < 2:
+        work.step()
+    before, late = (len(quick.answer.ids), len(slow.answer.ids)), work.submit(request(model, spec, 3, 200, 3))
+    work.step()
+    assert len(slow.answer.ids) == before[1] + 2  # the pass has two layers
+    while not late.done:
+        work.step()
+    for one in (quick, slow, late):
+        while not one.done:
+            work.step()
+        assert one.answer.ids == alone(one)
+    work.release_finished()
+    assert quick.sequence.token_ids[len(quick.ids) :] == quick.answer.ids[:-1] and before[0] < 6
+    assert_free(work)
+
+
+def test_while_nobody_reads_prompts_are_prefilled_first(model):
+    work = Scheduler(model, set(), max_rows=2)
+    first, *others = [work.submit(request(model, "kvkeep", seed, 600, 5)) for seed in range(3)]
+    work.step()
+    assert [len(one.answer.ids) for one in (first, *others)] == [0, 0, 0]  # its first token waits for the next pass
+    work.step()
+    assert [len(one.answer.ids) for one in (first, *others)] == [1, 0, 0]
+    work.step()  # two rows: the third prompt has to wait, so they decode
+    work.step()
+    assert [len(one.answer.ids) > 1 for one in (first, *others)] == [True, True, False]
+    while work.busy:
+        work.step()
+    assert [one.answer.ids for one in (first, *others)] == [alone(one) for one in (first, *others)]
 
 
 def test_who_does_not_fit_waits_and_who_never_will_is_refused_with_numbers(model):

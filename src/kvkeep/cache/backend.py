@@ -33,6 +33,9 @@ class CacheBackend(Protocol):
     def commit(self) -> None:
         """The forward pass went through all layers."""
 
+    def settle(self) -> None:
+        """Wait for what the device has still to tell of it."""
+
     @property
     def is_dirty(self) -> bool:
         """Layers went through a forward pass that is not committed."""

@@ -103,6 +103,7 @@ class Cache(HFCacheAdapter):
         self.in_forward = False  # from the mask, or the first layer, to the last
         self.capture_room = ROOM  # tokens; 0: decode steps are not captured
         self.croppable = 0  # tokens of the last forward pass that can be taken back
+        self.settles_later = False  # the next forward pass does not wait for the device: `settle` does
         self.backend = self._new_backend()
 
     @property
@@ -205,18 +206,30 @@ class Cache(HFCacheAdapter):
 
     def _commit(self, call: AttentionCall) -> None:
         """After the last compressed layer: count the tokens of this forward pass."""
+        if not self.settles_later:
+            self._raise_if_failed()
+        self.backend.commit()
+        if not self.settles_later:
+            self.backend.settle()
+        self.croppable = self.layout.guesses.counts[0] if self.layout.guesses else 0
+        known = call.split(self.croppable)[0] if self.croppable else call
+        self.tracker.commit(self.layout, known.query.shape[2], known.padding)
+        self.tracker.append_decoded(self.croppable)
+        self.layout, self.in_forward = IDLE, False
+
+    def _raise_if_failed(self) -> None:
         try:
             self.attention_check.raise_if_failed()
         except KvkeepError:
             if not self.seen:
                 self.reset()
             raise
-        self.backend.commit()
-        self.croppable = self.layout.guesses.counts[0] if self.layout.guesses else 0
-        known = call.split(self.croppable)[0] if self.croppable else call
-        self.tracker.commit(self.layout, known.query.shape[2], known.padding)
-        self.tracker.append_decoded(self.croppable)
-        self.layout, self.in_forward = IDLE, False
+
+    def settle(self) -> None:
+        """Wait for the device after a forward pass with `settles_later`, before anything else uses the cache."""
+        self.settles_later = False
+        self._raise_if_failed()
+        self.backend.settle()
 
     def reset(self) -> None:
         """Empty the cache."""

@@ -153,9 +153,11 @@ class EvictingBackend:
     def commit(self) -> None:
         self.step_evictor.commit()
         self.query_buffer.commit()
-        self.evictor.store_all()
-        self.evictor.clear()
+        self.evictor.end_pass()
         self.snapshots = {}
+
+    def settle(self) -> None:
+        self.evictor.store_all()
 
     @property
     def is_dirty(self) -> bool:

@@ -222,9 +222,13 @@ class Evictor:
             placed.append(replace(head, keys=keys, rope_positions=positions.to(before.dtype)))
         return placed
 
+    def end_pass(self) -> None:
+        self.pending, self.competing, self.selections = {}, {}, {}
+
     def clear(self) -> None:
-        """Drop what is pending of a forward pass that ended, completed or not."""
-        self.pending, self.competing, self.selections, self.unstored = {}, {}, {}, []
+        """Drop what is pending of a forward pass that was cut short."""
+        self.end_pass()
+        self.unstored = []
 
 
 def _bytes(layers: Iterable[list[EvictionCandidate]]) -> int:

@@ -139,6 +139,9 @@ class RetrievalBackend:
         self.new_states = {}
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
+    def settle(self) -> None:
+        """Nothing waits."""
+
     @property
     def is_dirty(self) -> bool:
         return bool(self.new_states)

@@ -33,6 +33,10 @@ class DecodeBatch(Protocol):
     def launch(self) -> None:
         """Decode one token for every request; on a GPU, do not wait for it."""
 
+    @property
+    def replays(self) -> bool:
+        """Whether `launch` replays a captured graph: that can be done in the middle of another forward pass."""
+
     def collect(self) -> list[tuple[Request, int]]:
         """The tokens of the last step; where steps are launched ahead, of the one before. Some requests may be done."""
 

@@ -62,7 +62,11 @@ class Driver:
     def wait(self, request: Request) -> None:
         """Until it has new text, or is done."""
         while not (request.deltas or request.done):
-            if self.lock.acquire(blocking=False):
+            if self._lets_others_pass:
+                self.start()  # whoever is in a long pass cannot read what it lets pass
+                with self.stepped:
+                    self.stepped.wait(PATIENCE)
+            elif self.lock.acquire(blocking=False):
                 try:
                     self.step()
                 finally:
@@ -70,6 +74,11 @@ class Driver:
             else:
                 with self.stepped:
                     self.stepped.wait(PATIENCE)
+
+    @property
+    def _lets_others_pass(self) -> bool:
+        """Whether decode steps of several requests are launched in the middle of prefill passes."""
+        return self.scheduler.device == "cuda" and self.scheduler.num_requests > 1
 
     def run(self, requests: list[Request], rows: int) -> None:
         """Until all of these are done, at most `rows` of them at a time."""

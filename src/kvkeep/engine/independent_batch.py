@@ -12,6 +12,7 @@ from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.model.head_shards import agree_on_least
+from kvkeep.storage.upload import upload
 
 
 class IndependentBatch:
@@ -42,9 +43,11 @@ class IndependentBatch:
     def launch(self) -> None:
         chunks = [(request.sequence, torch.tensor(request.answer.ids[-1:])) for request in self.requests]
         logits = torch.cat(self.forward(chunks))
-        positions = torch.tensor([sequence.cache.seen for sequence, _ in chunks], device=logits.device)
+        positions = upload([sequence.cache.seen for sequence, _ in chunks], logits.device)
         rows = SamplingRows.of([request.how for request in self.requests], logits.device)
         self.decoded = list(zip(self.requests, rows.sample(logits, positions).tolist(), strict=True))
+
+    replays = False
 
     def collect(self) -> list[tuple[Request, int]]:
         decoded, self.decoded = self.decoded, []

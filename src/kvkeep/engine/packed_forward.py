@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,8 +15,10 @@ from kvkeep.model.chunked_mlp import long_prompt
 from kvkeep.model.fused import fused_ops
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, execution_device
+from kvkeep.storage.upload import upload
 
 Chunk = tuple[Sequence, Tensor]  # a sequence, and ids that follow those it has seen [q]
+AfterLayer = Callable[[int], None]
 
 
 class PackedForward(HFCacheAdapter):
@@ -26,21 +29,26 @@ class PackedForward(HFCacheAdapter):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.spans: list[tuple[Sequence, slice]] = []
+        self.after_layer: AfterLayer | None = None
         self.shares_forward = len(self.compressed_layers) == len(self.layers)  # others would mix the sequences
 
-    def __call__(self, chunks: Seq[Chunk], keep: int = 1) -> list[Tensor]:
-        """-> for each chunk the logits of its last `keep` tokens, 0: of all [keep, vocabulary]"""
-        if len(chunks) == 1 or not self.shares_forward:
+    def __call__(self, chunks: Seq[Chunk], keep: int = 1, after_layer: AfterLayer | None = None) -> list[Tensor]:
+        """-> for each chunk the logits of its last `keep` tokens, 0: of all [keep, vocabulary]
+
+        after_layer: called with the layer's number where something else has to be launched between layers
+        """
+        if not self.shares_forward or (len(chunks) == 1 and after_layer is None):
             return [sequence.forward(ids, keep) for sequence, ids in chunks]
         ends = list(accumulate((len(ids) for _, ids in chunks), initial=0))
         spans = [slice(*span) for span in pairwise(ends)]
         shown = [span if keep == 0 or sequence.needs_all_logits else slice(span.stop - keep, span.stop)
                  for (sequence, _), span in zip(chunks, spans, strict=True)]  # fmt: skip
         self.spans = [(sequence, span) for (sequence, _), span in zip(chunks, spans, strict=True)]
+        self.after_layer = after_layer
         try:
             logits = self._forward(chunks, torch.cat([torch.arange(span.start, span.stop) for span in shown]))
         finally:
-            self.spans = []
+            self.spans, self.after_layer = [], None
         parts = logits.split([span.stop - span.start for span in shown])
         for (sequence, ids), part in zip(chunks, parts, strict=True):
             sequence.after_forward(ids, part)
@@ -52,12 +60,14 @@ class PackedForward(HFCacheAdapter):
         ids = torch.cat([ids for _, ids in chunks])[None]
         positions = torch.cat([torch.arange(each.cache.seen, each.cache.seen + len(new)) for each, new in chunks])[None]
         device = execution_device(self.model)
-        every = 0 if len(shown) == ids.shape[1] else shown.to(device)
+        every = 0 if len(shown) == ids.shape[1] else upload(shown, device)
         with torch.inference_mode(), fused_ops(self.model), long_prompt(self.model, ids.shape[1]):
             return self.model(
-                ids.to(device), position_ids=positions.to(device), past_key_values=self, logits_to_keep=every
+                upload(ids, device), position_ids=upload(positions, device), past_key_values=self, logits_to_keep=every
             ).logits[0]
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         outputs = [sequence.cache.attend(index, call.tokens(span))[0] for sequence, span in self.spans]
-        return torch.cat(outputs, 1), None
+        if self.after_layer:
+            self.after_layer(index)
+        return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0], None

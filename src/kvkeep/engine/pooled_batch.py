@@ -178,14 +178,22 @@ class PooledBatch:
         """Decode one token for every row in use, and for free rows between them; none if all have their last one."""
         if self._ends:
             return
-        rows = max(self.by_row) + 1
-        if self.on_gpu:
-            rows = min(1 << (rows - 1).bit_length(), self.pool.rows)
+        rows = self._rows
         with torch.inference_mode():
             logits = self.runner(rows)()
             if self.sampling.samples(rows):
                 self.tokens[:rows, 0] = self.sampling.sample(logits, self.positions[:rows, 0])
             self.inflight.append(InflightStep.of(self.by_row, self.tokens[:rows, 0]))
+
+    @property
+    def _rows(self) -> int:
+        """Of a step: those in use, and free ones between them; on a GPU as many as are captured."""
+        rows = max(self.by_row) + 1
+        return min(1 << (rows - 1).bit_length(), self.pool.rows) if self.on_gpu else rows
+
+    @property
+    def replays(self) -> bool:
+        return bool(self.by_row) and self._rows in self.runners and self.runners[self._rows].graph is not None
 
     def collect(self) -> list[tuple[Request, int]]:
         ready = len(self.inflight) > self.lag or (self.inflight and self._ends)

@@ -86,6 +86,15 @@ class Request:
     def is_prefilled(self) -> bool:
         return len(self.sequence.token_ids) == len(self.ids)
 
+    def ends_with(self, chunk: Tensor) -> bool:
+        """Whether this chunk, the next one, is the last of the prompt."""
+        return len(self.sequence.token_ids) + len(chunk) == len(self.ids)
+
+    @property
+    def can_settle_later(self) -> bool:
+        """Whether another prompt's pass may be launched before the one that ends this prompt is done."""
+        return not (self.interactive or self.prefill_only or self.config.method.retrieval)
+
     def report_progress(self) -> None:
         """After a chunk."""
         if self.config.method.retrieval:

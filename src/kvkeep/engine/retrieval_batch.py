@@ -78,6 +78,10 @@ class RetrievalBatch(PooledBatch):
         self.pool.capture_offloader()
         self.capture(progress)
 
+    @property
+    def replays(self) -> bool:
+        return super().replays and self.pool.offloader is not None
+
     def launch(self) -> None:
         self.pool.begin_step()
         super().launch()

@@ -22,6 +22,7 @@ from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, execution_device, layer_devices
 from kvkeep.storage.offload.layer_state import LayerState
+from kvkeep.storage.upload import upload
 
 
 @dataclass
@@ -137,7 +138,7 @@ class RetrievalPool(HFCacheAdapter):
         units = state.host.tokens // unit
         self.by_row[row] = Row(state.near_start, 0, state.num_near, units)
         numbers = [state.near_start, 0, units, int(units > 0), 1]
-        self.counts[:, row] = torch.tensor(numbers, device=self.device)
+        self.counts[:, row] = upload(numbers, self.device)
 
     def copy_decoded(self, row: int, cache: Cache, count: int) -> None:
         """Bring the cache of an admitted row to what it is after `count` decoded tokens."""

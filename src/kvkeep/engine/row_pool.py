@@ -22,6 +22,7 @@ from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, execution_device, key_shape, layer_devices
 from kvkeep.storage.free_list import FreeList
 from kvkeep.storage.pool import QuantizedBuffer, RaggedBuffer, new_buffer
+from kvkeep.storage.upload import upload
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,8 @@ class RowPool(HFCacheAdapter):
             *starts[i], _ = accumulate(sizes, initial=start)
         for device, layers in self.layers_on.items():
             table = self.slot_tables[device]
-            table.starts[:, row] = torch.tensor([starts[i] for i in layers]).to(device)
-            table.lengths[:, row] = torch.tensor([lengths[i] for i in layers]).to(device)
+            table.starts[:, row] = upload([starts[i] for i in layers], device)
+            table.lengths[:, row] = upload([lengths[i] for i in layers], device)
             table.active[row] = 1
         for i, (table, number) in self.table_of.items():
             self.buffers[i].put(row, starts[i], table.starts[number, row], cache.backend.store[i])

@@ -104,11 +104,10 @@ class SamplingRows:
     def set(self, row: int, how: Generation | None) -> None:
         """None: the row is not in use."""
         self.hows[row] = how
+        self.temperature[row].fill_(how.temperature if how else 0.0)  # an assignment would wait for the device
         if how is not None and how.temperature:
-            self.temperature[row], self.top_p[row] = how.temperature, how.top_p
+            self.top_p[row].fill_(how.top_p)
             self.top_k[row], self.seed[row] = how.top_k, how.seed
-        else:
-            self.temperature[row] = 0.0
 
     def samples(self, rows: int) -> bool:
         """Any of the first rows is not greedy."""

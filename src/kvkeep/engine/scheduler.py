@@ -12,8 +12,8 @@ from torch import Tensor
 from kvkeep.cache.cache import Cache
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.independent_batch import IndependentBatch, fits_host
-from kvkeep.engine.packed_forward import PackedForward
-from kvkeep.engine.pooled_batch import PooledBatch, can_pool
+from kvkeep.engine.packed_forward import AfterLayer, PackedForward
+from kvkeep.engine.pooled_batch import InflightStep, PooledBatch, can_pool
 from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.retrieval_pool import retrieval_plan
@@ -22,10 +22,14 @@ from kvkeep.engine.sequence import Sequence
 from kvkeep.engine.step_pool import StepPool, step_rule
 from kvkeep.errors import BadInput, StoreFull
 from kvkeep.model.hf_cache import attention_cost, execution_device
+from kvkeep.storage.upload import upload
 
+Chunk = tuple[Request, Tensor]  # a request, and those of its ids that are prefilled next
 OUT_OF_MEMORY = torch.OutOfMemoryError, StoreFull
 PACKED_TOKENS = {"cuda": 8192, "cpu": 1024}  # of several prompts in one forward pass
-BESIDE_TOKENS = {"cuda": 6144, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
+BESIDE_TOKENS = {"cuda": 8192, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
+STEP_TOKENS = 3072  # of these, between two decode steps that are replayed
+EVICTION_TOKENS = 4096  # that could be prefilled while a prompt is evicted from
 MIN_CHUNK = 16  # tokens
 INDEPENDENT, POOLED, STEPS, RETRIEVAL = "independent", "pooled", "steps", "retrieval"  # families of batches
 
@@ -48,6 +52,7 @@ class Scheduler:
         self.attention_cost, self.device = attention_cost(model), execution_device(model).type
         self.submitted: deque[Request] = deque()  # by any thread, since the last step
         self.waiting: deque[Request] = deque()  # those whose prompts are not prefilled to the end
+        self.sampled: deque[InflightStep] = deque()  # first tokens on their way, of prompts prefilled in the last pass
         self.prefilled: deque[tuple[Request, DecodeBatch]] = deque()  # those a batch has no room for yet
         self.finished: deque[tuple[Request, DecodeBatch]] = deque()  # they still have a row
         self.batches: dict[str, DecodeBatch] = {}
@@ -70,26 +75,51 @@ class Scheduler:
         return [request for batch in self.batches.values() for request in batch.requests]
 
     @property
+    def _num_rows(self) -> int:
+        """Of requests that are prefilled."""
+        return len(self.running) + len(self.sampled) + len(self.prefilled)
+
+    @property
     def busy(self) -> bool:
-        return bool(self.submitted or self.waiting or self.prefilled or self.running)  # of which some may be finished
+        return bool(self.num_requests)  # of which some may be finished
+
+    @property
+    def num_requests(self) -> int:
+        """From any thread."""
+        queued = len(self.submitted) + len(self.waiting) + len(self.sampled) + len(self.prefilled)
+        return queued + sum(len(batch.requests) for batch in list(self.batches.values()))
 
     @property
     def requests(self) -> list[Request]:
         """All that are not done."""
-        return [*self.submitted, *self.waiting, *(each for each, _ in self.prefilled), *self.running]
+        sampled = [request for first in self.sampled for request in first.requests.values()]
+        return [*self.submitted, *self.waiting, *sampled, *(each for each, _ in self.prefilled), *self.running]
 
     def step(self) -> None:
         """Launch a decode step of all running requests, prefill a chunk beside it, deliver the decoded tokens."""
         self.release_finished()
         self.drop_cancelled()
         self._admit_prefilled()
-        active = [batch for batch in self.batches.values() if batch.requests]
+        chunks, num_sampled = list(self._next_chunks()), len(self.sampled)
+        active = self._to_decode(chunks)
         for batch in active:
             self._launch(batch)
-        self._prefill(list(self._next_chunks()))
+        self._prefill(chunks, active)
+        for _ in range(num_sampled):  # the device has the next pass to do meanwhile
+            self._end_prefill(self.sampled[0])
+            self.sampled.popleft()
         for batch in active:
-            for request, token in batch.collect():
-                self._deliver(batch, request, token)
+            self._collect(batch)
+
+    def _to_decode(self, chunks: list[Chunk]) -> list[DecodeBatch]:
+        """While nobody reads the answers, all prompts are prefilled first: a step of many rows takes little longer."""
+        if chunks and not self._is_read:
+            return []
+        return [batch for batch in self.batches.values() if batch.requests]
+
+    @property
+    def _is_read(self) -> bool:
+        return any(request.interactive for request in self.running)
 
     def drop_cancelled(self) -> None:
         """Between two steps."""
@@ -97,6 +127,9 @@ class Scheduler:
             self.waiting.append(self.submitted.popleft())
         for request in [each for each in self.waiting if each.cancelled]:
             self._finish(request)
+        for first in [each for each in self.sampled if each.requests[0].cancelled]:
+            self.sampled.remove(first)
+            first.requests[0].finish()
         for request, batch in [each for each in self.prefilled if each[0].cancelled]:
             self.prefilled.remove((request, batch))
             request.finish()
@@ -114,7 +147,7 @@ class Scheduler:
         """All requests fail: a step was cut short, and may have left anything."""
         for request in self.requests:
             request.finish(error)
-        for queue in (self.submitted, self.waiting, self.prefilled, self.finished):
+        for queue in (self.submitted, self.waiting, self.sampled, self.prefilled, self.finished):
             queue.clear()
         for batch in self.batches.values():
             batch.clear()
@@ -136,6 +169,19 @@ class Scheduler:
                 request.restart()
             self.waiting.extendleft(reversed(restarted))
 
+    def _replay(self, batches: list[DecodeBatch]) -> None:
+        """A decode step in the middle of a prefill pass."""
+        with torch.inference_mode(False):
+            self.release_finished()
+            for batch in batches:
+                if batch.replays:
+                    self._launch(batch)
+                    self._collect(batch)
+
+    def _collect(self, batch: DecodeBatch) -> None:
+        for request, token in batch.collect():
+            self._deliver(batch, request, token)
+
     def _deliver(self, batch: DecodeBatch, request: Request, token: int) -> None:
         if request.done:  # one step too many
             return
@@ -151,23 +197,23 @@ class Scheduler:
         while self.finished:
             request, batch = self.finished.popleft()
             batch.release(request)
-        if not self.running:
+        if not self._num_rows:
             self.row_limit = self.max_rows
 
     # prefill
 
-    def _next_chunks(self) -> Iterator[tuple[Request, Tensor]]:
+    def _next_chunks(self) -> Iterator[Chunk]:
         """The next chunk of the first prompts, as many as fit into one forward pass."""
-        beside, first = any(request.interactive for request in self.running), True
+        beside, first = self._is_read, True
         limit: float = (BESIDE_TOKENS if beside else PACKED_TOKENS)[self.device]
-        rows = self.row_limit - len(self.running)
+        rows = self.row_limit - self._num_rows
         for request in list(self.waiting)[:rows] if not self.prefilled else []:
-            if not self._start(request, alone=first and not self.running):
+            if not self._start(request, alone=first and not self._num_rows):
                 return
             if request.logits is not None and request.is_prefilled:
                 self._begin_answer(request, request.logits)
                 continue
-            cost = 1 + self.attention_cost * request.sequence.cache.seen
+            cost = self._cost(request)
             ids = request.sequence.next_chunk(request.ids, chunk_size(limit / cost) if beside else None)
             if not first and not (request.packs and len(ids) * cost <= limit):
                 return
@@ -175,6 +221,10 @@ class Scheduler:
             limit, first = limit - len(ids) * cost, False
             if limit < 1 or not (request.packs and self.forward.shares_forward):
                 return
+
+    def _cost(self, request: Request) -> float:
+        """Of its next token, where one that attends to nothing costs 1."""
+        return 1 + self.attention_cost * request.sequence.cache.seen
 
     def _start(self, request: Request, alone: bool) -> bool:
         """Make its sequence, if that is not done. -> False: it failed, or has to wait until others are done"""
@@ -188,12 +238,15 @@ class Scheduler:
             self._fail(request, error)
         return request.started
 
-    def _prefill(self, chunks: list[tuple[Request, Tensor]]) -> None:
-        """One forward pass."""
+    def _prefill(self, chunks: list[Chunk], active: list[DecodeBatch]) -> None:
+        """One forward pass; a long one lets captured decode steps of the active batches pass between its layers."""
         if not chunks:
             return
+        for request, ids in chunks:
+            request.sequence.cache.settles_later = request.can_settle_later and request.ends_with(ids)
         try:
-            logits = self.forward([(request.sequence, ids) for request, ids in chunks])
+            passing = self._decode_between_layers(chunks, active)
+            logits = self.forward([(request.sequence, ids) for request, ids in chunks], 1, passing)
         except Exception as error:
             if len(chunks) == 1:
                 return self._fail(chunks[0][0], error)
@@ -204,10 +257,21 @@ class Scheduler:
             for (request, _), after in zip(chunks, logits, strict=True):
                 self._advance(request, after[-1])
 
+    def _decode_between_layers(self, chunks: list[Chunk], active: list[DecodeBatch]) -> AfterLayer | None:
+        """What a pass calls after every layer, if it is a long one."""
+        batches = [batch for batch in active if batch.replays]
+        if not batches:
+            return None
+        cost = sum(len(ids) * self._cost(request) for request, ids in chunks)
+        cost += EVICTION_TOKENS * sum(request.ends_with(ids) for request, ids in chunks)
+        layers = len(self.forward.compressed_layers)
+        every = max(1, int(layers * STEP_TOKENS / cost))
+        return lambda index: self._replay(batches) if index % every == every - 1 and index < layers - 1 else None
+
     def _fail(self, request: Request, error: Exception) -> None:
         """Out of memory beside others: try again when some of them are done."""
-        if isinstance(error, OUT_OF_MEMORY) and self.running:
-            self.row_limit = len(self.running)
+        if isinstance(error, OUT_OF_MEMORY) and self._num_rows:
+            self.row_limit = self._num_rows
             request.restart()
         else:
             self._finish(request, error)
@@ -227,17 +291,31 @@ class Scheduler:
 
     def _begin_answer(self, request: Request, logits: Tensor) -> None:
         self.waiting.remove(request)
-        request.add(self._sample_first(request, logits), self.eos_token_ids)
-        if not request.done:
-            self.prefilled.append((request, self._batch_for(request)))
-            self._admit_prefilled()
+        first = InflightStep.of({0: request}, self._sample_first(request, logits))
+        if request.sequence.cache.settles_later:
+            self.sampled.append(first)
+        else:
+            self._end_prefill(first)
 
-    def _sample_first(self, request: Request, logits: Tensor) -> int:
+    def _end_prefill(self, first: InflightStep) -> None:
+        """When the first token of a prefilled request is there."""
+        for request, token in first.wait():
+            try:
+                request.sequence.cache.settle()
+            except Exception as error:
+                return request.finish(error)
+            request.add(token, self.eos_token_ids)
+            if not request.done:
+                self.prefilled.append((request, self._batch_for(request)))
+                self._admit_prefilled()
+
+    def _sample_first(self, request: Request, logits: Tensor) -> Tensor:
+        """[1]"""
         if request.banned_first:
-            banned = torch.tensor(request.banned_first, device=logits.device)
+            banned = upload(list(request.banned_first), logits.device)
             logits = logits.index_fill(-1, banned, float("-inf"))
-        position = torch.tensor([len(request.ids)], device=logits.device)
-        return int(SamplingRows.of([request.how], logits.device).sample(logits[None], position))
+        position = upload([len(request.ids)], logits.device)
+        return SamplingRows.of([request.how], logits.device).sample(logits[None], position)
 
     def _batch_for(self, request: Request) -> DecodeBatch:
         cache = request.sequence.cache

@@ -26,6 +26,7 @@ from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_cache import context_length, execution_device
 from kvkeep.storage.offload.host import HostMemoryBudget
 from kvkeep.storage.offload.malloc_trim import trim
+from kvkeep.storage.upload import upload
 
 PREFILL_CHUNK_SIZE = 1024  # tokens of a forward pass of a long prompt: what it costs in memory
 GPU_PREFILL_CHUNK_SIZE = 4096  # of retrieval methods: with fewer, a GPU waits for kernel launches
@@ -156,7 +157,7 @@ class Sequence:
         model = self.config.model
         self.before_forward(ids)
         with torch.inference_mode(), fused_ops(model), long_prompt(model, len(ids)):
-            batch = ids[None].to(execution_device(model))
+            batch = upload(ids[None], execution_device(model))
             shown = 0 if self.needs_all_logits else keep
             logits = model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]
         self.after_forward(ids, logits)

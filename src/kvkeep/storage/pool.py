@@ -21,6 +21,7 @@ from kvkeep.kernels.dispatch import (
 from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV, copy_groups
 from kvkeep.storage.quantized import QuantizedLayer
 from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.storage.upload import upload
 
 
 class RaggedBuffer:
@@ -61,7 +62,7 @@ class RaggedBuffer:
         """Append a row's newest tokens, at these positions, to the layer that `put` copied."""
         ends = [start + n for start, n in zip(starts, layer.row_lengths(0), strict=True)]
         new = torch.arange(len(positions), device=positions.device)
-        slots = torch.tensor(ends, device=positions.device)[:, None] + new
+        slots = upload(ends, positions.device)[:, None] + new
         layer.append(self.keys[slots][None], self.values[slots][None], [positions], None)
 
     def append(self, key: Tensor, value: Tensor, starts: Tensor, lengths: Tensor, active: Tensor) -> None:

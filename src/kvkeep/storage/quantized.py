@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvkeep.kernels.dispatch import append_quantized, quantized_attention
 from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV, copy_groups, dequantize_segments, write_groups
+from kvkeep.storage.upload import upload
 from kvkeep.types import Tokens
 
 
@@ -96,7 +97,7 @@ class QuantizedLayer:
         self.lengths = list(lengths)
         if tails is not None:
             self.tail_keys.copy_(tails[0]), self.tail_values.copy_(tails[1])
-        self.counts = torch.tensor(self.lengths, device=self.counts.device).view_as(self.counts)
+        self.counts = upload(self.lengths, self.counts.device).view_as(self.counts)
 
     def attend(self, queries: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor:
         """One query per row. queries [rows, heads, 1, dim] -> [rows, heads, 1, dim]"""

@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvkeep.kernels.dispatch import append_ragged, ragged_attention
 from kvkeep.kernels.torch.quantization import GROUP_SIZE
 from kvkeep.storage.quantized import QuantizedLayer, whole_groups
+from kvkeep.storage.upload import upload
 from kvkeep.types import NOTHING, PAD_POSITION, Tokens
 
 GROWTH = 64
@@ -219,7 +220,7 @@ class RaggedLayer:
     def slots(self, starts: Sequence[int] | None = None) -> Tensor:
         """Of all tokens, on the device; starts: if the segments began there, in another buffer. [tokens]"""
         lengths, total = self.ends - self.segment_starts, sum(self.lengths)
-        first = self.segment_starts if starts is None else torch.tensor(starts, device=lengths.device)
+        first = self.segment_starts if starts is None else upload(list(starts), lengths.device)
         shift = first - lengths.cumsum(0) + lengths  # of each segment's tokens, which follow one another
         return torch.arange(total, device=shift.device) + shift.repeat_interleave(lengths, output_size=total)
 
@@ -293,8 +294,7 @@ class RaggedLayer:
         """The first free slot of every segment, on the device, so that decoding never synchronizes with the host."""
         ends = [start + length for start, length in self.segments]
         device = self.flat.token_positions.device
-        places = torch.tensor([self.starts, ends], pin_memory=device.type == "cuda")
-        self.segment_starts, self.ends = places.to(device, non_blocking=True)
+        self.segment_starts, self.ends = upload([self.starts, ends], device)
 
     @property
     def is_uniform(self) -> bool:

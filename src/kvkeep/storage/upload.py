@@ -1,0 +1,16 @@
+"""Copies from the host to a device that the host does not wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def upload(values: Any, device: torch.device) -> Tensor:
+    """A tensor, or numbers, on a device. A copy from memory that is not pinned would wait for all that runs there."""
+    host = torch.as_tensor(values)
+    if device.type != "cuda" or host.device.type != "cpu":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
