@@ -16,6 +16,7 @@ from kvkeep.model.hf_forward import InterceptedForward
 
 IDS = torch.randint(1, 128, (2, 90), generator=torch.Generator().manual_seed(5))
 METHODS = [name for name in EVICTING if parse(name).schedule.every is None and not parse(name).memory]
+STEPPING = ["h2o", "streamingllm", "lm_infinite", "ahakv", "tova"]  # one token leaves for each new one
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -35,7 +36,7 @@ def answer(model, spec, ids, **how):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("spec", [*METHODS, "snapkv+adakv", "intelllm+adakv"])
+@pytest.mark.parametrize("spec", [*METHODS, "snapkv+adakv", "intelllm+adakv", *STEPPING])
 def test_the_answer_is_the_one_without_capture(spec, rows, captures, monkeypatch):
     monkeypatch.setattr("kvkeep.cache.cache.ROOM", 16)  # so that it is captured again
     model = make_llama().to(DEVICE)
@@ -53,7 +54,7 @@ def test_the_answer_is_the_one_without_capture(spec, rows, captures, monkeypatch
 
 
 def test_what_evicts_or_retrieves_while_decoding_is_not_captured(captures):
-    for spec in ("h2o", "streamingllm", "quest", "snapkv"):
+    for spec in ("h2o+adakv", "quest", "snapkv"):
         model, storage = make_llama().to(DEVICE), "int8" if spec == "snapkv" else None
         cache = kvkeep.Cache(model, spec, 64, storage=storage)
         model.generate(IDS.to(DEVICE), past_key_values=cache, max_new_tokens=9, do_sample=False, pad_token_id=0)

@@ -5,6 +5,7 @@ import tiny_chat
 import torch
 from conftest import EVICTING, RETRIEVING
 
+from kvkeep.cache.step_pool import StepPool
 from kvkeep.compress.parse import parse
 from kvkeep.engine import scheduler as scheduling
 from kvkeep.engine.pooled_batch import PooledBatch
@@ -14,7 +15,6 @@ from kvkeep.engine.retrieval_pool import RetrievalPool
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
-from kvkeep.engine.step_pool import StepPool
 
 WORDS = tiny_chat.tokenizer()
 

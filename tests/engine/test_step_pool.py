@@ -9,6 +9,7 @@ from conftest import make_llama
 from families import FAMILIES, SIZES, randomised
 
 import kvkeep
+from kvkeep.cache.step_pool import StepPool, step_rule
 from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import METHODS, MODIFIERS
 from kvkeep.compress.step_rule import StepRule
@@ -19,7 +20,6 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
-from kvkeep.engine.step_pool import StepPool, step_rule
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.types import Budget
 
@@ -193,7 +193,7 @@ def all_full(family):
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "smollm3", "llama"])
 def test_soft_caps_sink_logits_and_layers_of_several_kinds(spec, family, monkeypatch):
     """Blocks of three layers and of one. smollm3: one layer has no RoPE; llama: one has a scale of its own."""
-    monkeypatch.setattr("kvkeep.engine.step_pool.BLOCK_LAYERS", 3)
+    monkeypatch.setattr("kvkeep.cache.step_pool.BLOCK_LAYERS", 3)
     model = all_full(family)
     if family == "llama":
         model.model.layers[1].self_attn.scaling = 0.7

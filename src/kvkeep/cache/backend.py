@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -65,7 +65,7 @@ class CacheBackend(Protocol):
 
 
 class CacheState(Protocol):
-    """What saving, validating and rewinding need of a `kvkeep.Cache`."""
+    """What saving, validating, rewinding and decoding elsewhere need of a `kvkeep.Cache`."""
 
     model: Any
     name: str
@@ -75,8 +75,17 @@ class CacheState(Protocol):
     backend: Any
     tracker: PaddingTracker
     in_forward: bool
+    counts_guesses: bool
+    bits: int | None
+    shards: Any
+    rotations: dict[int, Any]
     layers: list[Any]
     compressed_layers: list[int]
 
     @property
     def hf_layers(self) -> list[Any]: ...
+
+    @property
+    def seen(self) -> int: ...
+
+    def append_decoded(self, count: int, decoded: Callable[[int], None]) -> None: ...

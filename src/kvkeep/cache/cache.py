@@ -128,7 +128,7 @@ class Cache(HFCacheAdapter):
         if self._captured is None:
             if not (self.capture_room and can_capture(self)):
                 return None
-            self._captured = CapturedDecode(self.model, self.backend.store, forward, self.capture_room)
+            self._captured = CapturedDecode(self, forward, self.capture_room)
         logits = self._captured.step(tokens, self.seen if positions is None else positions)
         self.tracker.append_decoded(1)
         return logits

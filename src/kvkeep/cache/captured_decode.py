@@ -1,23 +1,28 @@
 """Decode steps of one cache in a CUDA graph: `model.generate` replays them, and launches no kernels one by one.
 
-Tokens are appended in the cache's own buffers, allocated ahead. Only the device counts them: the host catches up when
-somebody asks for the cache's tokens (`settle`).
+Tokens are appended in the cache's own buffers, allocated ahead; where one is evicted for each new one, they are decoded
+in a pool of the cache's rows. Only the device counts them: the host catches up when somebody asks for the cache's
+tokens (`settle`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvkeep.cache.backend import CacheState
+from kvkeep.cache.step_pool import StepPool, step_rule
 from kvkeep.kernels.dispatch import append_ragged, ragged_attention
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter
 from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.storage.upload import upload
 
 ROOM = 256  # tokens allocated ahead; doubled whenever they are used up
 PATIENCE = 2  # tokens decoded before: a capture takes as long as some steps
@@ -25,28 +30,27 @@ WORTH = 8  # steps
 DEVICES = {"cuda"}
 
 
-class CapturedDecode(HFCacheAdapter):
-    """What the model sees while it is captured: one token for every row, appended and attended to."""
+class AppendedRows(HFCacheAdapter):
+    """One token for every row is appended and attended to."""
 
     seen = 1  # not empty; every row has position ids of its own
 
-    def __init__(self, model: Any, store: dict[int, RaggedLayer], forward: Callable[..., Any], room: int) -> None:
-        super().__init__(model)
-        self.store, self.room, self.steps, self.settled = store, room, 0, 0
+    def __init__(self, cache: CacheState, room: int) -> None:
+        super().__init__(cache.model)
+        self.store = store = cache.backend.store
         for layer in store.values():
             layer.reserve(room)
         self.segments = {i: tuple(part.clone() for part in layer.device_segments) for i, layer in store.items()}
         self.longest = 1 << (max(max(layer.lengths) for layer in store.values()) + room - 1).bit_length()
-        self.buffers = [(layer.flat.keys, layer.lengths[0]) for layer in store.values()]
         starts = next(iter(self.segments.values()))[0]
-        self.tokens, self.positions = torch.zeros(2, len(starts), 1, dtype=torch.int64, device=starts.device)
-        self.active = torch.zeros_like(self.tokens)  # while it is captured, nothing is counted
-        weak = weakref.proxy(self)  # the runner is ours: a cache that nobody holds is freed at once
-        self.runner = CudaGraphRunner(lambda: weak.forward(forward), model)
-        self.active.fill_(1)
+        self.active = torch.ones(len(starts), 1, dtype=torch.int64, device=starts.device)
 
-    def forward(self, forward: Callable[..., Any]) -> Tensor:
-        return forward(self.tokens, position_ids=self.positions, past_key_values=self, use_cache=True).logits
+    @contextmanager
+    def graph_capture_scratch(self, rows: int) -> Iterator[None]:
+        """Within, nothing is counted."""
+        self.active.zero_()
+        yield
+        self.active.fill_(1)
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         flat, where = self.store[index].flat, self.segments[index]
@@ -54,13 +58,54 @@ class CapturedDecode(HFCacheAdapter):
         how = call.scale, call.softcap, call.sink_logits
         return call.to_hf_output(ragged_attention(call.query, flat.keys, flat.values, *where, self.longest, *how))
 
+    def settle(self, seen: list[int], steps: int, count: int) -> None:
+        """The last `count` of all steps are to be told."""
+        positions = torch.tensor([range(n - count, n) for n in map(int, seen)], dtype=torch.int32)
+        for layer in self.store.values():
+            layer.count_appended(upload(positions, layer.ends.device))
+
+
+class EvictingRows(StepPool):
+    """One token of every key head is evicted for each new one, or not yet."""
+
+    def __init__(self, cache: CacheState, room: int) -> None:
+        super().__init__(cache, len(cache.tracker.seen))
+        self.store = cache.backend.store
+        self.held = self.store[self.compressed_layers[0]].lengths[0]
+        for row in range(self.rows):
+            self.admit(row, cache, room, row)
+
+    def settle(self, seen: list[int], steps: int, count: int) -> None:
+        rows = [self.take(row, self.held + steps) for row in range(self.rows)]
+        for i, layer in self.store.items():
+            layer.fill([row[i] for row in rows])
+
+
+class CapturedDecode:
+    """A decode step of all rows, captured, and the tokens it has decoded."""
+
+    def __init__(self, cache: CacheState, forward: Callable[..., Any], room: int) -> None:
+        model, store, rows = cache.model, cache.backend.store, len(cache.tracker.seen)
+        self.room, self.steps, self.settled, self.store = room, 0, 0, store
+        self.pool = EvictingRows(cache, room) if step_rule(cache) else AppendedRows(cache, room)
+        self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=model.device)
+        weak = weakref.proxy(self)  # the runner is ours: a cache that nobody holds is freed at once
+        with self.pool.graph_capture_scratch(rows):
+            self.runner = CudaGraphRunner(lambda: weak.forward(forward), model)
+        self._remember()
+
+    def forward(self, forward: Callable[..., Any]) -> Tensor:
+        return forward(self.tokens, position_ids=self.positions, past_key_values=self.pool, use_cache=True).logits
+
+    def _remember(self) -> None:
+        self.known = [(layer.flat.keys, layer.lengths[0]) for layer in self.store.values()]
+
     @property
     def is_valid(self) -> bool:
         """There is room, and nobody has changed the layers since."""
-        layers = zip(self.store.values(), self.buffers, strict=True)
-        return self.steps < self.room and all(
-            layer.flat.keys is keys and layer.lengths[0] == length + self.settled for layer, (keys, length) in layers
-        )
+        layers = zip(self.store.values(), self.known, strict=True)
+        unchanged = all(layer.flat.keys is keys and layer.lengths[0] == length for layer, (keys, length) in layers)
+        return self.steps < self.room and unchanged
 
     @property
     def next_room(self) -> int:
@@ -80,20 +125,20 @@ class CapturedDecode(HFCacheAdapter):
         """Tell the layers of the tokens decoded since the last time. seen: tokens of each row by now"""
         count, self.settled = self.steps - self.settled, self.steps
         if count:
-            positions = torch.tensor([range(n - count, n) for n in map(int, seen)], dtype=torch.int32)
-            for layer in self.store.values():
-                layer.count_appended(positions.to(layer.ends.device))
+            self.pool.settle(seen, self.steps, count)
+            self._remember()
 
 
-def can_capture(cache: Any) -> bool:
-    """Whether its next decode steps only append, row by row without padding, on one device."""
+def can_capture(cache: CacheState) -> bool:
+    """Whether its next decode steps only append, or evict one token for each, without padding, on one device."""
     method, tracker, layers = cache.method, cache.tracker, list(cache.backend.store.values())
     appends = (tracker.frozen or method.schedule.every is None) and not (method.retrieval or method.memory)
+    appends = appends and all(layer.can_capture for layer in layers)
     decoding = tracker.seen and min(tracker.seen) - max(tracker.prompt) >= PATIENCE and tracker.attention_mask is None
     ours = not (cache.bits or cache.shards or cache.hf_layers or cache.backend.is_dirty or cache.counts_guesses)
-    return bool(appends and decoding and ours) and all(layer.can_capture for layer in layers) and _on_one(cache, layers)
+    return bool(decoding and ours and (appends or step_rule(cache))) and _on_one(cache, layers)
 
 
-def _on_one(cache: Any, layers: list[RaggedLayer]) -> bool:
+def _on_one(cache: CacheState, layers: list[RaggedLayer]) -> bool:
     devices = {layer.flat.keys.device for layer in layers}
     return devices == {cache.model.device}

@@ -1,7 +1,7 @@
 """What a decode step evicts: one token of every key head, of all rows and layers at once.
 
 Pure tensors in and out, and nothing waits for the host: the same code runs in place over a cache
-(cache/step_eviction.py), and within a CUDA graph over a pool (engine/step_pool.py).
+(cache/step_eviction.py), and within a CUDA graph over a pool (cache/step_pool.py).
 """
 
 from __future__ import annotations

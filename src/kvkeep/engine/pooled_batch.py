@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import format_bytes
+from kvkeep.cache.step_pool import StepPool
 from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, free_host_bytes, slot_bytes
 from kvkeep.engine.request import Request
 from kvkeep.engine.row_pool import RowPool
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.engine.sequence import Sequence
-from kvkeep.engine.step_pool import StepPool
 from kvkeep.errors import BadInput
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.head_shards import agree_on_least

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
+from kvkeep.cache.step_pool import StepPool, step_rule
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.independent_batch import IndependentBatch, fits_host
 from kvkeep.engine.packed_forward import AfterLayer, PackedForward
@@ -19,7 +20,6 @@ from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.retrieval_pool import retrieval_plan
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.engine.sequence import Sequence
-from kvkeep.engine.step_pool import StepPool, step_rule
 from kvkeep.errors import BadInput, StoreFull
 from kvkeep.model.hf_cache import attention_cost, execution_device
 from kvkeep.storage.upload import upload
@@ -28,8 +28,8 @@ Chunk = tuple[Request, Tensor]  # a request, and those of its ids that are prefi
 OUT_OF_MEMORY = torch.OutOfMemoryError, StoreFull
 PACKED_TOKENS = {"cuda": 8192, "cpu": 1024}  # of several prompts in one forward pass
 BESIDE_TOKENS = {"cuda": 8192, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
-STEP_TOKENS = 3072  # of these, between two decode steps that are replayed
-EVICTION_TOKENS = 4096  # that could be prefilled while a prompt is evicted from
+STEP_TOKENS = 2048  # of these, between two decode steps that are replayed
+EVICTION_TOKENS = 6144  # that could be prefilled while a prompt is evicted from
 MIN_CHUNK = 16  # tokens
 INDEPENDENT, POOLED, STEPS, RETRIEVAL = "independent", "pooled", "steps", "retrieval"  # families of batches
 

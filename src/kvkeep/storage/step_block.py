@@ -115,12 +115,12 @@ class StepBlock:
 
     # rows that come and go
 
-    def put(self, row: int, layers: Sequence[RaggedLayer], length: int) -> None:
-        """Copy the tokens of a cache of one row that has seen so many."""
+    def put(self, row: int, layers: Sequence[RaggedLayer], length: int, source: int) -> None:
+        """Copy the tokens of one row of a cache that has seen so many."""
         for name, free in StepRows.free(self.shape, 1).parts.items():
             self.rows.parts[name][row] = free[0]
         for number, layer in enumerate(layers):
-            for name, part in layer.dense(0).parts.items():
+            for name, part in layer.dense(source).parts.items():
                 self._stored(row, number)[name][:, : part.shape[1]] = part
         held, rows, sinks = layers[0].lengths[0], self.rows, self.shape.sinks
         rows.active[row], rows.lengths[row], rows.used[row], rows.free_slot[row] = 1, length, held + 1, held

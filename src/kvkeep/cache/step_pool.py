@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache.cache import Cache
+from kvkeep.cache.backend import CacheState
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.compress.step_rule import StepRule
 from kvkeep.errors import CacheMisuse
@@ -26,12 +26,12 @@ from kvkeep.types import NOTHING, Step, Tokens
 BLOCK_LAYERS = 8  # evicted from together: in few kernels, and their logits take little memory
 
 
-def step_rule(cache: Cache) -> StepRule | None:
+def step_rule(cache: CacheState) -> StepRule | None:
     """If each decode step evicts one token of every key head of a full cache, and else appends: what is evicted."""
     backend = cache.backend
     if not isinstance(backend, EvictingBackend) or cache.method.schedule.every != 1 or cache.tracker.frozen:
         return None
-    rule, held = backend.step_evictor.rule, {n for layer in backend.store.values() for n in layer.row_lengths(0)}
+    rule, held = backend.step_evictor.rule, {n for layer in backend.store.values() for n in layer.lengths}
     supported = rule.scorer and not (cache.hf_layers or cache.bits or backend.query_buffer.decoding)
     return rule if supported and len(held) == 1 and rule.moved_sinks <= min(held) <= rule.tokens else None
 
@@ -41,7 +41,7 @@ class StepPool(HFCacheAdapter):
 
     mixed = False  # all rows are of one method and budget
 
-    def __init__(self, like: Cache, rows: int = 0) -> None:
+    def __init__(self, like: CacheState, rows: int = 0) -> None:
         """like: a cache such as those it is for"""
         super().__init__(like.model)
         rule, self.rows, self.active_rows = step_rule(like), rows, rows
@@ -88,7 +88,7 @@ class StepPool(HFCacheAdapter):
         """Of a row, however many tokens it will have."""
         return self.longest * self.kv_heads
 
-    def slots_needed(self, cache: Cache, room: int) -> int:
+    def slots_needed(self, cache: CacheState, room: int) -> int:
         return self.slots_of(room)
 
     def grow(self, rows: int, tokens: int, longest: int) -> bool:
@@ -98,34 +98,38 @@ class StepPool(HFCacheAdapter):
             block.grow(self.rows)
         return self.rows > before
 
-    def fits(self, cache: Cache, room: int) -> bool:
+    def fits(self, cache: CacheState, room: int) -> bool:
         return len(self.allocated) < self.rows
 
-    def admit(self, row: int, cache: Cache, room: int) -> None:
-        """Copy a cache of one row."""
+    def admit(self, row: int, cache: CacheState, room: int, source: int = 0) -> None:
+        """Copy a row of a cache."""
         if row in self.allocated:
             raise CacheMisuse(f"row {row} is in use.")
         self.allocated.add(row)
         for block in self.blocks:
-            block.put(row, [cache.backend.store[i] for i in block.shape.layers], cache.seen)
+            block.put(row, [cache.backend.store[i] for i in block.shape.layers], cache.seen, source)
 
     def release(self, row: int) -> None:
         self.allocated.remove(row)
         for block in self.blocks:
             block.release(row)
 
-    def copy_decoded(self, row: int, cache: Cache, count: int) -> None:
+    def copy_decoded(self, row: int, cache: CacheState, count: int) -> None:
         """Bring the cache of an admitted row to what it is after `count` decoded tokens: a step more is taken back."""
-        ahead = int(self.blocks[0].rows.lengths[row]) - cache.seen - count
-        held = min(cache.backend.store[self.compressed_layers[0]].lengths[0] + count, self.rule.tokens)
+        if int(self.blocks[0].rows.lengths[row]) > cache.seen + count:
+            for block in self.blocks:
+                block.undo(row)
+        kept = self.take(row, cache.backend.store[self.compressed_layers[0]].lengths[0] + count)
+        cache.append_decoded(count, lambda i: cache.backend.store[i].fill([kept[i]]))
+
+    def take(self, row: int, most: int) -> dict[int, list[Tokens]]:
+        """What a row holds, by layer, of each key head. most: the tokens it was admitted with, and all since"""
         kept: dict[int, list[Tokens]] = {}
         for block in self.blocks:
-            if ahead:
-                block.undo(row)
             if block.shape.sinks:
                 self._move_sinks(block, slice(row, row + 1))
-            kept |= dict(zip(block.shape.layers, block.take(row, held), strict=True))
-        cache.append_decoded(count, lambda i: cache.backend.store[i].fill([kept[i]]))
+            kept |= dict(zip(block.shape.layers, block.take(row, min(most, self.rule.tokens)), strict=True))
+        return kept
 
     @contextmanager
     def graph_capture_scratch(self, rows: int) -> Iterator[None]:
