@@ -44,7 +44,7 @@ first-run:  ## an empty environment, no extras, a fresh model folder, one questi
 	rm -rf .venv-first
 
 gpu-test:  ## on a machine with a GPU and torch: the kernels, and other GPU code
-	PYTHONPATH=src python -m pytest -q tests/kernels/*_cases.py tests/test_gpu.py tests/engine/test_pooled_batch.py tests/kernels/test_reference.py
+	PYTHONPATH=src python -m pytest -q tests/kernels/*_cases.py tests/test_gpu.py tests/engine/test_pooled_batch.py tests/kernels/test_reference.py tests/cache/test_captured_decode.py
 
 lint: .venv/.dev  ## ruff and mypy
 	.venv/bin/ruff check .
