@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Softmax = tuple[float, float | None, Tensor | None]  # of attention: scale, soft cap, sink logits
 Rotate = Callable[[Tensor, Tensor], Tensor]  # moves vectors [.., n, dim] by [.., n] positions, as RoPE does
 
 
@@ -83,6 +84,7 @@ class Observation:
     whole: int = 0  # tokens of the prompt, where its end is known; 0: it is not
     memo: dict[Any, Tensor] | None = None  # results shared by methods that observe the same queries and keys
     shared: dict[Any, Tensor] | None = None  # masks and indices that are those of every layer of a forward pass
+    output_weight: Tensor | None = None  # [heads, hidden, dim] of attention's output projection, if the method needs it
 
     def memoize(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
         """The result of an earlier call with this key, else compute it. Read-only; a key of None is never shared."""
@@ -133,6 +135,35 @@ class Observation:
     def tokens(self) -> int:
         """Tokens of the longest key head."""
         return self.keys.shape[1]
+
+
+@dataclass(frozen=True)
+class ReplayPass:
+    """A forward pass after a prompt, in which part of it is fed again.
+
+    An instruction, ending with the tokens before the part, then the end of a user's message, then the part.
+    """
+
+    instruction: str
+    lead: int  # tokens before the part
+    start: int  # of the part, counted from the first token that is fed again
+    end: int
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One layer of one sequence, while part of its text is fed to the model a second time. Read-only."""
+
+    queries: Tensor  # [heads, q, dim] of all that is fed: an instruction, and the part
+    own_keys: Tensor  # [kv_heads, q, dim] likewise
+    keys: Tensor  # [kv_heads, m, dim] of the part, as it stands in the text
+    values: Tensor  # [kv_heads, m, dim]
+    sinks: Tensor  # [kv_heads, s, dim] keys of the text's first tokens, before the part
+    scale: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None  # [heads]
+    output_weight: Tensor | None = None  # [heads, hidden, dim], if the method needs it
+    hidden_norms: Tensor | None = None  # [q] of what the layer adds to, if the method needs it
 
 
 @dataclass(frozen=True)

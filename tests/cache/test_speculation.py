@@ -62,7 +62,7 @@ def test_the_same_tokens_or_a_refusal(spec, way, tiny):
         plain, assisted = both(tiny, spec, ids, how, max_new_tokens=14)
     except CacheMisuse as refused:
         method = kvkeep.methods[spec.split("+")[0]]
-        decides = method.schedule.every or method.memory or method.retrieval or "+recall" in spec
+        decides = method.schedule.every or method.memory or method.retrieval or method.draft or "+recall" in spec
         assert decides or "cake" in spec or "entropy" in spec
         assert f"'{method.name}" in str(refused) and "use " in str(refused)
     else:

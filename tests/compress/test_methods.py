@@ -33,6 +33,7 @@ def legal(spec: str) -> bool:
 SHARING = [f"+{name}" for name in MODIFIERS if name != "recall"]
 COMBINED = [s for m in METHODS for c in ["", *SHARING, "+adakv+pyramid"] if legal(s := m + c)]
 EVICTING = [spec for spec in COMBINED if spec != "full"]
+SELECTING = [spec for spec in EVICTING if not parse(spec).needs_passes]  # without a model
 
 
 def fits(spec: str, budget: int) -> bool:
@@ -44,14 +45,20 @@ def draw(n: int, seed: int = 0, heads: int = 6, kv_heads: int = 2, dim: int = 16
     return torch.randn(heads, n, dim) * 2, torch.randn(kv_heads, n, dim), torch.randn(kv_heads, n, dim)
 
 
-@pytest.mark.parametrize("spec", COMBINED)
+def choose(spec: str, *given, **how):
+    """What `kvkeep.select` says, with an output projection where the method needs one."""
+    weight = torch.randn(6, 10, 16, generator=torch.Generator().manual_seed(1))
+    return kvkeep.select(spec, *given, output_weight=weight if parse(spec).needs_output else None, **how)
+
+
+@pytest.mark.parametrize("spec", ["full", *SELECTING])
 @pytest.mark.parametrize("room", [0, 1, 1000])
 def test_room_for_everything_keeps_everything(spec, room):
-    kept = kvkeep.select(spec, *draw(61), 61 + room)
+    kept = choose(spec, *draw(61), 61 + room)
     assert kept.tolist() == [list(range(61))] * 2
 
 
-@pytest.mark.parametrize("spec", EVICTING)
+@pytest.mark.parametrize("spec", SELECTING)
 @pytest.mark.parametrize("n, budget", [(300, 48), (300, 47), (299, 150), (61, 60), (700, 33), (40, 8)])
 def test_budget_is_spent_exactly(spec, n, budget):
     budget = budget if fits(spec, budget) else 12
@@ -59,7 +66,7 @@ def test_budget_is_spent_exactly(spec, n, budget):
     spent = int.__le__ if "threshold" in spec else int.__eq__  # what scores below tau is evicted though it would fit
     totals = []
     for layer in range(apart):
-        kept = kvkeep.select(spec, *draw(n, layer), budget, layer=layer, layers=apart)
+        kept = choose(spec, *draw(n, layer), budget, layer=layer, layers=apart)
         totals.append(sum(kept.lengths))
         assert all(row == sorted(set(row)) and row[0] >= 0 and row[-1] < n for row in kept.tolist() if row)
         if "pyramid" not in spec:
@@ -77,15 +84,15 @@ def test_a_cache_spends_its_budget_exactly(spec):
     assert all(sum(layer) > 0 for layer in tokens)
 
 
-@pytest.mark.parametrize("spec", EVICTING)
+@pytest.mark.parametrize("spec", SELECTING)
 def test_same_input_same_choice(spec):
-    first, second = (kvkeep.select(spec, *draw(200), 40).tolist() for _ in range(2))
+    first, second = (choose(spec, *draw(200), 40).tolist() for _ in range(2))
     assert first == second
 
 
-@pytest.mark.parametrize("spec", EVICTING)
+@pytest.mark.parametrize("spec", SELECTING)
 def test_a_fraction_is_that_many_tokens(spec):
-    assert kvkeep.select(spec, *draw(290), 0.1).tolist() == kvkeep.select(spec, *draw(290), 29).tolist()
+    assert choose(spec, *draw(290), 0.1).tolist() == choose(spec, *draw(290), 29).tolist()
 
 
 @pytest.mark.core
@@ -244,7 +251,7 @@ def test_heads_share_a_budget_by_what_units_are_worth():
 def test_a_head_with_more_keeps_a_prefix_of_its_own_order(spec):
     """What a head keeps of its quota is what it would keep had every head that quota."""
     drawn, method = draw(300), parse(spec)
-    kept = kvkeep.select(spec, *drawn, 60)
+    kept = choose(spec, *drawn, 60)
     assert len(set(kept.lengths)) > 1 and sum(kept.lengths) == 120
     for head, quota in enumerate(kept.lengths):
         alike = replace(method, heads=lambda *_, quota=quota: [quota] * 2)
@@ -286,7 +293,7 @@ def test_padding_comes_after_every_unit_however_many_there_are():
     assert select(scores, none, real, units, [2, 2]).tolist() == [[0, 2], [0, 1]]
 
 
-@pytest.mark.parametrize("spec", EVICTING)
+@pytest.mark.parametrize("spec", SELECTING)
 def test_a_method_says_whether_the_question_decides(spec):
     """Other queries at the end: another choice where a method is query-aware, the same where no query counts."""
     method, alone = parse(spec), parse(spec.partition("+")[0])
@@ -294,7 +301,7 @@ def test_a_method_says_whether_the_question_decides(spec):
         assert method.layers.layer_weight  # the window shares out among layers, which one layer alone cannot show
         return
     queries, keys, values = draw(300)
-    asked = [kvkeep.select(spec, torch.cat([queries[:, :-8], end], 1), keys, values, 64).tolist()
+    asked = [choose(spec, torch.cat([queries[:, :-8], end], 1), keys, values, 64).tolist()
              for end in (queries[:, -8:], queries[:, -8:].flip(0) * -1)]  # fmt: skip
     if not (method.memory or method.summary) or method.query_aware:
         assert (asked[0] != asked[1]) == method.query_aware
@@ -303,7 +310,7 @@ def test_a_method_says_whether_the_question_decides(spec):
 def test_where_every_query_counts_or_nothing_is_dropped_the_question_does_not_decide():
     aware = {name for name, method in kvkeep.methods.items() if method.query_aware}
     assert aware == {"kvkeep", "intentkv", "intelllm", "ahakv", "protokv", "tova", "snapkv", "pyramidkv", "chunkkv",
-                     "nacl", "cake"}  # fmt: skip
+                     "nacl", "cake", "lookahead"}  # fmt: skip
     assert not parse("protokv+recall").query_aware and parse("snapkv+adakv").query_aware
 
 

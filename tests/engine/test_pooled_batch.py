@@ -1,5 +1,7 @@
 """Rows decoded from a pool are rows decoded alone, and leave a cache that holds what they decoded."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import EVICTING, make_llama
@@ -17,6 +19,11 @@ SPECS = [*EVICTING, "snapkv+adakv", "snapkv+pyramid", "protokv:votes=softmax+ada
 
 class Words:
     """The decoded ids are noise."""
+
+    chat_template = None
+
+    def __call__(self, text, **_):
+        return SimpleNamespace(input_ids=[len(text)])
 
     def decode(self, ids, **_):
         return ""

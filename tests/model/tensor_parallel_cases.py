@@ -18,8 +18,16 @@ from kvkeep.errors import KvkeepError
 
 IDS = torch.randint(0, 128, (1, 150), generator=torch.Generator().manual_seed(0))
 MIXED = ["snapkv+adakv", "snapkv+entropy", "snapkv+prototypes", "tova+values", "h2o+adakv"]
-SHARED = "snapkv+shared"
-SPECS = [*EVICTING, *RETRIEVING, *MIXED, SHARED]
+REFUSED = {
+    "snapkv+shared": "shares one budget",
+    "kvzip": "shares one budget",
+    "kvzip:layerwise=true": "runs the model again after a prompt",
+    "lookahead": "runs the model again after a prompt",
+    "kvzip_plus": "needs the whole output projection",
+    "snapkv+critical": "needs the whole output projection",
+}
+WORKING = [*(name for name in EVICTING if name not in REFUSED), *MIXED]
+SPECS = [*WORKING, *RETRIEVING, *REFUSED]
 STORED = [("kvkeep", "int8"), ("snapkv+adakv", "int4")]
 SAMPLED = dict(max_new_tokens=6, temperature=0.9, top_k=40, seed=3)
 PROMPTS = ["abcdefgh. " * 12 + "what?", "abc", "the quick brown fox " * 7]

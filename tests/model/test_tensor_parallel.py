@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EVICTING, make_llama
-from tensor_parallel_cases import MIXED, SHARED, SPECS, answers, save_model
+from conftest import make_llama
+from tensor_parallel_cases import REFUSED, SPECS, WORKING, answers, save_model
 from transformers import AutoModelForCausalLM
 
 import kvkeep
@@ -59,24 +59,23 @@ def test_both_processes_decide_alike_on_two_heads_each(ran):
     assert first["heads"] == second["heads"] == 16 and first == second
 
 
-@pytest.mark.parametrize(
-    "name", [*EVICTING, *PER_HEAD, *MIXED, "kvkeep int8", "snapkv+adakv int4", "assisted", "fused"]
-)
+@pytest.mark.parametrize("name", [*WORKING, *PER_HEAD, "kvkeep int8", "snapkv+adakv int4", "assisted", "fused"])
 def test_the_same_answers_and_the_same_tokens_kept_as_in_one_process(name, ran, alone):
     got = ran[1][0]["answers"][name]
     assert not isinstance(got, str), got
     assert got == alone[name]
 
 
-@pytest.mark.parametrize("name", sorted(set(SPECS) - {*EVICTING, *PER_HEAD, *MIXED, SHARED}))
+@pytest.mark.parametrize("name", sorted(set(SPECS) - {*WORKING, *PER_HEAD, *REFUSED}))
 def test_methods_that_retrieve_for_all_heads_at_once_are_refused(name, ran):
     refused = ran[1][0]["answers"][name]
     assert isinstance(refused, str) and f"'{name}' retrieves the same tokens for all key heads" in refused
 
 
-def test_one_budget_for_all_heads_of_all_processes_is_refused(ran):
-    refused = ran[1][0]["answers"][SHARED]
-    assert isinstance(refused, str) and f"'{SHARED}' shares one budget" in refused and "+adakv" in refused
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_the_heads_of_all_processes_is_refused(name, ran):
+    refused = ran[1][0]["answers"][name]
+    assert isinstance(refused, str) and f"'{name}' {REFUSED[name]}" in refused
 
 
 def test_what_processes_cannot_do_in_step_is_refused(ran):

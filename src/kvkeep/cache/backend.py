@@ -74,6 +74,8 @@ class CacheState(Protocol):
     storage: str | None
     backend: Any
     tracker: PaddingTracker
+    tokenizer: Any
+    unreplayed: Any
     in_forward: bool
     counts_guesses: bool
     bits: int | None

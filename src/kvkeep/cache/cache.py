@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from torch import Tensor
 from kvkeep.cache import captured_decode, serialize
 from kvkeep.cache.backend import CacheBackend
 from kvkeep.cache.captured_decode import ROOM, CapturedDecode, can_capture
+from kvkeep.cache.draft import draft_queries
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.padding import BatchLayout, PaddingTracker
+from kvkeep.cache.replay import Unreplayed, check_can_replay, replay_scores
 from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.self_check import AttentionCheck
@@ -35,6 +38,7 @@ from kvkeep.model.hf_cache import HFCacheAdapter, context_length, key_shape
 from kvkeep.model.hf_forward import intercept
 from kvkeep.model.hf_guesses import count_guesses
 from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
+from kvkeep.model.output_projection import output_weight
 from kvkeep.model.rope import rotations
 from kvkeep.storage.offload.disk import DiskStore
 from kvkeep.storage.offload.host import HostMemoryBudget
@@ -56,9 +60,12 @@ class Cache(HFCacheAdapter):
         host_limit: int | None = None,
         disk: str | Path | None = None,
         storage: str | None = None,
+        tokenizer: Any = None,
         **parameters: Any,
     ):
         """host_limit: bytes of host memory for offloaded tokens; disk: a folder for what exceeds them.
+
+        tokenizer: for a method that tells the model what to do before it evicts (kvzip).
 
         storage: "int8" or "int4" quantizes every group of 32 tokens once it is complete; None: the model's dtype.
         Tokens are quantized once, and again whenever an eviction regroups them.
@@ -74,11 +81,16 @@ class Cache(HFCacheAdapter):
         self.rotations = rotations(self.model, self.compressed_layers) if self.method.rotates else {}
         self.host_budget = HostMemoryBudget(host_limit, DiskStore(disk) if disk is not None else None)
         self.context_length = context_length(self.model)
-        if model is self.model and self.model.device.type in captured_decode.DEVICES:
-            intercept(self.model)
+        self.tokenizer, intercepted = tokenizer, False
+        if model is self.model and (self.method.needs_passes or self.model.device.type in captured_decode.DEVICES):
+            intercepted = intercept(self.model)
         self.counts_guesses = False
         self.shards = head_shards(self.model)
         self._check_shards()
+        if self.method.needs_passes:
+            check_can_replay(self, intercepted)
+        if self.method.needs_output and self.compressed_layers:
+            output_weight(self.model, self.compressed_layers[0])  # raises where it is not found
         self._init_state()
 
     def _check_shards(self) -> None:
@@ -90,6 +102,11 @@ class Cache(HFCacheAdapter):
                 f"'{self.method.name}' retrieves the same tokens for all key heads, but tensor parallelism splits them "
                 f"over {self.shards.size} processes; use one that retrieves for each head ('quest', 'clusterkv') or "
                 "evicts ('kvkeep', 'snapkv'), or load the model with device_map='auto'."
+            )
+        if self.method.needs_output:
+            raise BadParameter(
+                f"'{self.method.name}' needs the whole output projection, which tensor parallelism splits over "
+                f"{self.shards.size} processes; use a method without it, or load the model with device_map='auto'."
             )
         if self.method.across_layers:
             raise BadParameter(
@@ -104,6 +121,7 @@ class Cache(HFCacheAdapter):
         self.capture_room = ROOM  # tokens; 0: decode steps are not captured
         self.croppable = 0  # tokens of the last forward pass that can be taken back
         self.settles_later = False  # the next forward pass does not wait for the device: `settle` does
+        self.unreplayed = Unreplayed()  # the text after which the model runs again, before it is evicted from
         self.backend = self._new_backend()
 
     @property
@@ -143,7 +161,8 @@ class Cache(HFCacheAdapter):
         how = self.method, Budget(self.budget), self.compressed_layers, self.rotations, AttentionCheck(self.name)
         if retrieval := self.method.retrieval:
             return RetrievalBackend(*how, retrieval, self.host_budget)
-        return EvictingBackend(*how, self.context_length, self.bits, self.shards)
+        weight = partial(output_weight, self.model) if self.method.rerank else None
+        return EvictingBackend(*how, self.context_length, self.bits, self.shards, weight)
 
     @property
     def attention_check(self) -> AttentionCheck:
@@ -188,6 +207,9 @@ class Cache(HFCacheAdapter):
         known = call.split(guesses)[0] if guesses else call
         rows, _, q, _ = known.query.shape
         layout = self.tracker.next_layout(rows, q, known.padding, call.key.device)
+        if self.method.needs_passes:
+            self.unreplayed.check_done(self.method.name)
+            layout = layout.held_whole()
         self.layout = layout.with_guesses(guesses) if guesses else layout
         self.backend.begin(self.layout)
         self.in_forward = True
@@ -215,6 +237,8 @@ class Cache(HFCacheAdapter):
         known = call.split(self.croppable)[0] if self.croppable else call
         self.tracker.commit(self.layout, known.query.shape[2], known.padding)
         self.tracker.append_decoded(self.croppable)
+        if self.method.needs_passes:
+            self.unreplayed = self.unreplayed.begin(self.layout)
         self.layout, self.in_forward = IDLE, False
 
     def _raise_if_failed(self) -> None:
@@ -230,6 +254,24 @@ class Cache(HFCacheAdapter):
         self.settles_later = False
         self._raise_if_failed()
         self.backend.settle()
+
+    def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
+        """Note the tokens of a text that is fed again, and do so after the last of them."""
+        if self.unreplayed.layout and ids is not None:
+            self.unreplayed = self.unreplayed.add(ids, positions, self.seen)
+        self.before_forward()
+
+    def before_forward(self) -> None:
+        """Run the model again after a prompt that is prefilled to the end, then evict from all layers.
+
+        After that prefill or, where it was cut short, before the next forward pass.
+        """
+        if not (due := self.unreplayed.due) or self.unreplayed.layout:
+            return
+        assert isinstance(self.backend, EvictingBackend)
+        self.backend.evict_held(self.tracker.seen, due, replay_scores(self), draft_queries(self))
+        self.tracker.count_evicted(due)
+        self.unreplayed = Unreplayed()
 
     def reset(self) -> None:
         """Empty the cache."""
@@ -268,10 +310,10 @@ class Cache(HFCacheAdapter):
     def fork(self) -> Cache:
         """An independent copy: one compressed context, many questions."""
         self._rollback()
-        fork = type(self)(self.model, self.method, self.budget, storage=self.storage)
+        fork = type(self)(self.model, self.method, self.budget, storage=self.storage, tokenizer=self.tokenizer)
         fork.copy_hf_layers(self)
         fork.host_budget = self.host_budget  # blocks both hold count once
-        fork.tracker, fork.backend = copy.copy(self.tracker), self.backend.fork()
+        fork.tracker, fork.backend, fork.unreplayed = copy.copy(self.tracker), self.backend.fork(), self.unreplayed
         return fork
 
     def defer_eviction(self, tokens: int) -> None:
@@ -302,6 +344,7 @@ class Cache(HFCacheAdapter):
 
     def save(self, path: str | Path) -> None:
         """Save this cache to a folder; the model is not part of it."""
+        self.unreplayed.check_done(self.method.name)
         if self.shards:
             raise CacheMisuse(
                 f"tensor parallelism splits this cache over {self.shards.size} processes, and a saved one has all "
@@ -310,14 +353,17 @@ class Cache(HFCacheAdapter):
         serialize.save(self, path)
 
     @classmethod
-    def load(cls, path: str | Path, model: Any) -> Cache:
+    def load(cls, path: str | Path, model: Any, tokenizer: Any = None) -> Cache:
         """Load a cache that was saved with the same model."""
-        return serialize.load(cls, path, model)
+        cache = serialize.load(cls, path, model)
+        cache.tokenizer = tokenizer
+        return cache
 
     def _select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, repeats allowed."""
         if not self.tracker.seen:
             return
+        self.unreplayed.check_done(self.method.name)
         self.backend.select_rows(rows)
         self.tracker.select_rows(rows)
 

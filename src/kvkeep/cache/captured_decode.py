@@ -136,6 +136,7 @@ def can_capture(cache: CacheState) -> bool:
     appends = appends and all(layer.can_capture for layer in layers)
     decoding = tracker.seen and min(tracker.seen) - max(tracker.prompt) >= PATIENCE and tracker.attention_mask is None
     ours = not (cache.bits or cache.shards or cache.hf_layers or cache.backend.is_dirty or cache.counts_guesses)
+    ours = ours and cache.model.device.type in DEVICES
     return bool(decoding and ours and (appends or step_rule(cache))) and _on_one(cache, layers)
 
 

@@ -6,15 +6,17 @@ cache replaces one token in place (step_eviction.py), or appends.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.evictor import Evictor
+from kvkeep.cache.evictor import Evictor, gather_kept
 from kvkeep.cache.padding import BatchLayout
-from kvkeep.cache.query_buffer import QueryBuffer
+from kvkeep.cache.query_buffer import Found, OutputWeight, QueryBuffer
+from kvkeep.cache.replay import LayerRows
 from kvkeep.cache.report import Report
 from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.cache.step_eviction import StepEvictor
@@ -26,7 +28,7 @@ from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
-from kvkeep.types import Budget
+from kvkeep.types import Budget, Softmax
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,19 @@ class EvictingBackend:
     context_length: int
     bits: int | None
     shards: HeadShards | None = None  # where other processes have the other heads
+    output_weight: OutputWeight = None
 
     def __post_init__(self) -> None:
         self.store = {i: RaggedLayer(self.bits) for i in self.layers}
         decoding = self.method.schedule.every is not None
-        self.query_buffer = QueryBuffer(self.method, self.layers, decoding, self.rotations)
+        self.query_buffer = QueryBuffer(self.method, self.layers, decoding, self.rotations, self.output_weight)
         shards = None if self.method.per_head else self.shards
         rule = StepRule(self.method, self.budget, self.context_length, in_place=shards is None)
         self.step_evictor = StepEvictor(rule, self.rotations)
         self.evictor = Evictor(self.method, self.budget, self.store, self.rotations, self.context_length, shards)
         self.snapshots: dict[int, LayerSnapshot | None] = {}  # before the forward pass; None: cannot be restored
         self.guessed: dict[int, Guessed] = {}  # of the last forward pass
+        self.how: dict[int, Softmax] = {}  # of each layer that holds a whole prompt
         self.peak_bytes = 0
 
     def begin(self, layout: BatchLayout) -> None:
@@ -78,6 +82,8 @@ class EvictingBackend:
         if layout.frozen:
             result = call.to_hf_output(self._attend_over_cache(layer, call, layout))
             self.attention_check.check(index, call, layout, layer)
+        elif layout.evict_later is not None:
+            return self._hold(index, call, layout, layer)
         elif self.step_evictor.can_evict_one(layer, layout):
             result = call.to_hf_output(self.step_evictor.insert_and_attend(index, layer, call))
         elif self.step_evictor.can_append(layer, layout):
@@ -87,6 +93,53 @@ class EvictingBackend:
             self.attention_check.check(index, call, layout, layer)
             self._evict(index, call, layout, layer, lse)
         layer.quantize()
+        return result
+
+    def evict_held(self, seen: Sequence[int], due: Sequence[bool], scores: LayerRows, queries: LayerRows) -> None:
+        """Evict from the rows of a held text that are due: in all layers or, cut short, in none.
+
+        scores, queries: as in `Found`
+        """
+        store = {i: copy.copy(layer) for i, layer in self.store.items()}
+        self.evict_into(store, self.method, seen, due, scores, queries)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes + sum(layer.nbytes for layer in store.values()))
+        self.store.update(store)
+
+    @torch.no_grad()
+    def evict_into(
+        self,
+        store: dict[int, RaggedLayer],
+        method: Method,
+        seen: Sequence[int],
+        due: Sequence[bool],
+        scores: LayerRows,
+        queries: LayerRows,
+    ) -> None:
+        """Fill other layers with what a method keeps of these rows; ours stay as they are."""
+        evictor = replace(self.evictor, method=method, store=store)
+        for index, layer in self.store.items():
+            rows = []
+            for row in range(layer.rows):
+                found = Found(scores.get((index, row)), queries.get((index, row)))
+                rows.append(self.query_buffer.stored(index, row, self.how[index], layer, seen[row], found, due[row]))
+            evictor.evict(index, rows, may_wait=False)
+        self.query_buffer.shared = {}
+
+    def _hold(
+        self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer
+    ) -> tuple[Tensor, Tensor | None]:
+        """A prompt after which the model runs again, before anything is evicted: it stays, in the model's dtype."""
+        self.how[index] = call.how
+        if layer.bits:
+            self.snapshots[index] = None
+        result, _ = self._attend(layer, call, layout)
+        self.attention_check.check(index, call, layout, layer)
+        if not layer:
+            rows = [self.query_buffer.first_tokens(row, call, layout) for row in range(len(layout.counts))]
+            self.attention_check.check_nan(row.keys for row in rows)
+            layer.hold([gather_kept(row, [row.keys.shape[1]] * len(row.keys), None) for row in rows])
+        self.query_buffer.append_chunk(index, call.query, layout)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return result
 
     def _attend_guesses(
@@ -122,7 +175,7 @@ class EvictingBackend:
 
     def _attend_over_cache(self, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout) -> Tensor:
         layer.append(call.key.detach(), call.value.detach(), layout.positions, layout.token_columns, layout.expected)
-        how = call.scale, call.softcap, call.sink_logits
+        how = call.how
         if codes := layer.codes:
             return codes.attend(call.query, *how)
         if layout.is_step and not call.query.requires_grad and ragged_attention.uses_kernel(call.query):
@@ -187,7 +240,7 @@ class EvictingBackend:
         fork.store.update({i: layer.copy() for i, layer in self.store.items()})
         self.query_buffer.merge_steps()
         fork.query_buffer.queries = {key: queries.clone() for key, queries in self.query_buffer.queries.items()}
-        fork.peak_bytes = self.peak_bytes
+        fork.peak_bytes, fork.how = self.peak_bytes, dict(self.how)
         return fork
 
     def positions(self, layer: int) -> list[list[Tensor]]:

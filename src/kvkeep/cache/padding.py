@@ -24,6 +24,7 @@ class BatchLayout:
     seen: list[int]  # tokens of each row before this pass
     frozen: bool = False  # nothing is evicted any more
     expected: int = 0  # tokens of each row before any is evicted
+    evict_later: list[bool] | None = None  # rows that are evicted from when their text has been fed again
     guesses: BatchLayout | None = None  # the tokens behind these, in the same pass, that may be taken back
     guessed: bool = False  # these tokens may
 
@@ -71,6 +72,12 @@ class BatchLayout:
         """Some of the tokens alone, where no row is padded."""
         positions = [p[span] for p in self.positions]
         return replace(self, counts=[len(p) for p in positions], positions=positions)
+
+    def held_whole(self) -> BatchLayout:
+        """Of a prompt that is fed again first: nothing is evicted yet."""
+        if self.frozen or max(self.counts) == 1 and all(self.seen):
+            return self
+        return replace(self, evict_now=[False] * len(self.counts), evict_later=self.evict_now)
 
     def with_guesses(self, count: int) -> BatchLayout:
         """Followed by so many guesses in every row: nothing is evicted for them."""
@@ -143,6 +150,11 @@ class PaddingTracker:
         self.kept = [min(h, limit) for h, limit in zip(held, limits, strict=True)]
         self.padded_length += q
         self.attention_mask = padding if padding is not None else self.attention_mask
+
+    def count_evicted(self, rows: Sequence[bool]) -> None:
+        """Some rows were evicted from between two forward passes."""
+        each = zip(self.kept, self.seen, rows, strict=True)
+        self.kept = [min(kept, self.budget.tokens(seen)) if evicted else kept for kept, seen, evicted in each]
 
     def append_decoded(self, count: int) -> None:
         """Count tokens that were decoded elsewhere, where nothing was evicted for them, or one for each new one."""

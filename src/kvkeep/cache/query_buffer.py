@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,15 +16,31 @@ from kvkeep.compress.method import Method
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.ragged import RaggedLayer
-from kvkeep.types import NOTHING, Observation, Rotate, Tokens, stay
+from kvkeep.types import NOTHING, Observation, Rotate, Softmax, Tokens, stay
+
+OutputWeight = Callable[[int], Tensor] | None  # of a layer [heads, hidden, dim]; None: no method needs it
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one row of a layer, what passes after a prompt found out."""
+
+    scores: Tensor | None = None  # [kv_heads, new] of the newest tokens: their token state
+    queries: Tensor | None = None  # [heads, q, dim] to score with, in place of the text's last
 
 
 class QueryBuffer:
     """Holds the observation window: of a prompt prefilled in chunks, and of decode steps if they are evicted after."""
 
     def __init__(
-        self, method: Method, layers: list[int], decoding: bool, rotations: Mapping[int, Rotation | None] | None = None
+        self,
+        method: Method,
+        layers: list[int],
+        decoding: bool,
+        rotations: Mapping[int, Rotation | None] | None = None,
+        output_weight: OutputWeight = None,
     ):
+        self.output_weight = output_weight
         self.method, self.layers, self.rotations = method, layers, rotations or {}
         self.observation_window = 0 if method.memory and method.memory.sees_all else method.observation_window
         self.decoding = decoding and (self.observation_window > 1 or bool(method.summary)) and not method.memory
@@ -111,7 +128,7 @@ class QueryBuffer:
             self.merge_steps()
         rows = []
         for row, count in enumerate(layout.counts):
-            tokens = layer.dense(row) if layer else self._first_tokens(row, call, layout)
+            tokens = layer.dense(row) if layer else self.first_tokens(row, call, layout)
             lengths = layer.row_lengths(row) if layer else [count] * call.key.shape[1]
             if not count:
                 rows.append(EvictionCandidate(None, tokens, lengths, False))
@@ -119,17 +136,39 @@ class QueryBuffer:
             queries = layout.unpad(call.query, row).detach()
             if count > 1 or not layout.seen[row] or self.decoding:
                 queries = self._append(index, row, queries, layout.seen[row])
-            observation = Observation(
-                queries, tokens.keys, tokens.values, tokens.token_positions, tuple(lengths), layout.seen[row] + count,
-                count, call.scale, call.softcap, call.sink_logits, tokens.parts.get("token_state", NOTHING),
-                self.layers.index(index), len(self.layers), None if lse is None else lse[row],
-                self._rotate(index), layout.expected,
-                call.memo if len(layout.counts) == 1 else None, self.shared,
+            observation = replace(
+                self._observation(index, queries, call.how, tokens, lengths, layout.seen[row] + count, count),
+                lse=None if lse is None else lse[row], whole=layout.expected,
+                memo=call.memo if len(layout.counts) == 1 else None,
             )  # fmt: skip
             rows.append(EvictionCandidate(observation, tokens, lengths, layout.evict_now[row]))
         return rows
 
-    def _first_tokens(self, row: int, call: AttentionCall, layout: BatchLayout) -> Tokens:
+    def stored(
+        self, index: int, row: int, how: Softmax, layer: RaggedLayer, seq_len: int, found: Found, evict_now: bool
+    ) -> EvictionCandidate:
+        """A row as it is between two forward passes."""
+        tokens, lengths, queries = layer.dense(row), layer.row_lengths(row), found.queries
+        if queries is None:
+            queries = self.queries.get((index, row), tokens.keys[:0])
+        new = 0 if found.scores is None else found.scores.shape[1]
+        seen = self._observation(index, queries, how, tokens, lengths, seq_len, new)
+        if found.scores is not None:
+            state = seen.token_state.scatter(1, seen.newest[..., None], found.scores[..., None])
+            seen, tokens = replace(seen, token_state=state), replace(tokens, token_state=state)
+        return EvictionCandidate(seen, tokens, lengths, evict_now)
+
+    def _observation(
+        self, index: int, queries: Tensor, how: Softmax, tokens: Tokens, lengths: Sequence[int], seq_len: int, new: int
+    ) -> Observation:
+        return Observation(
+            queries, tokens.keys, tokens.values, tokens.token_positions, tuple(lengths), seq_len, new,
+            *how, tokens.parts.get("token_state", NOTHING),
+            self.layers.index(index), len(self.layers), rotate=self._rotate(index), shared=self.shared,
+            output_weight=self.output_weight(index) if self.output_weight else None,
+        )  # fmt: skip
+
+    def first_tokens(self, row: int, call: AttentionCall, layout: BatchLayout) -> Tokens:
         """The tokens of a row whose layer is empty, as [kv_heads, n, …]: views where nothing is padded."""
         keys, values = (layout.unpad(t, row).detach() for t in (call.key, call.value))
         positions = layout.positions[row].expand(len(keys), -1)

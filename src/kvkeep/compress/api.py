@@ -27,18 +27,27 @@ def select(
     layer: int = 0,
     layers: int = 1,
     frequencies: Tensor | None = None,
+    output_weight: Tensor | None = None,
     **parameters: Any,
 ) -> Selection:
     """The tokens a method keeps, given the queries, keys and values of one layer of one sequence.
 
     queries [heads, n, dim], keys and values [kv_heads, n, dim], as attention used them
+    output_weight [heads, hidden, dim]: of attention's output projection, for a method that needs it (+critical)
     frequencies [dim // 2]: of the model's RoPE, for a method that moves queries (echo); None: 10000 ** (-2i / dim)
     """
     chosen_method = parse(method, **parameters)
     if scale is not None and not 0 < scale < float("inf"):
         raise BadParameter(f"scale={scale} is not a positive number; leave it out for 1/sqrt(dim).")
+    if chosen_method.needs_passes:
+        raise BadParameter(
+            f"'{chosen_method.name}' runs the model again after a prompt, and select sees one layer's tensors; use "
+            "kvkeep.Cache or kvkeep.Engine, or a method that does not, such as 'echo' or 'snapkv'."
+        )
     budget = chosen_method.check(budget)
     check(queries, keys, values)
+    if chosen_method.needs_output:
+        check_output_weight(output_weight, queries, chosen_method.name)
     if not isinstance(layer, int) or not isinstance(layers, int) or not 0 <= layer < layers:
         raise BadParameter(f"layer={layer} is not one of the {layers} layers, counted from 0.")
     kv_heads, n, dim = keys.shape
@@ -52,7 +61,7 @@ def select(
         queries = chosen_method.summary(queries, 0, rotate)
     seen = Observation(
         queries, keys, values, positions, (n,) * kv_heads, n, n, scale or dim**-0.5,
-        token_state=token_state, layer=layer, layers=layers, rotate=rotate,
+        token_state=token_state, layer=layer, layers=layers, rotate=rotate, output_weight=output_weight,
     )  # fmt: skip
     tokens = Budget(budget).tokens(n)
     if chosen_method.retrieval:
@@ -65,6 +74,16 @@ def select(
 def _rotation(frequencies: Tensor | None, dim: int) -> Rotation:
     usual = 10000.0 ** (-2 * torch.arange(dim // 2) / dim)
     return Rotation(usual if frequencies is None else frequencies, interleaved=False)
+
+
+def check_output_weight(weight: Tensor | None, queries: Tensor, method: str) -> None:
+    heads, _, dim = queries.shape
+    if weight is None:
+        raise BadParameter(
+            f"'{method}' weighs values by the output projection: give output_weight=, [heads, hidden, dim]."
+        )
+    if weight.ndim != 3 or weight.shape[::2] != (heads, dim):
+        raise BadTensor(f"output_weight has shape {tuple(weight.shape)}; pass [{heads}, hidden, {dim}].")
 
 
 def check(queries: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from kvkeep.compress.budget.heads import EqualHeads
+from kvkeep.compress.budget.heads import EqualHeads, Threshold
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.protocols import (
@@ -18,6 +18,8 @@ from kvkeep.compress.protocols import (
     LayerAllocator,
     Placement,
     QuerySummary,
+    ReplayMemory,
+    Reranking,
     Scorer,
     ScorerTraits,
     StepMemory,
@@ -33,6 +35,7 @@ from kvkeep.kernels.torch.quantization import GROUP_SIZE
 
 PARTS = (  # field, what it has to be, and what if it has `step`
     ("scorer", Scorer, StepScorer),
+    ("rerank", Reranking, Reranking),
     ("group", Grouping, Grouping),
     ("heads", HeadAllocator, HeadAllocator),
     ("layers", LayerAllocator, LayerAllocator),
@@ -42,6 +45,18 @@ PARTS = (  # field, what it has to be, and what if it has `step`
 )
 WITHOUT = "use a method that evicts after the prompt, such as 'kvkeep' or 'snapkv'."
 STORAGE = {None: None, "int8": 8, "int4": 4}  # bits per number
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens decoded after a prompt from what another method keeps of it: the scorer sees their queries."""
+
+    method: Method
+    tokens: int = 8
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise BadParameter(f"tokens={self.tokens}: a draft has one token or more.")
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,8 @@ class Method:
     schedule: Schedule = Schedule()  # when to evict while decoding
     reuse: int = 1  # this many consecutive layers share the selection of the first
     retrieval: RetrievalConfig | None = None  # offload all tokens and retrieve some per query, instead of evicting
+    draft: Draft | None = None  # the scorer sees the queries of tokens that follow the prompt
+    rerank: Reranking | None = None  # changes the scores of tokens that are not kept anyway
     paper: str = ""
     keeps: str = ""
     deviates: str = ""  # where this differs from the paper
@@ -76,6 +93,22 @@ class Method:
         """It moves keys or queries to other positions."""
         moves_keys = self.placement is not None or (self.retrieval is not None and self.retrieval.moves_keys)
         return moves_keys or any(getattr(part, "rotates", False) for part in (self.memory, self.summary))
+
+    @property
+    def replay(self) -> ReplayMemory | None:
+        """What wants a prompt fed again before anything is evicted."""
+        memory = self.memory if self.retrieval is None else None
+        return memory if isinstance(memory, ReplayMemory) else None
+
+    @property
+    def needs_passes(self) -> bool:
+        """The model runs again after a prompt, before anything is evicted."""
+        return self.replay is not None or self.draft is not None
+
+    @property
+    def needs_output(self) -> bool:
+        """It weighs values by the projection of attention's output."""
+        return self.rerank is not None or (self.replay is not None and self.replay.needs_output)
 
     @property
     def query_aware(self) -> bool:
@@ -101,6 +134,8 @@ class Method:
             return f"it retrieves for every token, right or wrong; {WITHOUT}"
         if self.memory is not None:
             return f"every query changes what it knows of the tokens before; {WITHOUT}"
+        if self.draft is not None:
+            return f"it drafts an answer of its own before it evicts; {WITHOUT}"
         if self.schedule.every is not None:
             return f"it evicts in decode, and cannot restore what is evicted; use schedule='prompt', or {WITHOUT}"
         if self.layers.layer_weight is not None:
@@ -126,8 +161,21 @@ class Method:
             )
             raise BadParameter(f"{self._called} cannot work: one budget is shared by all layers, and {why}.")
 
+        if self.rerank and (reason := self._cannot_rerank):
+            raise BadParameter(
+                f"{self._called} cannot work: one part of the budget is spent by other scores, {reason}."
+            )
+
         if self.summary and self.observation_window:
             raise BadParameter(f"{self._called} cannot work: it needs the last queries, and has a summary of all.")
+
+    @property
+    def _cannot_rerank(self) -> str:
+        if self.scorer is None or ScorerTraits.of(self.scorer).signed:
+            return "which are products, and these may be negative"
+        if self.group is not None:
+            return "which are of tokens, and units are kept whole"
+        return "and a threshold is for one kind" if isinstance(self.heads, Threshold) else ""
 
     @property
     def across_layers(self) -> bool:

@@ -1,4 +1,4 @@
-"""The pipeline: update token state, score, guard, group, allocate, select."""
+"""The pipeline: update token state, score, guard, rerank, group, allocate, select."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def decide(
         layer_budget = layer_budgets(method, budget, seen.seq_len, [1.0] * seen.layers)[seen.layer]
     if all(n <= layer_budget for n in seen.lengths):
         return None
-    scores, forced, units, tokens = score(seen, method, method.scorer, budget)
+    scores, forced, units, tokens = score(seen, method, method.scorer, budget, layer_budget)
     counts = getattr(method.heads, "counts", None)
     if packs(scores) and (units is None or packs(units.scores)):
         by_unit = () if units is None else (units.member, units.scores)
@@ -62,7 +62,7 @@ def decide(
 
 
 def score(
-    seen: Observation, method: Method, scorer: Scorer, budget: int
+    seen: Observation, method: Method, scorer: Scorer, budget: int, layer_budget: int
 ) -> tuple[Tensor, Tensor, Units | None, Tensor]:
     """Scores, -inf for padding; forced tokens; units; which are tokens, not padding. [kv_heads, n]"""
     cache_key = ScorerTraits.of(scorer).cache_key(budget)
@@ -70,6 +70,8 @@ def score(
     guard, tokens = method.guard.fit_to(budget), token_mask(seen)
     forced = seen.once(("forced", guard, budget), lambda: guard(seen, budget))
     free = seen.once(("free", guard, budget), lambda: tokens & ~forced)
+    if method.rerank:
+        scores = method.rerank(seen, scores, free, (layer_budget - forced.sum(1)).clamp_min(0))
     units = method.group(seen, scores, free) if method.group else None
     return scores.masked_fill(~tokens, float("-inf")) if seen.is_padded else scores, forced, units, tokens
 
@@ -77,7 +79,7 @@ def score(
 def candidates(seen: Observation, method: Method, budget: int, held: Tokens) -> Candidates:
     """A layer's tokens, ready to compete with those of other layers for one budget. held: [kv_heads, n, …]"""
     assert method.scorer is not None and isinstance(method.heads, SharedBudget)
-    scores, forced, units, tokens = score(seen, method, method.scorer, budget)
+    scores, forced, units, tokens = score(seen, method, method.scorer, budget, budget)
     by_unit = () if units is None else (units.member, units.scores)
     rank = ranks(scores, forced, tokens if seen.is_padded else None, *by_unit)
     return Candidates.of(held, scores, rank, method.heads.sure(forced, budget), units).flat(seen.is_padded)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from kvkeep.compress.budget.heads import AdaptiveHeads, Threshold
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.budget.shared import SharedBudget
+from kvkeep.compress.critical import Critical
 from kvkeep.compress.grouping.blocks import Blocks
 from kvkeep.compress.grouping.prototypes import Prototypes
 from kvkeep.compress.guard import Guard
-from kvkeep.compress.method import Method, Preset
+from kvkeep.compress.method import Draft, Method, Preset
 from kvkeep.compress.positions import Capped, Contiguous, Gap
 from kvkeep.compress.retrieval.chunking import Chunks, Clusters, Events, MethodClusters, SentenceChunks
 from kvkeep.compress.retrieval.config import RetrievalConfig, check_probe
@@ -20,14 +21,16 @@ from kvkeep.compress.scorers.ahakv import AhaKVScorer, RecentAttention
 from kvkeep.compress.scorers.cake import CakeScorer
 from kvkeep.compress.scorers.chance import RandomScorer
 from kvkeep.compress.scorers.compactor import ChunkAttention, CompactorScorer
-from kvkeep.compress.scorers.echo import EchoScorer, Repetition
+from kvkeep.compress.scorers.echo import Repetition, RepetitionScorer
 from kvkeep.compress.scorers.expected_attention import ExpectedAttentionScorer, QueryMoments
 from kvkeep.compress.scorers.h2o import AccumulatedAttention, H2OScorer
 from kvkeep.compress.scorers.intelllm import IntelLLMScorer
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
 from kvkeep.compress.scorers.key_norm import KeyNormScorer
 from kvkeep.compress.scorers.keydiff import KeyDiffScorer
+from kvkeep.compress.scorers.kvzip import Replay
 from kvkeep.compress.scorers.lagkv import LagKVScorer
+from kvkeep.compress.scorers.lookahead import LookaheadScorer
 from kvkeep.compress.scorers.nacl import NaclScorer
 from kvkeep.compress.scorers.protokv import ProtoKVScorer
 from kvkeep.compress.scorers.recency import RecencyScorer
@@ -115,6 +118,11 @@ def snapkv(window=64, pool=5, pooling="avg"):
     return Method("snapkv", SnapKVScorer(window, pool, pooling), Guard(window=window), observation_window=window)
 
 
+def lookahead(tokens=8, window=64, pool=5, pooling="avg"):
+    scorer, draft = LookaheadScorer(window, pool, pooling), Draft(snapkv(window, pool, pooling), tokens)
+    return Method("lookahead", scorer, Guard(window=window), observation_window=window, draft=draft)
+
+
 def pyramidkv(window=8, pool=5, pooling="avg", beta=20):
     scorer = SnapKVScorer(window, pool, pooling)
     return Method("pyramidkv", scorer, Guard(window=window), layers=Pyramid(beta), observation_window=window)
@@ -151,7 +159,21 @@ def lagkv(sinks=4, lag=128):
 
 
 def echo(chunk=2048, sinks=4, gap=20):
-    return Method("echo", EchoScorer(), Guard(sinks), memory=Repetition(chunk, sinks, gap))
+    return Method("echo", RepetitionScorer(), Guard(sinks), memory=Repetition(chunk, sinks, gap))
+
+
+def kvzip(chunk=2048, sinks=4, layerwise=False):
+    return replayed("kvzip", Replay(chunk, sinks), layerwise)
+
+
+def kvzip_plus(chunk=2048, sinks=4, layerwise=False):
+    return replayed("kvzip_plus", Replay(chunk, sinks, by_output=True), layerwise)
+
+
+def replayed(name: str, replay: Replay, layerwise: bool):
+    """layerwise: heads of one layer share a budget, not those of all layers"""
+    heads = SharedBudget(across_layers=not layerwise)
+    return Method(name, RepetitionScorer(), Guard(replay.sinks), heads=heads, memory=replay)
 
 
 def expected_attention(future=512, sinks=4, epsilon=0.0, covariance=True, value_norms=True):
@@ -287,8 +309,18 @@ def keep_above(tau=0.001):
     return lambda method: {"heads": Threshold(method.heads, tau)}
 
 
+def by_output(share=0.5, offset=1e-4):
+    """A share of the budget by score, the rest by score and output."""
+    return lambda method: {"rerank": Critical(share, offset)}
+
+
 GROUPED = "attention is averaged over the query heads of a key head"
 FIRST = "once=True (ProtoKV's table 3, prefilling): the first decoded token retrieves, for all that follow"
+REPLAY = (
+    "parts are shorter where the context length leaves less room; the template's beginning is repeated, too; a later "
+    "prompt is repeated by itself; without a tokenizer (Cache(…, tokenizer=)) the text is fed without the instruction; "
+    "generated tokens are not scored, and evicted last"
+)
 ONCE = "layers are compared once, after all are prefilled, and held uncompressed until then"
 SIGN = "equation 5's sign follows the text"
 RANGES = "one range of text per 16 tokens, 500 at most (chunks=500: as in the paper)"
@@ -324,6 +356,10 @@ METHODS = Registry("method", {
     "snapkv": Preset(
         snapkv, "arXiv:2404.14469", "tokens the last queries attend to, pooled, and those last tokens", GROUPED,
     ),
+    "lookahead": Preset(
+        lookahead, "arXiv:2505.20334", "tokens that a draft of the answer attends to",
+        f"the draft is decoded from what snapkv keeps, and sees the text's tokens alone; {GROUPED}",
+    ),
     "pyramidkv": Preset(
         pyramidkv, "arXiv:2406.02069", "snapkv with larger budgets for early layers, smaller for late ones",
         f"the total is conserved exactly; {GROUPED}",
@@ -354,6 +390,13 @@ METHODS = Registry("method", {
         echo, "after arXiv:2505.23416", "what the text's own queries attend to where a repetition of it would stand",
         "KVzip feeds the text a second time; here the prefill's queries are moved on. Passes of one's own cut a chunk "
         "where they end. Generated tokens are not scored, and evicted last. +shared: one budget, as in the paper",
+    ),
+    "kvzip": Preset(
+        kvzip, "arXiv:2505.23416", "what the model attends to when told to repeat the text, and fed it again", REPLAY,
+    ),
+    "kvzip_plus": Preset(
+        kvzip_plus, "after arXiv:2505.23416", "the same, by what a token adds to the hidden state of the one repeated",
+        f"attention × ‖W_O v‖ / ‖h‖, h as the layer receives it, before its norm; {REPLAY}",
     ),
     "expected_attention": Preset(
         expected_attention, "arXiv:2510.00636", "keys that the next queries, if distributed as the text's, attend to",
@@ -416,6 +459,10 @@ MODIFIERS = Registry("modifier", {
     "shared": Preset(
         lambda floor=0.0: {"heads": SharedBudget(floor)}, "arXiv:2505.23416", "one budget for all heads of all layers",
         "for any method's scores; a token that is not among the best of the layers so far is evicted at once",
+    ),
+    "critical": Preset(
+        by_output, "arXiv:2502.03805", "half of the budget by score, the rest by score × ‖W_O v‖₁",
+        "of the mean budget of a layer's heads: each head is sure of its share",
     ),
     "threshold": Preset(
         keep_above, "arXiv:2505.23416", "only tokens that score above tau, within the budget",

@@ -6,7 +6,7 @@ What a protocol lists is required. What a scorer may add is in `ScorerTraits`; a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +18,7 @@ from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery, Row
 from kvkeep.compress.select import Units
 from kvkeep.errors import BadParameter
 from kvkeep.registry import did_you_mean
-from kvkeep.types import Observation, Rotate, Step
+from kvkeep.types import Observation, Replayed, ReplayPass, Rotate, Step
 
 NEEDS = ("mass", "mass_per_head", "moments", "sizes", "keys", "question")
 
@@ -57,6 +57,24 @@ class StepMemory(TokenMemory, Protocol):
     def step(self, step: Step, budget: int, /) -> Tensor: ...
 
 
+@runtime_checkable
+class ReplayMemory(TokenMemory, Protocol):
+    """Wants a prompt fed to the model again before anything is evicted. Its `score` is the tokens' token_state.
+
+    passes: of a prompt of so many tokens, the parts that are fed, one after the other; room: tokens that the model's
+    context length leaves for each
+    score: of a part's tokens, in one layer [kv_heads, m] float32
+    needs_output: `Replayed` has output_weight and hidden_norms
+    """
+
+    @property
+    def sinks(self) -> int: ...
+    @property
+    def needs_output(self) -> bool: ...
+    def passes(self, tokens: int, room: int, /) -> Iterable[ReplayPass]: ...
+    def score(self, seen: Replayed, /) -> Tensor: ...
+
+
 class QuerySummary(Protocol):
     """What is held of all of a prompt's queries, and what the scorer sees in their place. -> [heads, rows, dim] float64
 
@@ -65,6 +83,16 @@ class QuerySummary(Protocol):
 
     def rows(self, dim: int, /) -> int: ...
     def __call__(self, queries: Tensor, first: int, rotate: Rotate, /) -> Tensor: ...
+
+
+class Reranking(Protocol):
+    """Changes scores, given which tokens are kept anyway. -> [kv_heads, n]
+
+    free [kv_heads, n]: the tokens that are not; left [kv_heads]: how many of them will be kept. `Observation` has its
+    output_weight.
+    """
+
+    def __call__(self, observation: Observation, scores: Tensor, free: Tensor, left: Tensor, /) -> Tensor: ...
 
 
 class Grouping(Protocol):

@@ -34,7 +34,9 @@ class StepRule:
         self.memory = method.memory if self.tokens and isinstance(method.memory, StepMemory) else None
         # token state is made of attention, even where the scorer itself needs none
         self.needs_attention = method.memory is not None or ScorerTraits.of(method.scorer).needs_attention
-        one_by_one = method.group is None and method.reuse == 1 and (method.memory is None or self.memory)
+        one_by_one = (
+            not (method.group or method.rerank) and method.reuse == 1 and (method.memory is None or self.memory)
+        )
         equal = isinstance(method.heads, EqualHeads) and isinstance(method.layers, EqualLayers)
         supported = self.tokens and one_by_one and equal
         self.scorer = method.scorer if supported and isinstance(method.scorer, StepScorer) else None

@@ -66,6 +66,11 @@ class PackedForward(HFCacheAdapter):
                 upload(ids, device), position_ids=upload(positions, device), past_key_values=self, logits_to_keep=every
             ).logits[0]
 
+    def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
+        assert ids is not None and positions is not None
+        for sequence, span in self.spans:
+            sequence.cache.after_forward(ids[:, span], positions[:, span])
+
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         outputs = [sequence.cache.attend(index, call.tokens(span))[0] for sequence, span in self.spans]
         if self.after_layer:

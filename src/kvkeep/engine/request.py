@@ -93,7 +93,8 @@ class Request:
     @property
     def can_settle_later(self) -> bool:
         """Whether another prompt's pass may be launched before the one that ends this prompt is done."""
-        return not (self.interactive or self.prefill_only or self.config.method.retrieval)
+        method = self.config.method
+        return not (self.interactive or self.prefill_only or method.retrieval or method.needs_passes)
 
     def report_progress(self) -> None:
         """After a chunk."""

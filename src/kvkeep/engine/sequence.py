@@ -62,7 +62,7 @@ class SequenceConfig:
         return SentenceBoundaries(self.tokenizer)
 
     def new_sequence(self) -> Sequence:
-        cache = Cache(self.model, self.method, self.budget, **self.cache_options)
+        cache = Cache(self.model, self.method, self.budget, tokenizer=self.tokenizer, **self.cache_options)
         if self.host_budget is not None:
             cache.share_host_budget(self.host_budget)
         return Sequence(self, cache)

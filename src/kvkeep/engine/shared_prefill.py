@@ -29,6 +29,10 @@ class SharedPrefillCache(HFCacheAdapter):
         for cache in caches[1:]:  # the model is checked once for all
             cache.attention_check.checked = caches[0].attention_check.checked
 
+    def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
+        for cache in self.caches:
+            cache.after_forward(ids, positions)
+
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         shared = replace(call, hf_attention=once(call.hf_attention), is_sdpa=False, memo={})
         outputs = [cache.attend(index, shared) for cache in self.caches]

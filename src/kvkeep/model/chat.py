@@ -112,6 +112,11 @@ def split_template(tokenizer: Any, text: str = "", **options: Any) -> tuple[str,
     return before, after
 
 
+def end_of_message(tokenizer: Any) -> list[int]:
+    """Ids of what the template puts between a user's message and the answer; without one, of a line's end."""
+    return ids_of(tokenizer, split_template(tokenizer)[1] or "\n")
+
+
 def bos_text(tokenizer: Any) -> str:
     """The BOS token, if this tokenizer puts one before every text."""
     ids = tokenizer("a").input_ids

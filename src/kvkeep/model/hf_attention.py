@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.kernels.dispatch import chunk_attention
+from kvkeep.types import Softmax
 
 PREFIX = "kvkeep_"
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -78,6 +79,10 @@ class AttentionCall:
         known, guessed = self.tokens(slice(None, -guesses)), self.tokens(slice(-guesses, None))
         padding = None if self.padding is None else self.padding[:, :-guesses]
         return replace(known, padding=padding), replace(guessed, padding=None)
+
+    @property
+    def how(self) -> Softmax:
+        return self.scale, self.softcap, self.sink_logits
 
     def to_hf_output(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """An output [rows, heads, q, dim] in the layout of transformers' attention functions."""

@@ -155,6 +155,12 @@ class HFCacheAdapter(TransformersCache):
     def begin_forward(self) -> None:
         """Called when a forward pass makes its mask, before any of its layers runs."""
 
+    def before_forward(self) -> None:
+        """Called before a model's forward pass, if that is intercepted."""
+
+    def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
+        """Called after it, with what it was given. ids [rows, q], positions [1 or rows, q]"""
+
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """The output of one attention call of layer `index`, in the layout of transformers' attention functions."""
         raise NotImplementedError

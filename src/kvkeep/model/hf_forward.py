@@ -1,4 +1,7 @@
-"""A model's forward pass that asks our caches first: one may have a decode step captured in a CUDA graph."""
+"""A model's forward pass that asks our caches first: one may have a decode step captured in a CUDA graph.
+
+And tells them after it which tokens it had: a method may want the text fed again.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,17 @@ class InterceptedForward:
         return MethodType(type(model).forward, model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        cache: Any = kwargs.get("past_key_values")
+        if torch.compiler.is_compiling() or not hasattr(cache, "after_forward"):
             return self.own(*args, **kwargs)
-        cache = kwargs.get("past_key_values")
-        step = getattr(cache, "captured_step", None)
+        cache.before_forward()
+        step = None if torch.is_grad_enabled() else getattr(cache, "captured_step", None)
         logits = step(self.own, *step_input(args, kwargs)) if step and is_decode_step(args, kwargs) else None
-        if logits is None:
-            return self.own(*args, **kwargs)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        if logits is not None:
+            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        output = self.own(*args, **kwargs)
+        cache.after_forward(*step_input(args, kwargs))
+        return output
 
     def __reduce__(self) -> Any:
         return getattr, (self.model(), "forward")  # while a copy is being made, that is its class's
@@ -49,11 +55,12 @@ class InterceptedForward:
         return memo[id(self.model())].forward
 
 
-def intercept(model: PreTrainedModel) -> None:
-    """Once. A model whose forward pass somebody else has replaced is left alone."""
+def intercept(model: PreTrainedModel) -> bool:
+    """Once. -> False: a model whose forward pass somebody else has replaced is left alone"""
     present = vars(model).get("forward")
     if present is None or getattr(present, "__func__", None) is type(model).forward:  # a copy of an intercepted one
         vars(model)["forward"] = InterceptedForward(model)
+    return isinstance(vars(model)["forward"], InterceptedForward)
 
 
 def is_decode_step(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -67,5 +74,5 @@ def is_decode_step(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def step_input(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Token and position ids of a decode step. [rows, 1]"""
+    """Token and position ids. [rows, 1] of a decode step"""
     return (*args, kwargs.get("input_ids"))[0], kwargs.get("position_ids")

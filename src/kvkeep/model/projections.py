@@ -58,7 +58,12 @@ def can_join(layers: list[nn.Module]) -> TypeGuard[list[nn.Linear]]:
 
 def is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether nothing but nn.Linear's own code uses its weights: not quantized, sharded, adapted or offloaded."""
-    if type(layer) is not nn.Linear or "forward" in vars(layer):
+    return has_plain_weight(layer) and "forward" not in vars(layer)
+
+
+def has_plain_weight(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether its weights are numbers that are there."""
+    if type(layer) is not nn.Linear:
         return False
     plain = all(type(each.data) is Tensor for each in (layer.weight, layer.bias) if each is not None)
     return plain and layer.weight.is_floating_point() and layer.weight.device.type != "meta"

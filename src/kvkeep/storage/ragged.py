@@ -136,6 +136,10 @@ class RaggedLayer:
             rows = [[replace(each, keys=each.keys[:, :0], values=each.values[:, :0]) for each in row] for row in rows]
         self._write_segments(rows, growth, spare)
 
+    def hold(self, rows: Sequence[Sequence[Tokens]]) -> None:
+        """As `fill`, in the model's dtype until `quantize`."""
+        self._write_segments(rows, growth=0)
+
     def _write_segments(self, rows: Sequence[Sequence[Tokens]], growth: int, spare: int = 0) -> None:
         segments = [segment for row in rows for segment in row]
         lengths = [len(segment.token_positions) for segment in segments]

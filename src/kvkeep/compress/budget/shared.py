@@ -23,11 +23,11 @@ from kvkeep.types import PAD_POSITION, Tokens
 class SharedBudget(AdaptiveHeads):
     """Heads of all layers compete; each is sure of `alpha` of an equal budget, its forced tokens included.
 
-    Where one layer is all there is (`kvkeep.select`), its heads compete, as in +adakv.
+    Where one layer is all there is (`kvkeep.select`), or not across_layers, its heads compete, as in +adakv.
     """
 
     alpha: float = 0.0
-    across_layers = True
+    across_layers: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:

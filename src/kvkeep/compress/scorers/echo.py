@@ -19,12 +19,12 @@ from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import column_maximum
 from kvkeep.types import Observation
 
-UNREPEATED = 2.0  # score of generated tokens: above any share of attention
+UNREPEATED = 1e6  # score of generated tokens: they are evicted last
 
 
 @dataclass(frozen=True)
-class EchoScorer:
-    """Scores by the token state of `Repetition`."""
+class RepetitionScorer:
+    """Scores by the token state of `Repetition`, or of another memory that scores a prompt's tokens once."""
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         score = seen.token_state[..., 0]

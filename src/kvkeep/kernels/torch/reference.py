@@ -50,6 +50,12 @@ def masked_logits(queries: Tensor, keys: Tensor, allowed: Tensor, scale: float, 
     return logits
 
 
+def query_block(queries: Tensor, n: int) -> int:
+    """Of the queries [heads, q, dim], so many at a time, where each has n probabilities."""
+    most = BLOCK_PROBS.get(queries.device.type, BLOCK_PROBS_GPU)
+    return max(16, min(256, most // (queries.shape[0] * n) // 16 * 16))
+
+
 def column_mass(
     queries: Tensor,
     keys: Tensor,
@@ -68,8 +74,7 @@ def column_mass(
     weights [heads, q]: of each query's attention; lse [heads, q]: log-sum-exp of its logits, used by the kernel only
     """
     q, n = queries.shape[1], keys.shape[1]
-    max_probs = BLOCK_PROBS.get(keys.device.type, BLOCK_PROBS_GPU)
-    block = max(16, min(256, max_probs // (queries.shape[0] * n) // 16 * 16))
+    block = query_block(queries, n)
     mass = keys.new_zeros(keys.shape[0], n, dtype=torch.float32)
     keys = keys.float().transpose(1, 2).contiguous().transpose(1, 2)  # layout for products with many small blocks
     uniform = bool((positions[:, -1] == n - 1).all())  # nothing was evicted: only a block's own keys are masked
@@ -104,8 +109,7 @@ def column_maximum(
     queries and moved [heads, m, dim], keys [kv_heads, m, dim], sinks [kv_heads, s, dim] -> [kv_heads, m] float32
     """
     m, count, kv_heads = queries.shape[1], sinks.shape[1], len(keys)
-    max_probs = BLOCK_PROBS.get(keys.device.type, BLOCK_PROBS_GPU)
-    block = max(16, min(256, max_probs // (queries.shape[0] * m) // 16 * 16))
+    block = query_block(queries, m)
     all_keys, all_visible = torch.cat([sinks, keys], 1).float(), keys.new_ones(1, 1, 0, dtype=torch.bool)
     highest = keys.new_full((kv_heads, m), -torch.inf, dtype=torch.float32)
     for start in range(0, m, block):
@@ -119,6 +123,39 @@ def column_maximum(
         second = second[..., count:].sub_(lse[..., None])
         highest = torch.maximum(highest, second.flatten(1, 2).amax(1))
     return highest.exp()
+
+
+def repeated_maximum(
+    queries: Tensor,
+    own_keys: Tensor,
+    keys: Tensor,
+    sinks: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    key_weights: Tensor | None = None,
+    query_weights: Tensor | None = None,
+) -> Tensor:
+    """The most attention each of `keys` gets from any query, or query head, of tokens that are fed after them.
+
+    One softmax of each query, over sinks, keys, and its own tokens' keys up to itself. Queries come in blocks.
+    queries [heads, q, dim], own_keys [kv_heads, q, dim], keys [kv_heads, m, dim], sinks [kv_heads, s, dim]
+    key_weights [heads, m], query_weights [q]: factors of the attention -> [kv_heads, m] float32
+    """
+    (kv_heads, m, _), q, count = keys.shape, queries.shape[1], sinks.shape[1]
+    all_keys = torch.cat([sinks, keys, own_keys], 1).float()
+    block, highest = query_block(queries, all_keys.shape[1]), all_keys.new_zeros(kv_heads, m)
+    for start in range(0, q, block):
+        end = min(start + block, q)
+        own = torch.ones(1, end - start, end - start, dtype=torch.bool, device=keys.device).tril()
+        visible = all_keys[:, : count + m + end]
+        rows = probabilities(queries[:, start:end], visible, own, scale, softcap, sink_logits)[..., count : count + m]
+        if key_weights is not None:
+            rows = rows * key_weights.view(kv_heads, -1, 1, m)
+        if query_weights is not None:
+            rows = rows * query_weights[start:end, None]
+        highest = torch.maximum(highest, rows.flatten(1, 2).amax(1))
+    return highest
 
 
 def sum_over_queries(rows: Tensor) -> Tensor:

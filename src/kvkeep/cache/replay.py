@@ -1,0 +1,166 @@
+"""A text is fed to the model again, part by part, before anything of it is evicted, if its method asks for that.
+
+    prefill ─► layers hold the whole text ─► a forward pass for each part, which appends nothing ─► evict, all layers
+                                             every layer: `ReplayMemory.score` of the part's tokens
+
+Until the last step, the layers are as the prefill left them: cut short at any time, the text is whole, and the next
+forward pass begins with feeding it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.backend import CacheState
+from kvkeep.cache.padding import BatchLayout
+from kvkeep.compress.protocols import ReplayMemory
+from kvkeep.errors import CacheMisuse, UnsupportedModel
+from kvkeep.kernels.torch.reference import segment_attention
+from kvkeep.model.chat import end_of_message, ids_of
+from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.model.hf_cache import HFCacheAdapter, context_length, execution_device
+from kvkeep.model.output_projection import hidden_norms, output_weight
+from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.types import Replayed, ReplayPass, Tokens
+
+KeyValues = tuple[Tensor, Tensor]  # of one key head [n, dim]
+LayerRows = dict[tuple[int, int], Tensor]  # by layer and row
+
+
+@dataclass(frozen=True)
+class RowText:
+    """The tokens of one row that were not fed again yet, the last of those it has seen, and the position after them."""
+
+    ids: list[int]
+    position: int
+
+
+@dataclass(frozen=True)
+class Unreplayed:
+    """What a cache has to remember from a prefill to its replay."""
+
+    rows: list[RowText] = field(default_factory=list)
+    layout: BatchLayout | None = None  # of the last forward pass, before its tokens are known
+    due: list[bool] | None = None  # rows that are evicted from after the replay; None: the prompt goes on
+
+    def begin(self, layout: BatchLayout) -> Unreplayed:
+        """After a forward pass. Tokens that were decoded, or follow a context, are not fed again."""
+        if layout.evict_later is None:
+            return Unreplayed()
+        return replace(self, layout=layout, due=layout.evict_later if any(layout.evict_later) else None)
+
+    def add(self, ids: Tensor, positions: Tensor | None, padded_length: int) -> Unreplayed:
+        """The tokens of that pass, and where they stand. ids [rows, q], padded_length: with them"""
+        assert self.layout is not None
+        q, counts = ids.shape[1], self.layout.counts
+        if positions is None:
+            positions = torch.arange(padded_length - q, padded_length)[None]
+        where = positions.reshape(-1, *positions.shape[-2:])[0].expand(len(ids), -1).tolist()
+        columns = [c.tolist() for c in self.layout.token_columns or [torch.arange(q)] * len(counts)]
+        before = self.rows or [RowText([], 0)] * len(counts)
+        rows = [
+            RowText([*old.ids, *(row[c] for c in mine)], at[mine[-1]] + 1 if mine else old.position)
+            for old, row, mine, at in zip(before, ids.tolist(), columns, where, strict=True)
+        ]
+        return replace(self, rows=rows, layout=None)
+
+    def check_done(self, method: str) -> None:
+        """Refuse to go on with a text that should have been fed again."""
+        if self.due or self.layout:
+            raise CacheMisuse(
+                f"'{method}' runs the model again before it evicts, and that is not done: the forward pass did not "
+                "tell its tokens, or was cut short. Call the model itself, not a compiled or wrapped one, with "
+                "input_ids and with past_key_values= by name (inputs_embeds cannot be fed again)."
+            )
+
+
+class ReplayForward(HFCacheAdapter):
+    """What the model sees of a cache while a text is fed again: new tokens attend to a row and to each other."""
+
+    seen = 0  # every token has a position id
+
+    def __init__(self, model: Any, memory: ReplayMemory, store: dict[int, RaggedLayer], tokenizer: Any) -> None:
+        super().__init__(model)
+        self.memory, self.store, self.tokenizer = memory, store, tokenizer
+        self.row, self.behind = 0, slice(0)  # the row, and its part that is fed, counted from the row's end
+        self.norms: dict[int, Tensor] = {}
+        self.scores: LayerRows = {}  # of the tokens fed so far [kv_heads, tokens]
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[RowText]) -> LayerRows:
+        """Scores of all tokens of these texts. [kv_heads, tokens]"""
+        with hidden_norms(self.model, self.compressed_layers if self.memory.needs_output else []) as self.norms:
+            for self.row, text in enumerate(rows):
+                for part in self.memory.passes(len(text.ids), context_length(self.model) - text.position):
+                    self._feed(text, part)
+        return self.scores
+
+    def _feed(self, text: RowText, part: ReplayPass) -> None:
+        self.behind = slice(part.start - len(text.ids), part.end - len(text.ids) or None)
+        lead, repeated = text.ids[part.start - part.lead : part.start], text.ids[part.start : part.end]
+        ids = torch.tensor([self._say(part.instruction) + lead + self._end + repeated])
+        positions, device = text.position + torch.arange(ids.shape[1]), execution_device(self.model)
+        self.model(ids.to(device), position_ids=positions[None].to(device), past_key_values=self, logits_to_keep=1)
+
+    def _say(self, text: str) -> list[int]:
+        return ids_of(self.tokenizer, text) if self.tokenizer else []
+
+    @cached_property
+    def _end(self) -> list[int]:
+        return end_of_message(self.tokenizer) if self.tokenizer else []
+
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        heads, scores = self.store[index].row(self.row), self.scores.get((index, self.row))
+        new = self.memory.score(self._replayed(index, call, heads))
+        self.scores[index, self.row] = new if scores is None else torch.cat([scores, new], 1)
+        return call.to_hf_output(attend_appended(call, [(head.keys, head.values) for head in heads])[0])
+
+    def _replayed(self, index: int, call: AttentionCall, heads: list[Tokens]) -> Replayed:
+        first = min(self.memory.sinks, *(len(head.keys[: self.behind.start]) for head in heads))
+        keys, values = (torch.stack([getattr(h, n)[self.behind] for h in heads]) for n in ("keys", "values"))
+        sinks = torch.stack([head.keys[:first] for head in heads])
+        weight = output_weight(self.model, index) if self.memory.needs_output else None
+        norms = self.norms[index][0] if self.memory.needs_output else None
+        return Replayed(call.query[0], call.key[0], keys, values, sinks, *call.how, weight, norms)
+
+
+def replay_scores(cache: CacheState) -> LayerRows:
+    """Of the tokens that were not fed again yet, if the method wants them to be."""
+    if not (replay := cache.method.replay):
+        return {}
+    return ReplayForward(cache.model, replay, cache.backend.store, cache.tokenizer)(cache.unreplayed.rows)
+
+
+def attend_appended(call: AttentionCall, heads: Sequence[KeyValues]) -> tuple[Tensor, list[KeyValues]]:
+    """Over each head's tokens, followed by the new ones of the one row. -> the output, and both"""
+    new = zip(heads, call.key[0], call.value[0], strict=True)
+    joined = [(torch.cat([keys, key]), torch.cat([values, value])) for (keys, values), key, value in new]
+    ends = accumulate((len(keys) for keys, _ in joined), initial=0)
+    segments = [(start, end - start) for start, end in pairwise(ends)]
+    keys, values = (torch.cat(part) for part in zip(*joined, strict=True))
+    return segment_attention(call.query, keys, values, segments, [call.query.shape[2]], *call.how), joined
+
+
+def check_can_replay(cache: CacheState, intercepted: bool) -> None:
+    """Refuse a model whose text cannot be fed again beside its cache."""
+    method, reason = cache.method.name, ""
+    if cache.hf_layers and cache.compressed_layers:
+        reason = "it has sliding-window or linear layers, which cannot attend without changing what they hold"
+    elif cache.shards:
+        reason = f"tensor parallelism splits its heads over {cache.shards.size} processes"
+    elif not intercepted:
+        reason = (
+            "its forward pass is compiled, or replaced by somebody else (accelerate's device_map), and hides its tokens"
+        )
+    if reason:
+        raise UnsupportedModel(
+            f"'{method}' runs the model again after a prompt, and cannot with this {cache.name}: {reason}; use one "
+            "that does not, such as 'echo' or 'snapkv'."
+        )

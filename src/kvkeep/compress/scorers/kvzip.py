@@ -1,0 +1,71 @@
+"""What the model looks at when it repeats the text: KVzip (arXiv:2505.23416).
+
+After a prompt, the model is told to repeat it, and fed the repetition, part by part, over the whole cache. A token's
+score is the most attention that any query of the instruction and the repetition pays to it, in one softmax over the
+text's first tokens, the part that is repeated, and what was fed so far. No question is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import BadParameter
+from kvkeep.kernels.torch.reference import repeated_maximum
+from kvkeep.types import Observation, Replayed, ReplayPass
+
+FIRST = "\n\nRepeat the previous context exactly."
+LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+LEAD = 8  # tokens
+WORDS = 32  # tokens of an instruction and the end of a message, about
+LEAST = 64  # tokens of a part, however little room the model's context length leaves
+
+
+@dataclass(frozen=True)
+class Replay:
+    """token_state [kv_heads, n, 1]: a prompt's tokens' scores, computed once, after the passes that bring them.
+
+    by_output: KVzip+, attention × ‖W_O v‖ / ‖h‖: what the token adds to the hidden state h of the one that repeats.
+    """
+
+    size: int = 2048  # tokens of a part
+    sinks: int = 4
+    by_output: bool = False
+    width, sees_all, prompt_only = 1, False, True
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("chunk", self.size, 1), ("sinks", self.sinks, 0)):
+            if value < least:
+                raise BadParameter(f"{name}={value} is too small; use {least} or more.")
+
+    @property
+    def needs_output(self) -> bool:
+        return self.by_output
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        return seen.token_state
+
+    def passes(self, tokens: int, room: int) -> Iterator[ReplayPass]:
+        size = min(self.size, max(room - LEAD - WORDS, LEAST))
+        for start in range(0, tokens, size):
+            end = min(start + size, tokens)
+            yield ReplayPass(LATER, min(LEAD, start), start, end) if start else ReplayPass(FIRST, 0, 0, end)
+
+    def score(self, seen: Replayed) -> Tensor:
+        how = seen.queries, seen.own_keys, seen.keys, seen.sinks, seen.scale, seen.softcap, seen.sink_logits
+        if not self.by_output:
+            return repeated_maximum(*how).clamp_min(1e-30)
+        assert seen.output_weight is not None and seen.hidden_norms is not None
+        norms = output_norms(seen.values, seen.output_weight)
+        return repeated_maximum(*how, norms, 1 / seen.hidden_norms.float().clamp_min(1e-12)).clamp_min(1e-30)
+
+
+def output_norms(values: Tensor, output_weight: Tensor) -> Tensor:
+    """‖W_O v‖ of each query head. values [kv_heads, m, dim], output_weight [heads, hidden, dim] -> [heads, m]"""
+    weight = output_weight.float()
+    products = weight.transpose(1, 2) @ weight  # [heads, dim, dim]: ‖Wv‖² = v (WᵀW) v
+    grouped = values.float().repeat_interleave(len(weight) // len(values), 0)
+    return torch.linalg.vecdot(grouped @ products, grouped).clamp_min(0).sqrt()

@@ -1,0 +1,127 @@
+"""lookahead: a draft's queries, decoded by a stock model that sees what snapkv keeps, choose from the whole text."""
+
+import masked_reference
+import numpy as np
+import pytest
+import tiny_chat
+import torch
+from masked_reference import build, kept, reference, row, tokens
+from oracles.common import dots, pool1d, softmax, top
+from transformers import DynamicCache
+from transformers.modeling_utils import AttentionInterface
+
+import kvkeep
+from kvkeep.cache.draft import DraftForward
+from kvkeep.compress.parse import parse
+from kvkeep.errors import BadParameter, CacheMisuse
+
+BUDGET, WINDOW = 24, 8
+
+
+def drafted(model, ids, cheap, count):
+    """Tokens that a stock model writes, given what was kept of the text; and their queries: layer -> [heads, q, dim]"""
+    n, queries, attend = ids.shape[1], {}, masked_reference._reference_attention
+
+    def record(module, query, *args, **kwargs):
+        queries[module.layer_idx] = query[0, :, n:].double().numpy()
+        return attend(module, query, *args, **kwargs)
+
+    before = [[[j for j in head if j < n - 1] for head in layer] for layer in cheap]
+    for _ in range(count):
+        logits = reference(model, ids, [(n - 1, before)])
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+    AttentionInterface.register("masked_reference", record)
+    try:
+        reference(model, ids, [(n - 1, before)])
+    finally:
+        AttentionInterface.register("masked_reference", attend)
+    return ids[0, n:].tolist(), queries
+
+
+def expected(queries, keys, budget):
+    """[head] -> tokens: mean attention of the draft over the text, pooled by 5 before the window, which stays."""
+    kv_heads, n, dim = keys.shape
+    group, out = len(queries) // kv_heads, []
+    for h in range(kv_heads):
+        mean = np.zeros(n)
+        for member in range(h * group, (h + 1) * group):
+            for query in queries[member]:
+                mean += softmax(dots(keys[h], query) / dim**0.5) / (group * queries.shape[1])
+        scores = np.full(n, np.inf)
+        scores[: n - WINDOW] = pool1d(mean[: n - WINDOW], 5)
+        out.append(sorted(top(scores, budget)))
+    return out
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_draft_chooses_from_the_whole_text(count, seed):
+    model, ids = build().double(), tokens(90, seed)
+    cheap = kvkeep.Cache(model, "snapkv", BUDGET, window=WINDOW)
+    model(ids, past_key_values=cheap)
+    full, cache = DynamicCache(), kvkeep.Cache(model, "lookahead", BUDGET, window=WINDOW, tokens=count)
+    model(ids, past_key_values=full)
+    model(ids, past_key_values=cache)
+    _, queries = drafted(model, ids, row(cheap), count)
+    assert all(each.shape[1] == count for each in queries.values())
+    want = [expected(queries[i], layer.keys[0].numpy(), BUDGET) for i, layer in enumerate(full.layers)]
+    assert row(cache) == want != row(cheap)
+
+
+def test_chunks_rows_turns_and_engine():
+    model, ids = build().double(), tokens(90)
+    how = {"window": WINDOW, "tokens": 3}
+    whole = kvkeep.Cache(model, "lookahead", BUDGET, **how)
+    model(ids, past_key_values=whole)
+    chunks = kvkeep.Cache(model, "lookahead", BUDGET, **how)
+    chunks.defer_eviction(90)
+    for part in ids.split([40, 21, 29], 1):
+        model(part, past_key_values=chunks)
+    assert kept(chunks) == kept(whole)
+    for follow in (ids[:, :1], ids[:, :30], ids[:, :1]):
+        model(follow, past_key_values=whole)
+    assert whole.report().kept_per_head == BUDGET + 1
+    made, words = tiny_chat.sharp()
+    engine, text = kvkeep.Engine(made, words, "lookahead", 40, **how), "abcdefgh. " * 20
+    assert engine.generate([text, text[3:]], max_new_tokens=4) == [
+        engine.generate(each, max_new_tokens=4) for each in (text, text[3:])
+    ]
+    context = engine.read(text, question="Why?")
+    assert context.report().kept_per_head <= 40 and isinstance(context.ask("Why?", max_new_tokens=4), str)
+
+
+def test_nothing_is_drafted_where_the_text_fits_and_cut_short_it_is_whole(monkeypatch):
+    model, ids, own = build(), tokens(90), DraftForward._decode
+    calls = []
+
+    def fail(self, token, position):
+        calls.append(position)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return own(self, token, position)
+
+    monkeypatch.setattr(DraftForward, "_decode", fail)
+    model(ids, past_key_values=kvkeep.Cache(model, "lookahead", 90))
+    assert not calls
+    cache, want = (kvkeep.Cache(model, "lookahead", BUDGET, tokens=2) for _ in range(2))
+    model(ids, past_key_values=want)
+    assert calls == [89, 90, 91]
+    with pytest.raises(KeyboardInterrupt):
+        model(ids, past_key_values=cache)
+    assert cache.report().kept_per_head == 90
+    steps = [model(ids[:, :1], past_key_values=each).logits for each in (cache, want)]
+    torch.testing.assert_close(*steps)
+    assert kept(cache) == kept(want)
+
+
+def test_what_it_cannot_do_is_refused_by_name():
+    given = torch.randn(4, 60, 8), torch.randn(2, 60, 8), torch.randn(2, 60, 8)
+    with pytest.raises(BadParameter, match="'lookahead' runs the model again"):
+        kvkeep.select("lookahead", *given, 16)
+    with pytest.raises(BadParameter, match="a draft has one token or more"):
+        parse("lookahead", tokens=0)
+    with pytest.raises(BadParameter, match="pooling='sum' is not known"):
+        parse("lookahead", pooling="sum")
+    with pytest.raises(CacheMisuse, match="drafts an answer of its own"):
+        kvkeep.Cache(build(), "lookahead", 16).activate_past_recording()
+    assert parse("lookahead").query_aware

@@ -1,0 +1,287 @@
+"""A text that is fed again before it is evicted from: what is kept is what the model's own attention says it is.
+
+The expected scores come from transformers alone: the text in a DynamicCache, each part fed after it with eager
+attention, its weights renormalized over the keys that count (tests/oracles/kvzip.py).
+"""
+
+import copy
+
+import families
+import numpy as np
+import pytest
+import tiny_chat
+import torch
+from conftest import make_llama
+from oracles import frontier
+from oracles import kvzip as oracle
+from transformers import DynamicCache
+
+import kvkeep
+from kvkeep.cache import replay
+from kvkeep.cache.evictor import Evictor
+from kvkeep.compress.parse import parse
+from kvkeep.compress.scorers.kvzip import FIRST, LATER
+from kvkeep.engine.sequence import SequenceConfig
+from kvkeep.engine.shared_prefill import prefill_shared
+from kvkeep.errors import CacheMisuse, UnsupportedModel
+from kvkeep.model.chat import ids_of
+from kvkeep.model.output_projection import output_weight
+
+IDS = torch.randperm(128, generator=torch.Generator().manual_seed(7))[None, :90]
+TOKENIZER = tiny_chat.tokenizer()
+WORDS = ids_of(TOKENIZER, FIRST), ids_of(TOKENIZER, LATER), ids_of(TOKENIZER, "</s><s>")
+SILENT = [], [], []
+
+
+def sharp(**changes):
+    return make_llama(num_hidden_layers=3, vocab_size=258, **changes).double()
+
+
+def kept(cache, row=0):
+    return [cache.kept(layer)[row] for layer in cache.compressed_layers]
+
+
+def read(model, spec="kvzip", budget=20, ids=IDS, **how):
+    cache = kvkeep.Cache(model, spec, budget, **how)
+    model(ids, past_key_values=cache)
+    return cache
+
+
+def expected_scores(model, ids, chunk, words, sinks=4, plus=False):
+    """Of every layer, from transformers' own attention weights."""
+    model, text, n = copy.deepcopy(model), ids[0].tolist(), ids.shape[1]
+    model.set_attn_implementation("eager")
+    full = DynamicCache()
+    model(ids, past_key_values=full)
+    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    group, scores = heads // kv_heads, [np.zeros((kv_heads, n)) for _ in model.model.layers]
+    for start, end, fed in oracle.parts(n, chunk, words, text):
+        out = model(torch.tensor([fed]), past_key_values=copy.deepcopy(full), output_attentions=True,
+                    output_hidden_states=True)  # fmt: skip
+        for i, layer in enumerate(model.model.layers):
+            weights = None
+            if plus:
+                wo = layer.self_attn.o_proj.weight.numpy().reshape(-1, heads, 64 // heads).transpose(1, 0, 2)
+                weights = oracle.worth(full.layers[i].values[0].numpy(), wo, out.hidden_states[i][0].numpy(), group)
+            logits = out.attentions[i][0].clamp_min(1e-300).log().numpy()
+            scores[i][:, start:end] = oracle.scores_from_logits(logits, start, end, n, sinks, group, weights)
+    return scores
+
+
+@pytest.mark.parametrize("spec", ["kvzip", "kvzip_plus"])
+@pytest.mark.parametrize(("chunk", "tokenizer"), [(90, None), (40, TOKENIZER), (13, TOKENIZER), (200, TOKENIZER)])
+def test_the_best_of_all_layers_are_kept(spec, chunk, tokenizer):
+    model = sharp()
+    words = WORDS if tokenizer else SILENT
+    scores = expected_scores(model, IDS, chunk, words, plus=spec == "kvzip_plus")
+    forced = [[[0, 1, 2, 3]] * 4] * 3
+    cache = read(model, spec, chunk=chunk, tokenizer=tokenizer)
+    assert kept(cache) == frontier.shared(scores, forced, 20)
+    assert cache.report().kept_per_head == 20
+    layerwise = read(model, spec, chunk=chunk, tokenizer=tokenizer, layerwise=True)
+    assert kept(layerwise) == [frontier.shared([scores[i]], forced[:1], 20)[0] for i in range(3)]
+    whole = read(model, spec, budget=100, chunk=chunk, tokenizer=tokenizer)
+    for i in range(3):
+        state = whole.backend.store[i].dense(0).token_state[..., 0].numpy()
+        np.testing.assert_allclose(state, scores[i], rtol=1e-5, atol=1e-9)
+
+
+def test_what_is_said_changes_what_is_kept():
+    model = sharp()
+    assert kept(read(model, chunk=40)) != kept(read(model, chunk=40, tokenizer=TOKENIZER))
+
+
+@pytest.mark.parametrize("spec", ["kvzip", "kvzip_plus", "kvzip+adakv", "kvzip+blocks", "kvzip:layerwise=true+cake"])
+def test_a_prompt_in_chunks_keeps_what_it_keeps_at_once(spec):
+    model = sharp()
+    in_chunks = kvkeep.Cache(model, spec, 20, chunk=40)
+    in_chunks.defer_eviction(90)
+    for part in IDS.split([33, 20, 37], 1):
+        assert in_chunks.report().kept_per_head == in_chunks.seen
+        model(part, past_key_values=in_chunks)
+    assert kept(in_chunks) == kept(read(model, spec, chunk=40))
+
+
+def test_every_turn_is_fed_again_by_itself():
+    """What is held competes with what is new; generated tokens are not scored."""
+    model = sharp()
+    cache = read(model, chunk=40)
+    for _ in range(3):
+        for token in range(5):
+            model(IDS[:, token : token + 1], past_key_values=cache)
+        model(IDS[:, :30], past_key_values=cache)
+        assert cache.report().kept_per_head == 20
+        assert all(head[:4] == [0, 1, 2, 3] for layer in kept(cache) for head in layer)
+    generated = {*range(90, 95), *range(125, 130), *range(160, 165)}
+    assert all(generated <= set(head) for layer in kept(cache) for head in layer)
+
+
+def test_rows_stand_where_the_model_put_them():
+    """Left padding, with and without position ids, and right padding: a row is what it is alone."""
+    model = sharp()
+    short, before, after = IDS[:, :60], torch.zeros(1, 90, dtype=torch.long), torch.zeros(1, 90, dtype=torch.long)
+    before[:, 30:], after[:, :60] = short, short
+    alone = [kept(read(model, ids=ids, chunk=25)) for ids in (IDS, short)]
+    for padded in (before, after):
+        mask = torch.ones(2, 90, dtype=torch.long)
+        mask[1] = (torch.arange(90) >= 30) if padded is before else (torch.arange(90) < 60)
+        for more in ({}, {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)}):
+            cache = kvkeep.Cache(model, "kvzip", 20, chunk=25)
+            model(torch.cat([IDS, padded]), attention_mask=mask, past_key_values=cache, **more)
+            assert [kept(cache, row) for row in range(2)] == alone
+
+
+@pytest.mark.parametrize("failing", ["replay", "eviction"])
+def test_cut_short_the_text_is_whole_and_the_next_pass_goes_on(failing, monkeypatch):
+    model = sharp()
+    want, plain = read(model, chunk=30), DynamicCache()
+    where, name, fails_at = {
+        "replay": (replay.ReplayForward, "_feed", 2),
+        "eviction": (Evictor, "evict", 2),
+    }[failing]
+    calls, own = [], getattr(where, name)
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == fails_at:
+            raise KeyboardInterrupt
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(where, name, fail)
+    cache = kvkeep.Cache(model, "kvzip", 20, chunk=30)
+    with pytest.raises(KeyboardInterrupt):
+        model(IDS, past_key_values=cache)
+    model(IDS, past_key_values=plain)
+    assert cache.report().kept_per_head == cache.seen == 90
+    for i in range(3):
+        assert cache.backend.store[i].dense(0).keys.equal(plain.layers[i].keys[0])
+    with pytest.raises(CacheMisuse, match="that is not done"):
+        cache.save("nowhere")
+    steps = [model(IDS[:, :1], past_key_values=each).logits for each in (cache, want)]
+    torch.testing.assert_close(*steps)
+    assert kept(cache) == kept(want)
+
+
+def test_a_prefill_cut_short_leaves_the_cache_as_it_was(monkeypatch):
+    model = sharp()
+    cache, own = read(model, chunk=40), model.model.layers[1].forward
+    before = kept(cache)
+
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    model.model.layers[1].forward = fail
+    with pytest.raises(KeyboardInterrupt):
+        model(IDS[:, :30], past_key_values=cache)
+    model.model.layers[1].forward = own
+    assert cache.in_forward
+    again, want = (model(IDS[:, :30], past_key_values=each) for each in (cache, read(model, chunk=40)))
+    torch.testing.assert_close(again.logits, want.logits)
+    assert before != kept(cache)
+
+
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+def test_quantized_after_the_choice(storage, tmp_path):
+    """The text is held in the model's dtype until it is evicted from: the same is kept."""
+    model = make_llama(num_hidden_layers=3, head_dim=16, vocab_size=258)
+    ids = torch.randint(0, 128, (1, 400), generator=torch.Generator().manual_seed(1))
+    plain, cache = (read(model, budget=200, ids=ids, chunk=150, storage=each) for each in (None, storage))
+    assert kept(plain) == kept(cache) and cache.nbytes < 0.6 * plain.nbytes
+    exact, codes = plain.backend.store[1].dense(0), cache.backend.store[1].dense(0)
+    off = (exact.values - codes.values).abs().max() / exact.values.abs().max()
+    assert 0 < off < (0.01 if storage == "int8" else 0.1)
+    cache.save(tmp_path / "saved")
+    forks = [cache, cache.fork(), kvkeep.Cache.load(tmp_path / "saved", model, tokenizer=TOKENIZER)]
+    assert forks[2].tokenizer is TOKENIZER
+    for ids in (*IDS[:, :3].split(1, 1), IDS[:, :30]):
+        logits = [model(ids, past_key_values=each).logits for each in forks]
+        torch.testing.assert_close(logits[1], logits[0])
+        torch.testing.assert_close(logits[2], logits[0])
+
+
+def test_the_engine_feeds_the_text_again_with_words(monkeypatch):
+    """A text by itself, a prompt, several packed into one forward pass, and caches that share a prefill."""
+    said, own = [], replay.ReplayForward._feed
+
+    def record(self, text, part):
+        said.append(part.instruction)
+        assert self._say(FIRST) == WORDS[0] and self._end == WORDS[2]
+        return own(self, text, part)
+
+    monkeypatch.setattr(replay.ReplayForward, "_feed", record)
+    model, text = tiny_chat.model().double(), "".join(chr(97 + i * i % 23) for i in range(150))
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 5
+    engine = kvkeep.Engine(model, TOKENIZER, "kvzip", 40, chunk=64)
+    context = engine.read(text)
+    assert said == [FIRST, LATER, LATER] and context.report().kept_per_head == 40
+    ids = torch.tensor([context._sequence.token_ids])
+    assert kept(context._sequence.cache) == kept(read(model, budget=40, ids=ids, chunk=64, tokenizer=TOKENIZER))
+    prompts = [text, text[::-1], text[40:]]
+    alone = [engine.generate(each, max_new_tokens=5) for each in prompts]
+    assert engine.generate(prompts, max_new_tokens=5) == alone
+    sequences = [SequenceConfig(model, TOKENIZER, parse(spec, chunk=64), 40).new_sequence()
+                 for spec in ("kvzip", "kvzip_plus", "echo")]  # fmt: skip
+    prefill_shared(model, ids, [each.cache for each in sequences])
+    for each in sequences:
+        spec = each.config.method
+        assert kept(each.cache) == kept(read(model, spec, 40, ids, tokenizer=TOKENIZER))
+    assert context.ask("Why?", max_new_tokens=4) == context.fork().ask("Why?", max_new_tokens=4)
+
+
+def test_parts_are_shorter_at_the_end_of_the_context_length():
+    model = sharp(max_position_embeddings=200)
+    assert kept(read(model)) == kept(read(model, chunk=70)) != kept(read(model, chunk=60))
+
+
+def test_generate_is_the_same_with_hooks_gone():
+    model = sharp()
+    prompt, cache = IDS[:, :80], kvkeep.Cache(model, "kvzip_plus", 20, chunk=30)
+    tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    by_hand, ids = kvkeep.Cache(model, "kvzip_plus", 20, chunk=30), prompt
+    for _ in range(6):
+        logits = model(ids if by_hand.seen == 0 else ids[:, -1:], past_key_values=by_hand).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+    assert tokens.equal(ids)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    other = kvkeep.Cache(model, "snapkv", 40)  # an ordinary cache of the same model
+    assert model.generate(prompt, past_key_values=other, max_new_tokens=3, do_sample=False).shape == (1, 83)
+
+
+def test_models_and_calls_that_hide_their_tokens_are_refused_by_name():
+    model = sharp()
+    cache = kvkeep.Cache(model, "kvzip", 20)
+    model(inputs_embeds=model.model.embed_tokens(IDS), past_key_values=cache)
+    with pytest.raises(CacheMisuse, match="inputs_embeds cannot be fed again"):
+        model(IDS[:, :1], past_key_values=cache)
+    with pytest.raises(UnsupportedModel, match="compiled, or replaced by somebody else"):
+        kvkeep.Cache(torch.compile(model, backend="eager"), "kvzip", 20)
+    replaced = sharp()
+    replaced.forward = lambda *args, **kwargs: type(replaced).forward(replaced, *args, **kwargs)
+    with pytest.raises(UnsupportedModel, match="compiled, or replaced by somebody else"):
+        kvkeep.Cache(replaced, "kvzip", 20)
+    with pytest.raises(UnsupportedModel, match="'kvzip' runs the model again .* sliding-window or linear layers"):
+        kvkeep.Cache(families.build("gemma3_text"), "kvzip", 20)
+
+
+class Doubling(torch.nn.Module):
+    """A linear layer that is no nn.Linear, as quantized and adapted ones are."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * 2 + 3
+
+
+def test_the_output_projection_is_found_whatever_it_is_made_of():
+    model = sharp()
+    weight = model.model.layers[1].self_attn.o_proj.weight
+    found = output_weight(model, 1)
+    assert found.shape == (8, 64, 8) and found[2].equal(weight[:, 16:24])
+    model.model.layers[1].self_attn.o_proj = Doubling(model.model.layers[1].self_attn.o_proj)
+    torch.testing.assert_close(output_weight(model, 1), 2 * found)
+    del model.model.layers[1].self_attn.o_proj
+    with pytest.raises(UnsupportedModel, match="output projection of layer 1 of LlamaForCausalLM was not found"):
+        output_weight(model, 1)
