@@ -10,6 +10,7 @@ import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.compress.scorers.echo import Repetition
 from kvkeep.engine.sequence import SequenceConfig
+from kvkeep.errors import BadParameter
 
 IDS = torch.randperm(128, generator=torch.Generator().manual_seed(7))[None, :100]
 CHUNK = 16
@@ -50,7 +51,7 @@ def test_scores_are_those_of_the_models_queries(observed):
         assert (np.abs(got[finite] - want[finite]) > 1e-6).any()  # the sinks do count
 
 
-@pytest.mark.parametrize("spec", ["echo", "echo+shared", "echo+adakv", "echo+blocks"])
+@pytest.mark.parametrize("spec", ["echo", "echo+shared", "echo+adakv", "echo+blocks", "echo:near=3"])
 def test_a_prompt_in_whole_chunks_keeps_what_it_keeps_at_once(spec):
     model = make_llama().double()
     at_once, in_chunks = (kvkeep.Cache(model, spec, 20, chunk=CHUNK) for _ in range(2))
@@ -60,6 +61,23 @@ def test_a_prompt_in_whole_chunks_keeps_what_it_keeps_at_once(spec):
         model(IDS[:, start:end], past_key_values=in_chunks)
     assert kept(at_once) == kept(in_chunks)
     assert at_once.report().kept_per_head == 20
+
+
+def test_near_queries_alone_score_in_kvkeep_context():
+    model = make_llama()
+    preset, spelled, all_queries = (
+        kvkeep.Cache(model, spec, 20) for spec in ("kvkeep_context", "echo:near=8+shared", "echo+shared")
+    )
+    for cache in (preset, spelled, all_queries):
+        model(IDS, past_key_values=cache)
+    assert kept(preset) == kept(spelled) != kept(all_queries)
+    assert preset.report().kept_per_head == 20
+
+
+@pytest.mark.parametrize("parameter, value", [("near", -1), ("chunk", 0), ("gap", -1)])
+def test_too_small_parameters_are_refused(parameter, value):
+    with pytest.raises(BadParameter, match=f"{parameter}={value} is too small"):
+        parse("echo", **{parameter: value})
 
 
 def test_passes_beside_answers_do_not_cut_a_chunk():

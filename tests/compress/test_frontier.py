@@ -124,7 +124,8 @@ def near(kept, expected, scores, rtol=2e-5):
 @many(60)
 def test_echo(seed):
     given, frequencies = even(seed)
-    options = [{}, {"chunk": 8}, {"chunk": 5, "sinks": 2, "gap": 3}, {"chunk": 16, "sinks": 0}][seed % 4]
+    cases = [{}, {"chunk": 8}, {"chunk": 5, "sinks": 2, "gap": 3}, {"chunk": 16, "sinks": 0}, {"chunk": 8, "near": 2}]
+    options = cases[seed % 5]
     given = *given[:3], max(given[3], options.get("sinks", 4))
     kept = ours("echo", *given, frequencies=torch.from_numpy(frequencies), **options)
     scores = frontier.scores_echo(*given, inv_freq=frequencies, **options)
@@ -135,7 +136,8 @@ def test_echo(seed):
 def test_echo_scores(seed):
     """The numbers, not only their order: other layers' are compared with them."""
     (q, k, v, _), frequencies = even(seed, 30)
-    options = [{"chunk": 8}, {"chunk": 5, "sinks": 2, "gap": 3}, {"chunk": 64, "sinks": 0}][seed % 3]
+    cases = [{"chunk": 8}, {"chunk": 5, "sinks": 2, "gap": 3}, {"chunk": 64, "sinks": 0}, {"near": 3}, {"near": 0}]
+    options = cases[seed % 5]
     queries, keys, values = (torch.from_numpy(x).float() for x in (q, k, v))
     heads, n, dim = keys.shape
     where = torch.arange(n).expand(heads, -1), (n,) * heads, n, n, dim**-0.5

@@ -162,9 +162,10 @@ def test_column_maximum(shape, capped, kind):
     queries, moved = (drawn(heads, m, dim, kind=kind, scale=2) for _ in range(2))
     keys, first = drawn(kv_heads, m, dim, kind=kind), drawn(kv_heads, sinks, dim, kind=kind)
     how = 0.3, softcap, drawn(heads) if sunk else None
-    got = column_maximum.column_maximum(queries, moved, keys, first, *how)
-    want = reference.column_maximum(*(t.float() for t in (queries, moved, keys, first)), *how)
-    assert off(got, want) <= BOUND[kind]
+    for near in (None, 3, 70):
+        got = column_maximum.column_maximum(queries, moved, keys, first, *how, near)
+        want = reference.column_maximum(*(t.float() for t in (queries, moved, keys, first)), *how, near)
+        assert off(got, want) <= BOUND[kind]
 
 
 def test_column_mass_of_queries_with_more_digits_than_keys():

@@ -305,8 +305,9 @@ def echo_row(query, i, start, end, keys, delta, sinks, scale, inv_freq):
     return softmax(np.array(logits))[before : before + end - start]
 
 
-def scores_echo(Q, K, V, budget, *, inv_freq, scale=None, chunk=2048, sinks=4, gap=20):
-    """[Hk, n]: the most that any query of the token's chunk would pay to it when repeating; +inf on the sinks."""
+def scores_echo(Q, K, V, budget, *, inv_freq, scale=None, chunk=2048, sinks=4, gap=20, near=None):
+    """[Hk, n]: the most that any query of the token's chunk, at most `near` tokens from it, would pay to it when
+    repeating; +inf on the sinks."""
     heads, n, d = Q.shape
     group = heads // K.shape[0]
     scale = default_scale(scale, d)
@@ -317,7 +318,9 @@ def scores_echo(Q, K, V, budget, *, inv_freq, scale=None, chunk=2048, sinks=4, g
             end = min(start + chunk, n)
             for i in range(start, end):
                 row = echo_row(Q[h, i], i, start, end, K[kh], n + gap - start, sinks, scale, inv_freq)
-                out[kh, start:end] = np.maximum(out[kh, start:end], row)
+                for j in range(start, end):
+                    if near is None or abs(i - j) <= near:
+                        out[kh, j] = max(out[kh, j], row[j - start])
     return force_all(out, guard(n, budget, sinks))
 
 

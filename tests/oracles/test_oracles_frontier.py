@@ -258,6 +258,17 @@ def test_echo_of_two_tokens_by_hand():
     assert F.oracle_echo(Q, K, K, 1, inv_freq=[math.pi / 2], scale=1.0, chunk=2, sinks=0, gap=1) == [[1]]
 
 
+def test_echo_of_near_queries_by_hand():
+    Q, K = echo_case()
+    options = {"inv_freq": [math.pi / 2], "scale": 1.0, "chunk": 2, "sinks": 0, "gap": 1}
+    # near=1: all. Token 0: query 0 pays 1/2, query 1 pays 2/11; token 1: 1/4 and 6/11.
+    assert F.scores_echo(Q, K, K, 1, near=1, **options) == pytest.approx(arr([1 / 2, 6 / 11]))
+    swapped = K[:, ::-1]
+    # Query 0: chunk 1, 2, copy 3 -> 1/6, 1/3. Query 1: chunk 3, 1, copy 1, 1/2 -> 6/11, 2/11.
+    assert F.scores_echo(Q, swapped, K, 1, near=1, **options) == pytest.approx(arr([6 / 11, 1 / 3]))
+    assert F.scores_echo(Q, swapped, K, 1, near=0, **options) == pytest.approx(arr([1 / 6, 2 / 11]))
+
+
 def test_echo_in_chunks_with_a_sink_by_hand():
     Q, K = echo_case()
     options = {"inv_freq": [math.pi / 2], "scale": 1.0, "chunk": 1, "gap": 1}

@@ -51,6 +51,10 @@ def kvkeep(window=32, pool=7, block=16, sinks=4, alpha=0.5):
     return Method("kvkeep", scorer, guard, Blocks(block), heads=heads, observation_window=window)
 
 
+def kvkeep_context(near=8, chunk=2048, sinks=4, gap=20, floor=0.0):
+    return replace(echo(chunk, sinks, gap, near), name="kvkeep_context", heads=SharedBudget(floor))
+
+
 def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0, boundary=IntentKVScorer.boundary):
     scorer = IntentKVScorer(window, smooth, intention, boundary)
     return Method("intentkv", scorer, Guard(sinks, recent), Blocks(block), observation_window=window)
@@ -158,8 +162,8 @@ def lagkv(sinks=4, lag=128):
     return Method("lagkv", LagKVScorer(sinks, lag))
 
 
-def echo(chunk=2048, sinks=4, gap=20):
-    return Method("echo", RepetitionScorer(), Guard(sinks), memory=Repetition(chunk, sinks, gap))
+def echo(chunk=2048, sinks=4, gap=20, near: int | None = None):
+    return Method("echo", RepetitionScorer(), Guard(sinks), memory=Repetition(chunk, sinks, gap, near))
 
 
 def kvzip(chunk=2048, sinks=4, layerwise=False):
@@ -328,6 +332,11 @@ METHODS = Registry("method", {
     "full": Preset(full, "", "everything"),
     "kvkeep": Preset(
         kvkeep, "docs/RESULTS.md", "blocks the last queries attend to, weighted by values; head budgets by score",
+    ),
+    "kvkeep_context": Preset(
+        kvkeep_context, "after arXiv:2505.23416",
+        "what the queries near a token attend to where a repetition would stand; one budget for all heads and layers",
+        "echo+shared, but only queries at most `near` tokens from a token score it",
     ),
     "intentkv": Preset(
         intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to",

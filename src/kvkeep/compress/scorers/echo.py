@@ -2,8 +2,9 @@
 
 The queries of a chunk, as they were in the prefill, are moved to where a repetition of the chunk would stand. There
 they attend to the first tokens, to the chunk, and, as if it were the part repeated so far, to the chunk up to
-themselves. A token's score is the most attention that any of them pays to it as a part of the text. No question is
-needed.
+themselves. A token's score is the most attention that any of them, or any of those `near` it, pays to it as a part of
+the text: to be repeated, a token is looked up where its own turn comes; far queries that happen to look at it only blur
+that. No question is needed.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ class Repetition:
     chunk: int = 2048
     sinks: int = 4
     gap: int = 20  # tokens between the text and its repetition: an instruction to repeat it
+    near: int | None = None  # queries of tokens at most so far from a token score it; None: all of its chunk
     width, sees_all, prompt_only, rotates = 1, True, True, True
 
     def __post_init__(self) -> None:
-        for name, least in (("chunk", 1), ("sinks", 0), ("gap", 0)):
-            if getattr(self, name) < least:
-                raise BadParameter(f"{name}={getattr(self, name)} is too small; use {least} or more.")
+        for name, least in (("chunk", 1), ("sinks", 0), ("gap", 0), ("near", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise BadParameter(f"{name}={value} is too small; use {least} or more.")
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         if seen.is_step:
@@ -56,4 +59,4 @@ class Repetition:
         for first, queries, keys in new_chunks(seen, self.chunk):
             by = torch.full((keys.shape[1],), seen.expected + self.gap - first, device=keys.device)
             sinks, how = seen.keys[:, : min(self.sinks, first)], (seen.scale, seen.softcap, seen.sink_logits)
-            yield column_maximum(queries, seen.rotate(queries, by), keys, sinks, *how)
+            yield column_maximum(queries, seen.rotate(queries, by), keys, sinks, *how, self.near)

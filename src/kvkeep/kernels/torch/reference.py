@@ -101,14 +101,17 @@ def column_maximum(
     scale: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    near: int | None = None,
 ) -> Tensor:
     """The most attention each key of a chunk gets from any query of it, or query head, when the chunk is read again.
 
     One softmax of each query: `moved` over sinks and keys, `queries` over the keys up to their own, which stand for the
     second reading so far. Queries come in blocks.
+    near: only queries of tokens at most so far from the key's count; None: all
     queries and moved [heads, m, dim], keys [kv_heads, m, dim], sinks [kv_heads, s, dim] -> [kv_heads, m] float32
     """
     m, count, kv_heads = queries.shape[1], sinks.shape[1], len(keys)
+    reach, places = m if near is None else near, torch.arange(m, device=keys.device)
     block = query_block(queries, m)
     all_keys, all_visible = torch.cat([sinks, keys], 1).float(), keys.new_ones(1, 1, 0, dtype=torch.bool)
     highest = keys.new_full((kv_heads, m), -torch.inf, dtype=torch.float32)
@@ -120,8 +123,10 @@ def column_maximum(
         lse = torch.logaddexp(first.logsumexp(-1), second.logsumexp(-1))
         if sink_logits is not None:
             lse = torch.logaddexp(lse, sink_logits.float().view(kv_heads, -1, 1))
-        second = second[..., count:].sub_(lse[..., None])
-        highest = torch.maximum(highest, second.flatten(1, 2).amax(1))
+        low, high = max(0, start - reach), min(m, end + reach)
+        far = (places[start:end, None] - places[low:high]).abs() > reach
+        second = second[..., count + low : count + high].sub_(lse[..., None]).masked_fill_(far, -torch.inf)
+        highest[:, low:high] = torch.maximum(highest[:, low:high], second.flatten(1, 2).amax(1))
     return highest.exp()
 
 

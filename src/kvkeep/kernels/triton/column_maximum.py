@@ -1,7 +1,7 @@
 """The most attention each key gets from any query of a chunk that is read a second time (echo).
 
 Two passes, neither with a matrix of queries × keys: log-sum-exps of both readings (column_mass.py), then, per block of
-keys, the largest probability of all queries.
+keys, the largest probability of all queries, or of those near them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def column_maximum(
     scale: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    near: int | None = None,
 ) -> Tensor:
     """As in the reference."""
     (heads, m, dim), kv_heads = queries.shape, len(keys)
@@ -36,17 +37,17 @@ def column_maximum(
     first = log_sum_exp(queries, keys, places[:m].expand(kv_heads, -1), m, *how)
     lse, highest = torch.logaddexp(first, second), queries.new_empty(kv_heads, m, dtype=torch.float32)
     _column_maximum[cdiv(m, BLOCK), kv_heads](
-        moved, keys, lse, highest, m, *moved.stride()[:2], *keys.stride()[:2], heads // kv_heads, dim, scale,
-        softcap or 0.0, softcap is not None, INTERPRETED, max(MIN_BLOCK, pow2(dim)), BLOCK, BLOCK,
-        num_warps=4, num_stages=2,
+        moved, keys, lse, highest, m, m if near is None else min(near, m), *moved.stride()[:2], *keys.stride()[:2],
+        heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None, INTERPRETED, max(MIN_BLOCK, pow2(dim)),
+        BLOCK, BLOCK, num_warps=4, num_stages=2,
     )  # fmt: skip
     return highest
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=["m", "near"])
 def _column_maximum(
-    moved, keys, lse, highest, m, query_head, query_token, key_head, key_token, group, dim, scale, softcap,
+    moved, keys, lse, highest, m, near, query_head, query_token, key_head, key_token, group, dim, scale, softcap,
     CAPPED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
@@ -57,9 +58,10 @@ def _column_maximum(
         mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
     ))  # fmt: skip
     most = tl.full([QUERIES, KEYS], float("-inf"), tl.float32)  # reduced at the end: no synchronization before
+    first, last = tl.maximum(0, block * KEYS - near), tl.minimum(m, (block + 1) * KEYS + near)
     for member in range(0, group):
         offset = (head * group + member).to(tl.int64)
-        for start in range(0, m, QUERIES):
+        for start in range(first, last, QUERIES):
             query_ids = start + tl.arange(0, QUERIES)
             query = tl.load(
                 moved + offset * query_head + query_ids[:, None].to(tl.int64) * query_token + channels[None, :],
@@ -67,5 +69,6 @@ def _column_maximum(
             )  # fmt: skip
             query_lse = tl.load(lse + offset * m + query_ids, mask=query_ids < m, other=float("inf"))
             logits = softcapped(dot(query, k, WIDEN) * scale, softcap, CAPPED)
-            most = tl.maximum(most, logits - query_lse[:, None])
+            far = tl.abs(query_ids[:, None] - tokens[None, :]) > near
+            most = tl.maximum(most, tl.where(far, float("-inf"), logits - query_lse[:, None]))
     tl.store(highest + head * m + tokens, tl.exp2(tl.max(most, 0) * LOG2E), mask=valid)
