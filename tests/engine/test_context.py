@@ -56,6 +56,18 @@ def test_a_context_answers_as_generate_does(chat):
     assert "".join(context.stream("Why?", **hot)) == context.ask("Why?", **hot)
 
 
+def test_who_chooses_no_method_gets_one_that_needs_no_question(chat):
+    one = kvkeep.Engine(*chat, budget=100)
+    context, known = one.read(TEXT), one.read(TEXT, question="Why?")
+    assert one.method.name == known._sequence.cache.method.name == "kvkeep"
+    assert context._sequence.cache.method.name == "kvkeep_context"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QueryAwareWarning)
+        assert context.ask("Why?", **SHORT) and known.ask("Why?", **SHORT) and one.generate(TEXT, **SHORT)
+    for method in ("kvkeep", parse("kvkeep")):
+        assert engine(chat, method, 100).read(TEXT)._sequence.cache.method.name == "kvkeep"
+
+
 @pytest.mark.real
 def test_the_default_model_answers_as_generate_does():
     one = kvkeep.Engine(*load(), "full", None)

@@ -22,6 +22,8 @@ from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.chat import check_messages, encode, eos_token_ids, with_question
 
+PROMPT_METHOD, CONTEXT_METHOD = "kvkeep", "kvkeep_context"  # unless another one is given
+
 
 class Engine:
     """Generates from compressed caches.
@@ -33,7 +35,7 @@ class Engine:
         self,
         model: Any,
         tokenizer: Any,
-        method: str | Method = "kvkeep",
+        method: str | Method | None = None,
         budget: int | float | None = 2048,
         *,
         prefill_chunk_size: int | None = None,
@@ -46,7 +48,9 @@ class Engine:
         memory: int | None = None,
         **parameters: Any,
     ):
-        """prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
+        """method: None: `kvkeep`, and `kvkeep_context` for texts that are read before a question is known
+
+        prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
 
         max_rows: answers decoded at a time; max_tokens: per key head, of all of them, allocated once; None: the pool
         grows as needed, within `memory` bytes, by default 80 % of what is free. The rest as in `kvkeep.Cache`.
@@ -57,10 +61,11 @@ class Engine:
             if value is not None:
                 check_count(name, value, 1, "use a whole number, at least one")
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
-        how = parse(method, **parameters), budget, prefill_chunk_size, options
+        how = parse(method or PROMPT_METHOD, **parameters), budget, prefill_chunk_size, options
         self.config = SequenceConfig(model, tokenizer, *how)
         self._sequence = self.config.new_sequence()
         self.config = replace(self.config, host_budget=self._sequence.cache.host_budget)
+        self._chooses_method = method is None
         self._last: Request | None = None  # that answer
         eos = eos_token_ids(model, tokenizer)
         self._driver = Driver(Scheduler(self._sequence.cache.model, eos, max_rows, max_tokens, memory))
@@ -163,7 +168,10 @@ class Engine:
 
         question: one that is known before: query-aware methods keep what it needs; others may be asked, too
         """
-        return Context.read(self._driver, self.config.new_sequence(), text, question, progress)
+        config = self.config
+        if self._chooses_method and question is None and not self.sequence.cache.shards:
+            config = replace(config, method=parse(CONTEXT_METHOD))
+        return Context.read(self._driver, config.new_sequence(), text, question, progress)
 
     def load_context(self, path: str | Path) -> Context:
         """A saved `Context`, with its own method and budget."""
