@@ -197,8 +197,8 @@ class Scheduler:
         while self.finished:
             request, batch = self.finished.popleft()
             batch.release(request)
-        if not self._num_rows:
-            self.row_limit = self.max_rows
+            if not self._num_rows:  # whoever ran out of memory has been answered with fewer rows
+                self.row_limit = self.max_rows
 
     # prefill
 
