@@ -87,7 +87,7 @@ def test_quantized_rows_together_are_alone(model, spec, storage):
     assert_free(work)
 
 
-OWN_CHUNKS = {name: f"{name}:chunk=64" for name in ("echo", "compactor")}  # they are never cut
+OWN_CHUNKS = {name: f"{name}:chunk=64" for name in ("echo", "compactor", "kvkeep_context")}  # they are never cut
 CHUNKED = [OWN_CHUNKS.get(name, name) for name in EVICTING if name != "full"]
 
 
