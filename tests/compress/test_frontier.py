@@ -54,17 +54,6 @@ def test_lagkv(seed):
             assert len(mine) == len(theirs) and all(gap <= 1.01 / options.get("lag", 128) for gap in gaps)
 
 
-@many(60)
-def test_rkv(seed, monkeypatch):
-    if seed % 2:
-        monkeypatch.setattr("kvkeep.compress.scorers.rkv.COMPARED", 100)  # a few rows at a time
-    given = draw(seed)
-    options = [{}, {"importance": 0.9, "alike": 0.9}, {"window": 1, "pool": 1, "importance": 0.0}][seed % 3]
-    assert_same(
-        ours("rkv", *given, **options), frontier.oracle_rkv(*given, **options), frontier.scores_rkv, *given, **options
-    )
-
-
 def layers_of(seed):
     """Scores of some layers, many of them equal; which tokens are forced, and a budget."""
     rng = np.random.default_rng(seed)

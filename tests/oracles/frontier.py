@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from .common import default_scale, dots, everything, force, kept_window, pool1d, softmax, top, window_votes
+from .common import default_scale, dots, everything, force, pool1d, softmax, top
 
 # ---------------------------------------------------------------------------------------------- common ground
 
@@ -398,40 +398,3 @@ def critical(scores, forced, values, wo, budget, share=0.5, epsilon=1e-4, group=
         second = [0.0 if j in stay else (row[j] + epsilon) * weight[h, j] for j in range(len(row))]
         kept.append(sorted(stay | set(best_first(second, stay)[: max(0, budget - len(stay))])))
     return kept
-
-
-# ------------------------------------------------------------------------------------------------------- rkv
-
-
-def redundancy_rkv(keys, alike):
-    """[n] of one head: softmax over tokens of each key's mean cosine to the others.
-
-    Of keys that are alike (cosine above `alike`) the most recent is spared: the alike ones before it count as 0.
-    """
-    units, n = [unit(k) for k in keys], len(keys)
-    mean = np.zeros(n)
-    for i in range(n):
-        cosines = dots(units, units[i])
-        newest = not any(cosines[j] > alike for j in range(i + 1, n))
-        counted = [0.0 if newest and cosines[j] > alike else cosines[j] for j in range(n) if j != i]
-        mean[i] = math.fsum(counted) / max(1, n - 1)
-    return softmax(mean)
-
-
-def scores_rkv(Q, K, V, budget, *, window=8, pool=7, importance=0.1, alike=0.5):
-    """[Hk, n]: importance times the window's mean attention (pooled by maxima) less the rest times redundancy."""
-    n = K.shape[1]
-    rows, stay = kept_window(window, budget, n)
-    votes = window_votes(Q, K, rows, None, None, None) / rows
-    out = np.zeros_like(votes)
-    for h in range(len(votes)):
-        attended = np.array(votes[h])
-        attended[: n - stay] = pool1d(votes[h, : n - stay], pool, "max")
-        out[h] = importance * attended - (1 - importance) * redundancy_rkv(K[h], alike)
-        out[h] = force(out[h], range(n - stay, n))
-    return out
-
-
-def oracle_rkv(Q, K, V, budget, **options):
-    """The best tokens, and the window."""
-    return keep(scores_rkv(Q, K, V, budget, **options), K, budget)

@@ -34,7 +34,6 @@ from kvkeep.compress.scorers.lookahead import LookaheadScorer
 from kvkeep.compress.scorers.nacl import NaclScorer
 from kvkeep.compress.scorers.protokv import ProtoKVScorer
 from kvkeep.compress.scorers.recency import RecencyScorer
-from kvkeep.compress.scorers.rkv import RKVScorer
 from kvkeep.compress.scorers.satkv import SatKVScorer
 from kvkeep.compress.scorers.snapkv import SnapKVScorer, TovaScorer
 from kvkeep.compress.scorers.value_norm import ValueNormScorer
@@ -188,11 +187,6 @@ def expected_attention(future=512, sinks=4, epsilon=0.0, covariance=True, value_
 def compactor(sketch=48, chunk=256, sinks=8, recent=4, seed=0, ridge=0.01):
     scorer, memory = CompactorScorer(sketch, seed, ridge), ChunkAttention(chunk)
     return Method("compactor", scorer, Guard(sinks, recent), memory=memory)
-
-
-def rkv(buffer=128, window=8, pool=7, importance=0.1, alike=0.5):
-    scorer = RKVScorer(window, pool, importance, alike)
-    return Method("rkv", scorer, Guard(window=window), observation_window=window, schedule=Schedule(buffer))
 
 
 def actqkv(
@@ -414,10 +408,6 @@ METHODS = Registry("method", {
     "compactor": Preset(
         compactor, "arXiv:2507.08143", "keys that others cannot stand for, and that their neighbourhood attends to",
         "passes of one's own cut a chunk where they end; generated tokens are not scored, and evicted last",
-    ),
-    "rkv": Preset(
-        rkv, "arXiv:2505.24133", "tokens the last queries attend to, unless the keys of others are like theirs",
-        f"evicts whenever 128 tokens more than the budget are held (buffer); {GROUPED}",
     ),
     "actqkv": Preset(
         actqkv, "ActQKV", "everything; chunks are retrieved for an average query weighted by activation bias",
