@@ -20,6 +20,7 @@ IDS = torch.randint(0, 128, (1, 150), generator=torch.Generator().manual_seed(0)
 MIXED = ["snapkv+adakv", "snapkv+entropy", "snapkv+prototypes", "tova+values", "h2o+adakv"]
 REFUSED = {
     "snapkv+shared": "shares one budget",
+    "kvkeep_context": "shares one budget",
     "kvzip": "shares one budget",
     "kvzip:layerwise=true": "runs the model again after a prompt",
     "lookahead": "runs the model again after a prompt",
