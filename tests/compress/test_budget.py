@@ -58,8 +58,8 @@ def test_smallest_prompts_and_budgets(method, model):
             cache = kvkeep.Cache(model, method, budget=budget)
             out = model.generate(tokens(n), past_key_values=cache, max_new_tokens=3, do_sample=False)
             assert out.shape == (1, n + 3)
-        q, k, v = random_qkv(n=1)
-        assert kvkeep.select(method, q, k, v, budget).tolist() == [[0], [0]]
+        if not parse(method).needs_passes:
+            assert kvkeep.select(method, *random_qkv(n=1), budget).tolist() == [[0], [0]]
 
 
 @pytest.mark.core
