@@ -194,3 +194,9 @@ def test_compactor(seed):
         worst = min(row[j] for j in theirs)
         assert len(mine) == len(theirs)
         assert all(abs(row[j] - worst) <= 1e-3 for j in set(mine) ^ set(theirs)), (mine, theirs)
+    options["sketch"] = sketch
+    shared = ours("compactor+adakv:alpha=0.0", *given, frequencies=torch.from_numpy(frequencies), **options)
+    most = min(given[3], k.shape[1]) * len(k)
+    worst = sorted((score for row in scores for score in row), reverse=True)[most - 1]
+    assert sum(map(len, shared)) == most  # standardized over the layer, so heads compare
+    assert all(scores[head][j] >= worst - 1e-3 for head, mine in enumerate(shared) for j in mine)

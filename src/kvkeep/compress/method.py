@@ -149,7 +149,7 @@ class Method:
             raise BadParameter(f"'{self.name}': {error}" if self.name else str(error)) from None
         if self.reuse < 1:
             raise BadParameter(f"reuse={self.reuse} must be 1 (every layer selects) or more.")
-        if getattr(self.heads, "needs_scores", False) and ScorerTraits.of(self.scorer).signed:
+        if getattr(self.heads, "needs_scores", False) and not ScorerTraits.of(self.scorer).one_scale:
             raise BadParameter(
                 f"{self._called} cannot work: scores of different heads are not on one scale (of protokv, "
                 "they are with votes=softmax)."

@@ -189,7 +189,8 @@ class MomentsIndex(RetrievalIndex, Protocol):
 class ScorerTraits:
     """What a scorer may say of itself; the defaults hold where it says nothing, as a plain function does."""
 
-    signed: bool = False  # scores may be negative, and are on no common scale
+    signed: bool = False  # scores may be negative
+    one_scale: bool = True  # scores of different heads can be compared
     has_scores: bool = True  # False: it only orders tokens
     per_head: bool = False  # a head's scores do not depend on other heads
     needs_attention: bool = True  # False: `step` does not use logits and probs

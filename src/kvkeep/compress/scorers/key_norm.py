@@ -12,7 +12,7 @@ from kvkeep.types import Observation
 
 @dataclass(frozen=True)
 class KeyNormScorer:
-    signed = True  # norms of different heads are on no common scale
+    signed, one_scale = True, False
 
     def cache_key(self, budget: int) -> int:
         return 1

@@ -24,6 +24,10 @@ class ProtoKVScorer:
         """Whether scores may be negative."""
         return self.votes == "raw"
 
+    @property
+    def one_scale(self) -> bool:
+        return self.votes == "softmax"
+
     def __post_init__(self) -> None:
         if self.votes not in ("raw", "softmax"):
             raise BadParameter(f"votes='{self.votes}' is not known; use 'raw' or 'softmax'.")
