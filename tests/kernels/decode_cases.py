@@ -118,7 +118,7 @@ def test_copy_segments(lengths, kind, wider):
     got, want = [t.clone() for t in target], [t.clone() for t in target]
     ends = first + torch.tensor(lengths, device=DEVICE)
     for module, pair in ((decode, got), (reference, want)):
-        module.copy_segments(*source, *pair, first, starts, ends, sum(lengths))
+        module.copy_segments(*pair, starts, source, first, ends, sum(lengths))
     for have, should, before, given in zip(got, want, target, source, strict=True):
         for begin, to, n in zip(first.tolist(), starts.tolist(), lengths, strict=True):
             before[to : to + n] = given[begin : begin + n].float()

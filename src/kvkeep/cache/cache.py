@@ -23,6 +23,7 @@ from kvkeep.cache.backend import CacheBackend
 from kvkeep.cache.captured_decode import ROOM, CapturedDecode, can_capture
 from kvkeep.cache.draft import draft_queries
 from kvkeep.cache.eviction import EvictingBackend
+from kvkeep.cache.gathered_heads import check_shards
 from kvkeep.cache.padding import BatchLayout, PaddingTracker
 from kvkeep.cache.replay import Unreplayed, check_can_replay, replay_scores
 from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
@@ -86,33 +87,12 @@ class Cache(HFCacheAdapter):
             intercepted = intercept(self.model)
         self.counts_guesses = False
         self.shards = head_shards(self.model)
-        self._check_shards()
+        check_shards(self)
         if self.method.needs_passes:
             check_can_replay(self, intercepted)
         if self.method.needs_output and self.compressed_layers:
             output_weight(self.model, self.compressed_layers[0])  # raises where it is not found
         self._init_state()
-
-    def _check_shards(self) -> None:
-        """Refuse what processes with a part of the heads each cannot decide on."""
-        if not self.shards:
-            return
-        if self.method.retrieval and not self.method.per_head:
-            raise BadParameter(
-                f"'{self.method.name}' retrieves the same tokens for all key heads, but tensor parallelism splits them "
-                f"over {self.shards.size} processes; use one that retrieves for each head ('quest', 'clusterkv') or "
-                "evicts ('kvkeep', 'snapkv'), or load the model with device_map='auto'."
-            )
-        if self.method.needs_output:
-            raise BadParameter(
-                f"'{self.method.name}' needs the whole output projection, which tensor parallelism splits over "
-                f"{self.shards.size} processes; use a method without it, or load the model with device_map='auto'."
-            )
-        if self.method.across_layers:
-            raise BadParameter(
-                f"'{self.method.name}' shares one budget between the key heads of all layers, which tensor parallelism "
-                f"splits over {self.shards.size} processes; use +adakv, or load the model with device_map='auto'."
-            )
 
     def _init_state(self) -> None:
         self.tracker = PaddingTracker(Budget(self.budget), self.method.schedule)

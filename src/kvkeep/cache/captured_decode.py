@@ -21,7 +21,6 @@ from kvkeep.kernels.dispatch import append_ragged, ragged_attention
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter
-from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.storage.upload import upload
 
 ROOM = 256  # tokens allocated ahead; doubled whenever they are used up
@@ -55,8 +54,7 @@ class AppendedRows(HFCacheAdapter):
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         flat, where = self.store[index].flat, self.segments[index]
         append_ragged(flat.keys, flat.values, call.key, call.value, *where, self.active)
-        how = call.scale, call.softcap, call.sink_logits
-        return call.to_hf_output(ragged_attention(call.query, flat.keys, flat.values, *where, self.longest, *how))
+        return call.to_hf_output(ragged_attention(call.query, flat.keys, flat.values, *where, self.longest, *call.how))
 
     def settle(self, seen: list[int], steps: int, count: int) -> None:
         """The last `count` of all steps are to be told."""
@@ -137,9 +135,6 @@ def can_capture(cache: CacheState) -> bool:
     decoding = tracker.seen and min(tracker.seen) - max(tracker.prompt) >= PATIENCE and tracker.attention_mask is None
     ours = not (cache.bits or cache.shards or cache.hf_layers or cache.backend.is_dirty or cache.counts_guesses)
     ours = ours and cache.model.device.type in DEVICES
-    return bool(decoding and ours and (appends or step_rule(cache))) and _on_one(cache, layers)
-
-
-def _on_one(cache: CacheState, layers: list[RaggedLayer]) -> bool:
-    devices = {layer.flat.keys.device for layer in layers}
-    return devices == {cache.model.device}
+    if not (decoding and ours and (appends or step_rule(cache))):
+        return False
+    return {layer.flat.keys.device for layer in layers} == {cache.model.device}

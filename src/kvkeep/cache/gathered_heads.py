@@ -7,8 +7,12 @@ from dataclasses import replace
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvkeep.cache.backend import CacheState
+from kvkeep.errors import BadParameter
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.types import PAD_POSITION, Observation, Selection
+
+WHOLE = "load the model with device_map='auto'"
 
 
 def gather_heads(seen: Observation, shards: HeadShards) -> Observation:
@@ -34,3 +38,23 @@ def own_heads(selection: Selection | None, shards: HeadShards) -> Selection | No
     mine = shards.own(len(selection.lengths))
     lengths = selection.lengths[mine]
     return Selection(selection.index[mine, : max(lengths)], lengths)
+
+
+def check_shards(cache: CacheState) -> None:
+    """Refuse what processes with a part of the heads each cannot decide on."""
+    if not cache.shards:
+        return
+    method, split = cache.method, f"which tensor parallelism splits over {cache.shards.size} processes"
+    if method.retrieval and not method.per_head:
+        raise BadParameter(
+            f"'{method.name}' retrieves the same tokens for all key heads, {split}; use one that retrieves for each "
+            f"head ('quest', 'clusterkv') or evicts ('kvkeep', 'snapkv'), or {WHOLE}."
+        )
+    if method.needs_output:
+        raise BadParameter(
+            f"'{method.name}' needs the whole output projection, {split}; use a method without it, or {WHOLE}."
+        )
+    if method.across_layers:
+        raise BadParameter(
+            f"'{method.name}' shares one budget between the key heads of all layers, {split}; use +adakv, or {WHOLE}."
+        )

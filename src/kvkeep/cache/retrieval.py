@@ -261,7 +261,7 @@ class LayerRetriever:
         band = sizes.near if "mass" in config.index.needs else 0
         if band or not skip_output:
             far_q, call = far_queries if config.far_positions == "edge" else q, self.call
-            rest = call.scale, call.softcap, call.sink_logits, band, state.mass, "mass_per_head" in config.index.needs
+            rest = *call.how, band, state.mass, "mass_per_head" in config.index.needs
             output, mass = two_region_attention(q, far_q, far, near, *rest)
         return output, state.replace(near=near, mass=mass, seen=seen)
 

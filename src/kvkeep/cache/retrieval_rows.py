@@ -277,7 +277,7 @@ class LayerRows:
         slots = self.units.slots[:rows] if self.units.by_device else None  # else in order
         output = slotted_attention(
             query, far_query, self.units.pair.map(lambda t: t[:rows]), slots, num_far, near,
-            step.begin, lengths[:, 0], plan.shape.sinks, plan.shape.unit, call.scale, call.softcap, call.sink_logits,
+            step.begin, lengths[:, 0], plan.shape.sinks, plan.shape.unit, *call.how,
             angles, None if self.mass is None else self.mass[:rows], plan.sizes.near, step.active[:, 0],
         )  # fmt: skip
         return output[:, :, None]

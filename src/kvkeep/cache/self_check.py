@@ -52,7 +52,7 @@ class AttentionCheck:
         self.checked.add(layer)
         keys, values = (t[:, -MAX_KEYS:].to(query.dtype) for t in (keys, values))
         allowed = torch.ones(len(keys), 1, 0, dtype=torch.bool, device=keys.device)  # of the last 0 keys: all are seen
-        weights = probabilities(query[:, None], keys, allowed, call.scale, call.softcap, call.sink_logits)
+        weights = probabilities(query[:, None], keys, allowed, *call.how)
         ours = (weights @ values.float()[:, None]).flatten()
         theirs = call.hf_attention(query[None, :, None], keys[None], values[None], None)[0].float().flatten()
         off = (ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6)

@@ -97,7 +97,7 @@ class StepEvictor:
     def _attend(
         self, index: int, layer: RaggedLayer, call: AttentionCall, keys: Tensor, values: Tensor, evicts: bool
     ) -> Tensor:
-        logits, how = NOTHING, (call.query, keys, values, call.scale, call.softcap, call.sink_logits)
+        logits, how = NOTHING, (call.query, keys, values, *call.how)
         if self.rule.needs_attention:
             output, logits = decode_attention_with_logits(*how)
         else:

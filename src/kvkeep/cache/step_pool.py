@@ -150,8 +150,7 @@ class StepPool(HFCacheAdapter):
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """One token for every row; rows not in use write to a slot of their own."""
         block, number = self.block_of[index]
-        how = call.scale, call.softcap, call.sink_logits
-        output = block.attend(number, self.active_rows, call.query, call.key, call.value, *how)
+        output = block.attend(number, self.active_rows, call.query, call.key, call.value, *call.how)
         self.calls.append(call)
         if index == block.shape.layers[-1]:
             calls, self.calls = self.calls, []

@@ -193,6 +193,6 @@ class RowPool(HFCacheAdapter):
         table, layer = self.table_of[index]
         parts = table.starts[layer], table.lengths[layer], table.active
         starts, lengths, active = (part[: self.active_rows] for part in parts)
-        buffer, how = self.buffers[index], (call.scale, call.softcap, call.sink_logits)
+        buffer, how = self.buffers[index], call.how
         buffer.append(call.key, call.value, starts, lengths, active)
         return call.to_hf_output(buffer.attend(call.query, starts, lengths, self.longest, *how))

@@ -56,7 +56,7 @@ class RaggedBuffer:
             keys, values = (torch.cat([getattr(each, name) for each in layer.row(0)]) for name in ("keys", "values"))
             ends = (ends - first).cumsum(0)
             first = ends - (layer.ends - first)
-        copy_segments(keys, values, self.keys, self.values, first, on_device, ends, total)
+        copy_segments(self.keys, self.values, on_device, (keys, values), first, ends, total)
 
     def copy_decoded(self, row: int, starts: Sequence[int], layer: RaggedLayer, positions: Tensor) -> None:
         """Append a row's newest tokens, at these positions, to the layer that `put` copied."""

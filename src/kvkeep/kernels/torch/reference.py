@@ -324,26 +324,17 @@ def append_ragged(
 
 
 def copy_segments(
-    source_keys: Tensor,
-    source_values: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    source_starts: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    total: int,
+    keys: Tensor, values: Tensor, starts: Tensor, source: tuple[Tensor, Tensor], first: Tensor, ends: Tensor, total: int
 ) -> None:
-    """Copy segments of one such buffer into another, in place.
+    """Copy segments of another such buffer, `source`, into this one, in place.
 
-    source_starts, ends: of each segment there; starts: here [segments]; total: tokens of all segments
+    starts: of each segment here; first, ends: there [segments]; total: tokens of all segments
     """
-    lengths = ends - source_starts
-    within = torch.arange(total, device=ends.device) - (lengths.cumsum(0) - lengths).repeat_interleave(
-        lengths, output_size=total
-    )
-    first, then = (each.repeat_interleave(lengths, output_size=total) for each in (source_starts, starts))
-    for source, buffer in ((source_keys, keys), (source_values, values)):
-        buffer.index_copy_(0, then + within, source[first + within].to(buffer.dtype))
+    lengths = ends - first
+    shifts = torch.stack([first, starts]) - (lengths.cumsum(0) - lengths)
+    taken, put = shifts.repeat_interleave(lengths, dim=1, output_size=total) + torch.arange(total, device=ends.device)
+    for buffer, other in zip((keys, values), source, strict=True):
+        buffer.index_copy_(0, put, other[taken].to(buffer.dtype))
 
 
 def _uniform_stride(segments: Sequence[tuple[int, int]]) -> int:

@@ -85,21 +85,14 @@ def append_ragged(
 
 
 def copy_segments(
-    source_keys: Tensor,
-    source_values: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    source_starts: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    total: int,
+    keys: Tensor, values: Tensor, starts: Tensor, source: tuple[Tensor, Tensor], first: Tensor, ends: Tensor, total: int
 ) -> None:
-    """As in the reference; starts may be strided"""
+    """As in the reference; starts may be strided."""
     dim, v_dim, segments = keys.shape[1], values.shape[1], len(starts)
     programs = max(1, cdiv(2 * cdiv(total, segments), COPIED))  # even of a segment twice as long as the others
     _copy_segments[segments, programs](
-        source_keys, source_values, keys, values, source_starts, starts, ends, starts.stride(0), dim, v_dim, pow2(dim),
-        pow2(v_dim), COPIED, num_warps=4,
+        *source, keys, values, first, starts, ends, starts.stride(0), dim, v_dim, pow2(dim), pow2(v_dim), COPIED,
+        num_warps=4,
     )  # fmt: skip
 
 
