@@ -3,6 +3,8 @@
 python benchmarks/default_model.py niah --out results/niah --haystack DIR           # RULER's needle tasks
 python benchmarks/default_model.py needle --out results/needle --haystack DIR       # a grid of lengths and depths
 python benchmarks/default_model.py longbench --out results/longbench --data DIR
+python benchmarks/default_model.py ruler --out results/ruler --haystack DIR --squad FILE --hotpotqa FILE  # all 13 tasks
+python benchmarks/default_model.py kv_retrieval --out results/kv_retrieval          # one of some 75 and 140 pairs
 python benchmarks/default_model.py niah_retrieval --out results/niah_retrieval …    # retrieval methods
 python benchmarks/default_model.py needle_retrieval --out results/needle_retrieval …
 python benchmarks/default_model.py table --out results                              # from all rows that are there
@@ -36,12 +38,17 @@ from kvkeep.model.load import load_tokenizer
 
 EVICTION = [name for name, method in kvkeep.methods.items() if method.retrieval is None and method.scorer]
 MODIFIED = ["snapkv+adakv", "protokv:votes=softmax+adakv", "intentkv+adakv"]
+AGNOSTIC = ["expected_attention+adakv", "compactor+adakv", "echo+shared"]  # as published beside the others
 RETRIEVAL = [name for name, method in kvkeep.methods.items() if method.retrieval]
 BUDGETS, LENGTHS = (64, 128, 256, 512, 1024), (2048, 4096)
+SHARES = (0.75, 0.5, 0.25, 0.125, 0.1)  # of the tokens, kept
+FOLDERS = "data", "haystack", "squad", "hotpotqa"
 PARTS = {
     "niah": (["niah"], ["full", *EVICTION, *MODIFIED], BUDGETS, LENGTHS),
     "needle": (["needle_number"], ["full", *EVICTION, *MODIFIED], BUDGETS, LENGTHS),
     "longbench": (["longbench"], ["full", *EVICTION, *MODIFIED], (128, 512, 1024), ()),
+    "ruler": (["ruler"], ["full", *EVICTION, *MODIFIED, *AGNOSTIC], SHARES, (4096,)),
+    "kv_retrieval": (["kv_retrieval"], ["full", *EVICTION, *MODIFIED, *AGNOSTIC], SHARES, (4096, 7680)),
     "niah_retrieval": (["niah"], ["full", *RETRIEVAL], BUDGETS, LENGTHS),
     "needle_retrieval": (["needle_number"], ["full", *RETRIEVAL], BUDGETS, LENGTHS),
 }
@@ -59,7 +66,7 @@ def main() -> None:
     )  # fmt: skip
     methods = tuple(name for name in eval_options.methods if _allowed(name, budgets))
     grid = Grid(methods, budgets, tuple(options.protocols))
-    places = {name: Path(value) if (value := getattr(options, name)) else None for name in ("data", "haystack")}
+    places = {name: Path(value) if (value := getattr(options, name)) else None for name in FOLDERS}
     sources = suite.Sources(**places, lengths=eval_options.length, limit=options.limit)
     samples, skipped = suite.load(tasks, load_tokenizer(options.model), sources)
     print(f"{len(samples)} samples, {len(grid.configs)} configs; left out: {skipped}", flush=True)
@@ -69,7 +76,7 @@ def main() -> None:
     write_csv(rows, Path(options.out) / "results.csv")
 
 
-def _allowed(name: str, budgets: Iterable[int]) -> bool:
+def _allowed(name: str, budgets: Iterable[int | float]) -> bool:
     """Whether every budget is enough for the method."""
     try:
         for budget in budgets:
@@ -88,7 +95,7 @@ def table(out: Path) -> None:
             continue
         groups: dict[tuple, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
         for row in Results(path).rows:
-            kind = (part, _kind(row), row["protocol"])
+            kind = (part, _kind(part, row), row["protocol"])
             groups[kind][row["method"], row["budget"]].append(100 * normalized_score(row))
         for kind, scores in sorted(groups.items()):
             _print(" · ".join(kind), scores)
@@ -123,11 +130,12 @@ def _compare(title: str, methods: dict[str, dict[tuple, float]], mine: str = "kv
         print(f"| {name} | {fmean(scores.values()):.1f} | {'' if name in (mine, 'full') else shown} |")
 
 
-def _kind(row: dict[str, Any]) -> str:
-    """niah tasks by length, LongBench as a whole."""
-    if row["task"].startswith("niah"):
-        return f"niah, {row['task'].rpartition('_')[2]} tokens"
-    return "needle grid" if row["task"].startswith("needle") else "LongBench"
+def _kind(part: str, row: dict[str, Any]) -> str:
+    """Generated tasks by length, but for the needle grid; LongBench as a whole."""
+    length = row["task"].rpartition("_")[2]
+    if part.startswith(("needle", "longbench")) or not length.isdigit():
+        return "LongBench" if part == "longbench" else "needle grid"
+    return f"{part}, {length} tokens"
 
 
 def _print(title: str, scores: dict[tuple, list[float]]) -> None:
@@ -159,16 +167,21 @@ def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def budgets_of(text: str) -> list[int | float]:
+    """Tokens, or shares of them."""
+    return [float(part) if "." in part else int(part) for part in text.split(",")]
+
+
 def _options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*PARTS, *REPORTS])
     parser.add_argument("--out", required=True)
-    parser.add_argument("--data")
-    parser.add_argument("--haystack")
+    for name in FOLDERS:
+        parser.add_argument(f"--{name}")
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--budget", type=integers, help="by commas, in place of the part's own")
+    parser.add_argument("--budget", type=budgets_of, help="by commas, in place of the part's own")
     parser.add_argument("--length", type=integers, help="of generated prompts, in place of the part's own")
     parser.add_argument("--limit", type=int, help="samples of each task")
     parser.add_argument("--methods", nargs="+", help="in place of the part's own")

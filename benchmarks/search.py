@@ -3,6 +3,7 @@
     python benchmarks/search.py --stage 1 --out found --data DIR --haystack DIR      # a random sample of all
     python benchmarks/search.py --stage 2 --out found --data DIR --haystack DIR      # the best, and their neighbours
     python benchmarks/search.py --stage 3 --out found --data DIR --haystack DIR      # the winner, on the other half
+    … --space context --protocols agnostic                                          # where the question is unknown
 
 A combination is ranked by its mean score over tasks, protocols and budgets. Stage 2 tries the best of stage 1, the one
 with the best level of every axis, and all that differ from these on one axis; the best of stage 2 is the winner. Only
@@ -35,7 +36,11 @@ PUBLISHED = (
     "intentkv", "intelllm", "ahakv", "protokv", "satkv", "streamingllm", "lm_infinite", "h2o", "tova", "snapkv",
     "pyramidkv", "chunkkv", "nacl", "cake", "snapkv+adakv", "protokv:votes=softmax+adakv", "intentkv+adakv",
 )  # fmt: skip
-AXES = {
+UNASKED = (
+    "random", "knorm", "lagkv", "keydiff", "expected_attention", "expected_attention+adakv", "compactor",
+    "compactor+adakv", "snapkv", "kvzip",
+)  # fmt: skip
+PROMPT = {
     "votes": [
         *(f"snapkv:window={w}" for w in (8, 16, 32, 64)),
         *(f"snapkv:window={w}:pool=7:pooling=max" for w in (8, 16, 32)),
@@ -48,6 +53,17 @@ AXES = {
     "heads": ["", "+adakv", "+adakv:alpha=0.5"],
     "layers": ["", "+pyramid", "+cake", "+entropy"],
 }  # fmt: skip
+CONTEXT = {
+    "scores": [
+        "echo", *(f"echo:near={near}" for near in (1, 4, 8, 16, 32, 128)), "echo:near=8:chunk=1024",
+        "echo:near=8:chunk=4096", "expected_attention", "keydiff",
+    ],
+    "units": ["", "+blocks:block=4", "+blocks:block=8", "+blocks:block=16", "+prototypes"],
+    "values": ["", "+values:power=0.5", "+values", "+critical"],
+    "heads": ["+shared", "+shared:floor=0.1", "+shared:floor=0.25", "+adakv:alpha=0.0", "+adakv"],
+}  # fmt: skip
+SPACES = {"prompt": (PROMPT, PUBLISHED), "context": (CONTEXT, UNASKED)}
+Axes = dict[str, list[str]]
 Choice = tuple[str, ...]  # one of each axis
 LONGBENCH = (
     ("qasper", "hotpotqa", "multi_news", "trec", "samsum", "passage_retrieval_en", "lcc", "qmsum"),
@@ -62,35 +78,35 @@ HALVES = [[*niah, *(f"longbench/{task}" for task in rest)] for niah, rest in zip
 
 def main() -> None:
     options = _options()
-    out = Path(options.out)
+    out, (axes, published) = Path(options.out), SPACES[options.space]
     if options.stage == 1:
-        specs = sorted(map(spec, drawn(options.count, options.seed)))
+        specs = sorted(map(spec, drawn(axes, options.count, options.seed)))
     elif options.stage == 2:
-        specs = sorted(map(spec, refined(mean_scores(read(out / "stage1")))))
+        specs = sorted(map(spec, refined(axes, mean_scores(read(out / "stage1")))))
     else:
         specs = [max(ranked(mean_scores(read(out / "stage2"))), key=lambda pair: pair[1])[0]]
     half = [task for task in HALVES[options.stage == 3] if not options.only or task in options.only]
-    rows = evaluate((*options.among, *specs), half, out / f"stage{options.stage}", options)
+    rows = evaluate((*(options.among or published), *specs), half, out / f"stage{options.stage}", options)
     for name, score in ranked(mean_scores(rows))[:25]:
-        print(f"{score:6.2f}  {name}{'' if name in PUBLISHED else '   (ours)'}")
+        print(f"{score:6.2f}  {name}{'' if name in published else '   (ours)'}")
 
 
-def drawn(count: int, seed: int) -> list[Choice]:
+def drawn(axes: Axes, count: int, seed: int) -> list[Choice]:
     """A random sample of the valid combinations."""
-    working = [choice for choice in product(*AXES.values()) if works(spec(choice))]
+    working = [choice for choice in product(*axes.values()) if works(spec(choice))]
     return random.Random(seed).sample(working, count)
 
 
-def refined(scores: dict[str, float]) -> set[Choice]:
+def refined(axes: Axes, scores: dict[str, float]) -> set[Choice]:
     """The five best combinations, the best levels of all axes together, and neighbours on one axis."""
-    known = {choice: scores[spec(choice)] for choice in product(*AXES.values()) if spec(choice) in scores}
+    known = {choice: scores[spec(choice)] for choice in product(*axes.values()) if spec(choice) in scores}
     best = sorted(known, key=lambda choice: -known[choice])[:5]
-    together = tuple(_best_level(number, known) for number in range(len(AXES)))
+    together = tuple(_best_level(number, known) for number in range(len(axes)))
     centre = [choice for choice in (together, best[0]) if works(spec(choice))]
     near = {
         (*choice[:axis], level, *choice[axis + 1 :])
         for choice in centre
-        for axis, levels in enumerate(AXES.values())
+        for axis, levels in enumerate(axes.values())
         for level in levels
     }
     return {choice for choice in {*best, *near} if works(spec(choice))}
@@ -161,7 +177,8 @@ def _options() -> Any:
     parser.add_argument("--budget", type=lambda text: [*map(int, text.split(","))], default=[128, 512])
     parser.add_argument("--count", type=int, default=60, help="combinations drawn in stage 1")
     parser.add_argument("--limit", type=int, default=8, help="samples of each task")
-    parser.add_argument("--among", nargs="+", default=PUBLISHED, help="published methods beside them")
+    parser.add_argument("--space", choices=SPACES, default="prompt", help="what is combined")
+    parser.add_argument("--among", nargs="+", help="methods beside them, in place of the published ones")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--max-length", type=int, default=None)
     parser.add_argument("--workers", type=int, default=1)
