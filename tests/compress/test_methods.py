@@ -74,16 +74,6 @@ def test_budget_is_spent_exactly(spec, n, budget):
     assert spent(sum(totals), budget * 2 * apart)
 
 
-@pytest.mark.parametrize("spec", EVICTING)
-def test_a_cache_spends_its_budget_exactly(spec):
-    model = make_llama()
-    cache = kvkeep.Cache(model, spec, 40)
-    model(torch.randint(0, 128, (1, 200)), past_key_values=cache)
-    tokens = [cache.report().tokens[layer][0] for layer in range(4)]
-    assert sum(map(sum, tokens)) == 40 * 4 * 4
-    assert all(sum(layer) > 0 for layer in tokens)
-
-
 @pytest.mark.parametrize("spec", SELECTING)
 def test_same_input_same_choice(spec):
     first, second = (choose(spec, *draw(200), 40).tolist() for _ in range(2))
@@ -98,7 +88,8 @@ def test_a_fraction_is_that_many_tokens(spec):
 @pytest.mark.core
 @pytest.mark.parametrize("spec", COMBINED)
 def test_rows_of_a_padded_batch_are_what_they_are_alone(spec):
-    model = make_llama()
+    model = make_llama(num_hidden_layers=2)
+    model.generation_config.eos_token_id = None  # rows end together
     long, short = torch.randint(1, 128, (1, 90)), torch.randint(1, 128, (1, 57))
     padding = torch.ones(2, 90, dtype=torch.long)
     padding[1, :33] = 0
@@ -109,15 +100,15 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(spec):
         alone = kvkeep.Cache(model, spec, 24)
         expected = model.generate(ids, past_key_values=alone, max_new_tokens=6, do_sample=False)
         assert tokens[row, -6:].tolist() == expected[0, -6:].tolist()
-        assert all(together.kept(i)[row] == alone.kept(i)[0] for i in range(4))
+        assert all(together.kept(i)[row] == alone.kept(i)[0] for i in range(2))
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("spec", EVICTING)
 def test_every_turn_ends_its_prefill_within_budget(spec):
-    model, budget = make_llama(), 32
+    model, budget = make_llama(num_hidden_layers=2), 32
     cache = kvkeep.Cache(model, spec, budget)
-    for turn in range(4):
+    for turn in range(3):
         ids = torch.randint(0, 128, (1, 70 + 9 * turn))
         logits = model(ids, past_key_values=cache).logits
         assert logits.isfinite().all()
@@ -128,15 +119,17 @@ def test_every_turn_ends_its_prefill_within_budget(spec):
 
 
 @pytest.mark.parametrize("spec", EVICTING)
-def test_memory_is_what_is_kept(spec):
-    model = make_llama()
+def test_memory_is_what_is_kept_and_that_is_the_budget(spec):
+    model = make_llama(num_hidden_layers=2)
     cache = kvkeep.Cache(model, spec, 64)
     model(torch.randint(0, 128, (2, 300)), past_key_values=cache)
-    claimed = 2 * 4 * 4 * 64 * 2 * 8 * 4  # rows, layers, key heads, budget, keys and values, dim, float32
+    for layers in zip(*cache.report().tokens, strict=True):  # of each row
+        assert sum(map(sum, layers)) == 2 * 4 * 64 and all(sum(layer) > 0 for layer in layers)
+    claimed = 2 * 2 * 4 * 64 * 2 * 8 * 4  # rows, layers, key heads, budget, keys and values, dim, float32
     assert abs(cache.nbytes - claimed) <= 0.02 * claimed
-    for _ in range(20):
+    for _ in range(8):
         model(torch.randint(0, 128, (2, 1)), past_key_values=cache)
-        held = cache.report().kept_per_head * 2 * 4 * 4 * 2 * 8 * 4
+        held = cache.report().kept_per_head * 2 * 2 * 4 * 2 * 8 * 4
         assert held <= cache.nbytes <= 1.02 * held
 
 

@@ -24,6 +24,7 @@ from kvkeep.errors import CacheMisuse, KvkeepError, UnsupportedModel
 from kvkeep.model.hf_cache import CompressedLayer
 
 METHODS = [*EVICTING, "snapkv+adakv", "intentkv+pyramid", "tova+adakv+pyramid"]
+GENERATED = ["full", "kvkeep", "h2o", "snapkv+adakv", "kvkeep_context", "kvzip"]  # one of each way through `generate`
 BUDGET, TOKENS, STEPS = 16, 60, 8
 
 families = pytest.mark.parametrize(("name", "kind"), CASES, ids=["-".join(case) for case in CASES])
@@ -79,7 +80,8 @@ def test_with_room_for_all_nothing_changes(name: str, kind: str) -> None:
         torch.testing.assert_close(
             mine_decoded, decoded, atol=1e-5, rtol=0, msg=lambda m, method=method: f"{method}: {m}"
         )
-        assert torch.equal(greedy(model, kvkeep.Cache(model, method, budget=1.0), ids), tokens), method
+        if method in GENERATED:
+            assert torch.equal(greedy(model, kvkeep.Cache(model, method, budget=1.0), ids), tokens), method
 
     for same in (untouched, model, copy.deepcopy(model)):  # the last two could speak to our caches
         assert torch.equal(same(ids, use_cache=False).logits[0], first)
