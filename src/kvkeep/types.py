@@ -202,6 +202,7 @@ class Selection:
 
     index: Tensor  # [kv_heads, longest] token indices, ascending; padding beyond a head's length
     lengths: tuple[int, ...]  # tokens kept per key head
+    coverage: float | None = None  # share of the scores that they make up, where that decides how many they are
 
     def tolist(self) -> list[list[int]]:
         """Per key head, the kept token indices in ascending order."""

@@ -16,7 +16,7 @@ def test_two_thousand_tokens_in_flat_memory(spec):
     alone = isinstance(method.layers, EqualLayers) and method.reuse == 1  # no layer knows of another: one shows all
     model, own = make_llama(num_hidden_layers=1 if alone else 2), method.schedule.every
     cache = kvkeep.Cache(model, spec, budget, schedule=None if own else BUFFER)
-    sizes, allowed = [], budget + (0 if own else BUFFER - 1)
+    sizes, allowed = [], budget + (own or BUFFER) - 1
     with torch.inference_mode():
         token = model(torch.arange(100)[None] % 128, past_key_values=cache).logits[:, -1:].argmax(-1)
         for step in range(2000):

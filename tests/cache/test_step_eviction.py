@@ -8,6 +8,7 @@ import torch
 from conftest import EVICTING, make_llama
 from families import build, prompt
 from oracles.decoding import replay_ahakv, replay_buffered, replay_h2o, replay_streaming, replay_tova, trace_ahakv
+from oracles.frontier import oracle_rkv, stream_keep_prompt_random
 from oracles.protokv import oracle_protokv
 from oracles.snapkv import oracle_snapkv
 
@@ -15,6 +16,8 @@ import kvkeep
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.scorers.ahakv import gain
+from kvkeep.compress.scorers.chance import POSITIONS
+from kvkeep.compress.uniform import uniform
 from kvkeep.errors import BadParameter
 
 PROMPT, STEPS = 90, 300
@@ -153,6 +156,22 @@ def test_buffered_snapkv_and_protokv(buffer):
     for votes in ("softmax", "raw"):
         expected = replay_buffered(oracle_protokv, *everything, PROMPT, 40, buffer, votes=votes, **chance)
         assert kept_at_every_step(model, "protokv", 40, schedule=buffer, votes=votes) == expected
+
+
+@pytest.mark.parametrize("buffer", [16, 128])
+def test_rkv_goes_by_the_queries_and_keys_since(buffer):
+    model = one_layer(8, 4)
+    expected = replay_buffered(oracle_rkv, *seen_by(model, IDS), PROMPT, 60, buffer)
+    assert kept_at_every_step(model, f"rkv:buffer={buffer}", 60) == expected
+
+
+@pytest.mark.parametrize("buffer", [1, 16, 128])
+@pytest.mark.parametrize("budget", [40, 95, 150])
+def test_the_prompt_stays_and_the_answer_goes_at_random(budget, buffer):
+    """A prompt beyond the budget; one that leaves room for five tokens; one that leaves room for sixty."""
+    numbers = uniform(5, torch.arange(PROMPT + STEPS) + POSITIONS * torch.arange(4)[:, None]).float().tolist()
+    expected = stream_keep_prompt_random(PROMPT, STEPS, budget, buffer, uniform=numbers)
+    assert kept_at_every_step(one_layer(8, 4), f"keep_prompt_random:buffer={buffer}", budget, seed=5) == expected
 
 
 EVERY = [m for m in EVICTING if m != "full"] + [

@@ -7,8 +7,12 @@ from draws import many
 from oracles import frontier
 from test_against_oracles import assert_same, draw, ours
 
-from kvkeep.compress.budget.heads import EqualHeads, Threshold
-from kvkeep.compress.budget.shared import Candidates, SharedBudget, best_of
+import kvkeep
+from kvkeep.compress.budget.coverage import amounts
+from kvkeep.compress.budget.heads import AdaptiveHeads, EqualHeads, Threshold
+from kvkeep.compress.budget.shared import Candidates, SharedBudget, best_of, coverage_of
+from kvkeep.compress.guard import Guard
+from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.scorers.chance import POSITIONS
 from kvkeep.compress.scorers.compactor import CompactorScorer
@@ -54,6 +58,17 @@ def test_lagkv(seed):
             assert len(mine) == len(theirs) and all(gap <= 1.01 / options.get("lag", 128) for gap in gaps)
 
 
+@many(60)
+def test_rkv(seed, monkeypatch):
+    if seed % 2:
+        monkeypatch.setattr("kvkeep.compress.scorers.rkv.COMPARED", 100)  # a few rows at a time
+    given = draw(seed)
+    options = [{}, {"importance": 0.9, "alike": 0.9}, {"window": 1, "pool": 1, "importance": 0.0}][seed % 3]
+    assert_same(
+        ours("rkv", *given, **options), frontier.oracle_rkv(*given, **options), frontier.scores_rkv, *given, **options
+    )
+
+
 def layers_of(seed):
     """Scores of some layers, many of them equal; which tokens are forced, and a budget."""
     rng = np.random.default_rng(seed)
@@ -64,7 +79,7 @@ def layers_of(seed):
     return scores.astype(np.float32), forced, budget, float(rng.choice([0.0, 0.0, 0.3, 1.0]))
 
 
-def candidates(scores, forced, budget, floor):
+def candidates(scores, forced, budget, floor, covers=False):
     """One layer's, as the pipeline makes them."""
     heads, n = scores.shape
     scores, must = torch.from_numpy(scores), torch.zeros(heads, n, dtype=torch.bool)
@@ -73,7 +88,8 @@ def candidates(scores, forced, budget, floor):
     sure = SharedBudget(floor).sure(must, budget)
     positions = torch.arange(n).expand(heads, -1)
     tokens = Tokens(*(torch.zeros(heads, n, 1) for _ in range(2)), positions)
-    return Candidates.of(tokens, scores, ranks(scores, must, None), sure, None).flat(False)
+    whole = amounts(scores, ~must).sum() if covers else None
+    return Candidates.of(tokens, scores, ranks(scores, must, None), sure, None, whole).flat(False)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -92,6 +108,49 @@ def test_shared(at_once, seed):
             assert sum(map(len, held)) <= total
     kept = [[head.token_positions.tolist() for head in each.heads()] for each in best_of(held, total)]
     assert kept == frontier.shared(scores, forced, budget, floor)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@many(80)
+def test_coverage_of_all_layers(at_once, seed):
+    """The share is of all scores, though tokens without a chance have left before the last layer."""
+    scores, forced, most, _ = layers_of(seed)
+    layers, heads, _ = scores.shape
+    share, total, held = [0.5, 0.9, 0.99, 1.0][seed % 4], layers * heads * most, []
+    for layer in range(layers):
+        held.append(candidates(scores[layer], forced[layer], most, 0.0, covers=True))
+        if not at_once:
+            held = best_of(held, total)
+    kept = best_of(held, total, share)
+    expected = frontier.coverage(scores, forced, most, share, "all")
+    assert [[head.token_positions.tolist() for head in each.heads()] for each in kept] == expected
+    assert coverage_of(kept) == pytest.approx(reached(scores, forced, expected))
+
+
+def reached(scores, forced, kept):
+    """The share of the scores of tokens that are not forced."""
+    places = [(layer, head) for layer in range(len(scores)) for head in range(len(scores[layer]))]
+    taken = sum(float(scores[a][b][j]) for a, b in places for j in set(kept[a][b]) - set(forced[a][b]))
+    whole = sum(float(scores[a][b][j]) for a, b in places for j in range(len(scores[a][b])) if j not in forced[a][b])
+    return taken / whole if whole else 1.0
+
+
+POOLS = {"head": (EqualHeads(), 0.0), "layer": (AdaptiveHeads(0.0), 0.0), "floor": (AdaptiveHeads(0.5), 0.5)}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@many(80)
+def test_coverage_of_one_layer(pool, seed):
+    scores, forced, most, _ = layers_of(seed)
+    heads, n = scores[0].shape
+    table, share = torch.from_numpy(scores[0]), [0.5, 0.9, 0.99, 1.0][seed % 4]
+    allocator, alpha = POOLS[pool]
+    guard = Guard(len(forced[0][0]))
+    method = Method("table", lambda seen, budget: table, guard, heads=allocator, coverage=share)
+    found = kvkeep.select(method, *(torch.zeros(heads, n, 2) for _ in range(3)), most)
+    expected = frontier.coverage(scores[:1], forced[:1], most, share, "head" if pool == "head" else "layer", alpha)
+    assert found.tolist() == expected[0]
+    assert found.coverage == pytest.approx(reached(scores[:1], forced[:1], expected))
 
 
 def even(seed, longest=40):

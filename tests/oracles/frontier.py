@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from .common import default_scale, dots, everything, force, pool1d, softmax, top
+from .common import default_scale, dots, everything, force, kept_window, pool1d, softmax, top, window_votes
 
 # ---------------------------------------------------------------------------------------------- common ground
 
@@ -77,6 +77,30 @@ def scores_random(Q, K, V, budget, *, uniform):
 def oracle_random(Q, K, V, budget, *, uniform):
     """The tokens with the largest numbers."""
     return keep(scores_random(Q, K, V, budget, uniform=uniform), K, budget)
+
+
+def stream_keep_prompt_random(prompt, generated, budget, buffer, *, uniform):
+    """What each key head holds after a prompt and after every generated token: ascending lists. [step][head]
+
+    A token's number is uniform[head][token]. A prompt beyond the budget loses its lowest numbers; whenever a head holds
+    budget + buffer tokens, generated ones leave, lowest first, until it holds the budget, and after them the prompt's.
+    The newest token stays.
+    """
+    heads, history = [list(range(prompt)) for _ in uniform], []
+    for step in range(generated + 1):
+        newest = prompt + step - 1
+        for h, held in enumerate(heads):
+            if step:
+                held.append(newest)
+            most = budget if step == 0 else budget + buffer - 1
+            if len(held) <= most:
+                continue
+            while len(held) > budget:
+                others = [j for j in held if j != newest]
+                answer = [j for j in others if j >= prompt]
+                held.remove(min(answer or others, key=lambda j: (float(uniform[h][j]), j)))
+        history.append([list(held) for held in heads])
+    return history
 
 
 def scores_knorm(Q, K, V, budget):
@@ -398,3 +422,75 @@ def critical(scores, forced, values, wo, budget, share=0.5, epsilon=1e-4, group=
         second = [0.0 if j in stay else (row[j] + epsilon) * weight[h, j] for j in range(len(row))]
         kept.append(sorted(stay | set(best_first(second, stay)[: max(0, budget - len(stay))])))
     return kept
+
+
+# ------------------------------------------------------------------------------------------------------- rkv
+
+
+def redundancy_rkv(keys, alike):
+    """[n] of one head: softmax over tokens of each key's mean cosine to the others.
+
+    Of keys that are alike (cosine above `alike`) the most recent is spared: the alike ones before it count as 0.
+    """
+    units, n = [unit(k) for k in keys], len(keys)
+    mean = np.zeros(n)
+    for i in range(n):
+        cosines = dots(units, units[i])
+        newest = not any(cosines[j] > alike for j in range(i + 1, n))
+        counted = [0.0 if newest and cosines[j] > alike else cosines[j] for j in range(n) if j != i]
+        mean[i] = math.fsum(counted) / max(1, n - 1)
+    return softmax(mean)
+
+
+def scores_rkv(Q, K, V, budget, *, window=8, pool=7, importance=0.1, alike=0.5, qpos=None, kpos=None):
+    """[Hk, n]: importance times the window's mean attention (pooled by maxima) less the rest times redundancy."""
+    n = K.shape[1]
+    rows, stay = kept_window(window, budget, n)
+    votes = window_votes(Q, K, rows, None, qpos, kpos) / rows
+    out = np.zeros_like(votes)
+    for h in range(len(votes)):
+        attended = np.array(votes[h])
+        attended[: n - stay] = pool1d(votes[h, : n - stay], pool, "max")
+        out[h] = importance * attended - (1 - importance) * redundancy_rkv(K[h], alike)
+        out[h] = force(out[h], range(n - stay, n))
+    return out
+
+
+def oracle_rkv(Q, K, V, budget, **options):
+    """The best tokens, and the window."""
+    return keep(scores_rkv(Q, K, V, budget, **options), K, budget)
+
+
+# ------------------------------------------------------------------------------------------ budget="auto"
+
+
+def coverage(scores, forced, most, share, pool="head", alpha=0.0):
+    """kept[layer][head], ascending: as few of the best tokens as make up `share` of the scores of what competes.
+
+    scores[layer][head][token], forced[layer][head]: tokens that stay and count neither way. pool: a "head", the heads
+    of a "layer", or "all". At most `most` tokens for each of a pool's heads, on average, forced ones included; one at
+    least. alpha: each head of a pool is sure of that part of an equal share of what was found to be needed.
+    Ties: the later token, then the lower head, then the lower layer.
+    """
+    heads = [(layer, head) for layer in range(len(scores)) for head in range(len(scores[layer]))]
+    key = {"head": lambda h: h, "layer": lambda h: h[0], "all": lambda h: 0}[pool]
+    kept = {}
+    for name in dict.fromkeys(key(h) for h in heads):
+        mine = [h for h in heads if key(h) == name]
+        stay = {h: set(forced[h[0]][h[1]]) for h in mine}
+        free = [(h, j) for h in mine for j in range(len(scores[h[0]][h[1]])) if j not in stay[h]]
+        free.sort(key=lambda place: (-scores[place[0][0]][place[0][1]][place[1]], -place[1], place[0][1], place[0][0]))
+        amount = [float(scores[layer][head][j]) for (layer, head), j in free]
+        count, whole = 0, math.fsum(amount)
+        while count < len(free) and math.fsum(amount[:count]) < share * whole:
+            count += 1
+        fixed = sum(len(tokens) for tokens in stay.values())
+        total = min(max(1, fixed + count), most * len(mine))
+        for h in mine:  # a floor: the head's best, beside what stays
+            floor = len(stay[h]) + math.floor(alpha * max(0, total // len(mine) - len(stay[h])))
+            stay[h] |= set([j for other, j in free if other == h][: floor - len(stay[h])])
+        for h, j in free:
+            if sum(len(tokens) for tokens in stay.values()) < total:
+                stay[h].add(j)
+        kept |= {h: sorted(tokens) for h, tokens in stay.items()}
+    return [[kept[layer, head] for head in range(len(scores[layer]))] for layer in range(len(scores))]

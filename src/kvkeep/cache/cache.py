@@ -30,7 +30,7 @@ from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.compress.method import Method
-from kvkeep.compress.parse import parse
+from kvkeep.compress.parse import parse_budget
 from kvkeep.compress.schedule import Schedule, as_schedule
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
 from kvkeep.model.head_shards import head_shards
@@ -55,7 +55,7 @@ class Cache(HFCacheAdapter):
         self,
         model: Any,
         method: str | Method = "kvkeep",
-        budget: int | float | None = None,
+        budget: int | float | str | None = None,
         *,
         schedule: str | int | Schedule | None = None,
         host_limit: int | None = None,
@@ -64,17 +64,19 @@ class Cache(HFCacheAdapter):
         tokenizer: Any = None,
         **parameters: Any,
     ):
-        """host_limit: bytes of host memory for offloaded tokens; disk: a folder for what exceeds them.
+        """budget: tokens per key head, or a fraction of the tokens seen; "auto": as few as make up `coverage` (0.99) of
+        the method's scores, at most `max_budget` (0.5).
+
+        host_limit: bytes of host memory for offloaded tokens; disk: a folder for what exceeds them.
 
         tokenizer: for a method that tells the model what to do before it evicts (kvzip).
 
         storage: "int8" or "int4" quantizes every group of 32 tokens once it is complete; None: the model's dtype.
         Tokens are quantized once, and again whenever an eviction regroups them.
         """
-        self.method = parse(method, **parameters)
+        self.method, self.budget = parse_budget(method, budget, **parameters)
         if schedule is not None:
             self.method = replace(self.method, schedule=as_schedule(schedule))
-        self.budget = self.method.check(budget)
         super().__init__(model)
         self.storage, self.bits = storage, self.method.bits(storage)
         if self.bits == 4 and (size := key_shape(self.model)[1]) % 2:

@@ -234,6 +234,10 @@ class EvictingBackend:
             if layer:
                 layer.select_rows(rows)
         self.query_buffer.select_rows(rows)
+        old = self.evictor.covered
+        self.evictor.covered = {
+            (i, new): old[i, row] for i, _ in old for new, row in enumerate(rows) if (i, row) in old
+        }
 
     def fork(self) -> EvictingBackend:
         fork = replace(self, attention_check=self.attention_check.fork())
@@ -241,6 +245,7 @@ class EvictingBackend:
         self.query_buffer.merge_steps()
         fork.query_buffer.queries = {key: queries.clone() for key, queries in self.query_buffer.queries.items()}
         fork.peak_bytes, fork.how = self.peak_bytes, dict(self.how)
+        fork.evictor.covered = dict(self.evictor.covered)
         return fork
 
     def positions(self, layer: int) -> list[list[Tensor]]:
@@ -253,7 +258,8 @@ class EvictingBackend:
     def report(self, tokens_seen: Sequence[int]) -> Report:
         layers = [self.store[i] for i in self.layers]
         held = layers, self.query_buffer.nbytes, self.peak_bytes
-        return Report.of(self.method.name, self.budget.value, tokens_seen, *held)
+        report, covered = Report.of(self.method.name, self.budget.value, tokens_seen, *held), self.evictor.covered
+        return replace(report, coverage=sum(covered.values()) / len(covered)) if covered else report
 
 
 def _decode_spans(layer: RaggedLayer, count: int) -> list[slice]:

@@ -8,7 +8,7 @@ compete for one budget (`across_layers`), tokens that have no chance are evicted
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.gathered_heads import gather_heads, own_heads
-from kvkeep.compress.budget.shared import Candidates, best_of
+from kvkeep.compress.budget.shared import Candidates, best_of, coverage_of
 from kvkeep.compress.method import Method
-from kvkeep.compress.pipeline import candidates, compress, decide, layer_budgets, update_token_state
+from kvkeep.compress.pipeline import candidates, compress, decide, fits, layer_budgets, update_token_state
 from kvkeep.compress.positions import PlacementInput
 from kvkeep.compress.protocols import LayerWeight
 from kvkeep.compress.select import PlacedSelection
@@ -93,6 +93,7 @@ class Evictor:
     rotations: dict[int, Rotation | None]
     context_length: int
     shards: HeadShards | None = None  # of other processes' heads, where the method compares heads
+    covered: dict[tuple[int, int], float] = field(default_factory=dict)  # (layer, row) -> `Selection.coverage`
 
     def __post_init__(self) -> None:
         self.pending: dict[int, list[EvictionCandidate]] = {}
@@ -127,7 +128,7 @@ class Evictor:
         self.competing[index] = [self._competing(row) for row in rows]
         held = sum(row.nbytes for layer in self.competing.values() for row in layer)
         for row in range(len(rows)):
-            self._evict_worst([layer[row] for layer in self.competing.values()])
+            self._evict_worst(row, [layer[row] for layer in self.competing.values()])
         if len(self.competing) == len(self.store):
             competing, self.competing = self.competing, {}
             for layer, each in competing.items():
@@ -136,11 +137,11 @@ class Evictor:
 
     def _competing(self, row: EvictionCandidate) -> CompetingRow:
         seen = row.observation
-        if seen is None or seen.seq_len <= self._tokens(seen):
+        if seen is None or fits(seen, self.method, self._tokens(seen)):
             return CompetingRow(gather_kept(row.tokens, row.lengths, None), 0)
         return CompetingRow(candidates(seen, self.method, self._tokens(seen), row.tokens), seen.seq_len)
 
-    def _evict_worst(self, layers: list[CompetingRow]) -> None:
+    def _evict_worst(self, row: int, layers: list[CompetingRow]) -> None:
         """Evict what is not among the best of one row's layers, unless that is not worth a copy yet."""
         each = [(layer, layer.kept) for layer in layers if isinstance(layer.kept, Candidates)]
         if not each:
@@ -148,8 +149,12 @@ class Evictor:
         heads, unseen = [kept.kv_heads for _, kept in each], len(self.store) - len(layers)
         total = self.budget.tokens(layers[0].seq_len) * (sum(heads) + unseen * max(heads))
         if not unseen or sum(len(kept) for _, kept in each) > SPARE * total:
-            for (layer, _), best in zip(each, best_of([kept for _, kept in each], total), strict=True):
+            coverage = self.method.coverage if not unseen and each[0][1].whole is not None else None
+            left = best_of([kept for _, kept in each], total, coverage)
+            for (layer, _), best in zip(each, left, strict=True):
                 layer.kept = best
+            if coverage is not None:
+                self.covered[0, row] = coverage_of(left)
 
     def _update_token_state(self, row: EvictionCandidate) -> EvictionCandidate:
         """From here on, only a row that is evicted from has an observation."""
@@ -185,14 +190,20 @@ class Evictor:
             if isinstance(decided, PlacedSelection):
                 self.unstored.append(UnstoredLayer.of(index, rows[0].tokens, decided))
             else:
+                self._count_covered(index, 0, decided)
                 self.store[index].fill([gather_kept(rows[0].tokens, rows[0].lengths, decided)])
             return
         for number, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
             seen = row.observation
             selection = self._select(number, seen, budget) if seen else None
+            self._count_covered(index, number, selection)
             kept = gather_kept(row.tokens, row.lengths, selection)
             stored.append(self._place(index, seen.seq_len, kept) if seen and selection else kept)
         self.store[index].fill(stored)
+
+    def _count_covered(self, index: int, row: int, selection: Selection | None) -> None:
+        if selection and selection.coverage is not None:
+            self.covered[index, row] = selection.coverage
 
     def _can_wait(self, index: int) -> bool:
         """Whether nothing else needs the heads' lengths before the last layer."""

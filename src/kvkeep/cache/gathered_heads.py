@@ -37,7 +37,7 @@ def own_heads(selection: Selection | None, shards: HeadShards) -> Selection | No
         return None
     mine = shards.own(len(selection.lengths))
     lengths = selection.lengths[mine]
-    return Selection(selection.index[mine, : max(lengths)], lengths)
+    return Selection(selection.index[mine, : max(lengths)], lengths, selection.coverage)
 
 
 def check_shards(cache: CacheState) -> None:

@@ -28,6 +28,7 @@ class Report:
     tokens: list[list[list[int]]]  # [layer][row][key head]
     kept: dict[str, float] = field(default_factory=dict)  # kept_per_head, of the prompt and generated since; or of a
     # context, of the question about it and generated. Tokens prefilled one by one count as generated.
+    coverage: float | None = None  # share of the scores that was kept of the last prefill, if it decides: on average
 
     @classmethod
     def of(
@@ -92,11 +93,13 @@ class Report:
         seen = "+".join(map(str, self.tokens_seen)) or "0"
         held, full, most = map(format_bytes, (self.bytes, self.full_bytes, self.peak_bytes))
         fraction = f"{self.bytes / self.full_bytes:.1%}" if self.full_bytes else "–"
+        covered = [] if self.coverage is None else [f"  scores covered    {self.coverage:.1%}, of what was scored last"]
         offloaded = [f"  offloaded         {format_bytes(self.host_bytes)}"] if self.host_bytes else []
         return "\n".join([
             f"{self.method}, budget {self.budget}",
             f"  tokens seen       {seen}",
             f"  kept per key head {format_kept(self.kept)} ({self.layers} layers × {self.kv_heads} heads, on average)",
+            *covered,
             f"  keys and values   {held} of {full} ({fraction}), at most {most}",
             *offloaded,
         ])  # fmt: skip

@@ -80,7 +80,7 @@ def run(
     question: Annotated[str, typer.Argument(help="What to ask about it.")],
     method: Annotated[str, typer.Option(help="See `kvkeep methods`; modifiers follow it: snapkv+adakv.")] = "kvkeep",
     budget: Annotated[
-        str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1; several by commas.")
+        str, typer.Option(help="Tokens kept per key head, a fraction of the prompt (0.1), or auto; several by commas.")
     ] = "512",
     model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop the answer after this many tokens.")] = 64,
@@ -132,7 +132,7 @@ def evaluate(
         str | None, typer.Option(help="Methods by commas: snapkv,intentkv+adakv; else full,kvkeep.")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="Tokens kept per key head, or fractions, by commas: 128,0.1; else 512.")
+        str | None, typer.Option(help="Tokens kept per key head, fractions, or auto, by commas: 128,0.1; else 512.")
     ] = None,
     protocol: Annotated[str | None, typer.Option(help="agnostic or aware; else both.")] = None,
     model: Annotated[str | None, typer.Option(help="`default`, a hub id, or a local folder.")] = None,

@@ -23,7 +23,7 @@ class EvalOptions:
     tasks: tuple[str, ...]
     out: str
     methods: tuple[str, ...] = ("full", "kvkeep")
-    budget: tuple[int | float, ...] = (512,)
+    budget: tuple[int | float | str, ...] = (512,)
     protocol: str = "both"
     model: str = "default"
     length: tuple[int, ...] = (4096,)
@@ -83,9 +83,13 @@ def shaped(name: str, value: Any) -> Any:
     if name in ("tasks", "methods"):
         return tuple(str(part) for part in parts)
     try:
-        return tuple(float(part) if name == "budget" and "." in str(part) else int(part) for part in parts)
+        return tuple(_budget(part) if name == "budget" else int(part) for part in parts)
     except (TypeError, ValueError):
         raise BadInput(f"--{name} {value!r} are not numbers; write for example 128,512.") from None
+
+
+def _budget(part: Any) -> int | float | str:
+    return part if part == "auto" else float(part) if "." in str(part) else int(part)
 
 
 def _single(name: str, value: Any) -> Any:

@@ -13,7 +13,7 @@ from kvkeep.errors import BadInput
 @dataclass(frozen=True)
 class Plan:
     method: str
-    budget: int | float
+    budget: int | float | str
     parameters: dict[str, Any]
     storage: str | None = None
 
@@ -24,15 +24,15 @@ def plans(method: str, budgets: str, settings: list[str], storage: str | None = 
 
 
 def _plan(method: str, budget: str, settings: list[str], storage: str | None) -> Plan:
-    from kvkeep.compress.parse import parse, setting
+    from kvkeep.compress.parse import parse_budget, setting
 
     parameters = dict(setting(each) for each in settings)
     _, number = setting(f"budget={budget}")
-    if isinstance(number, bool | str):
-        raise BadInput(f"--budget {budget!r} is not a number; give tokens per key head (512) or a fraction (0.1).")
-    recipe = parse(method, **parameters)
-    recipe.check(number)
-    recipe.bits(storage)
+    if isinstance(number, bool | str) and number != "auto":
+        raise BadInput(
+            f"--budget {budget!r} is not a number; give tokens per key head (512), a fraction (0.1) or auto."
+        )
+    parse_budget(method, number, **parameters)[0].bits(storage)
     return Plan(method, number, parameters, storage)
 
 

@@ -12,14 +12,14 @@ import torch
 import kvkeep
 from kvkeep.cli.inputs import Plan
 from kvkeep.cli.show import Outcome, busy
-from kvkeep.compress.parse import parse
+from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.progress import Progress
 from kvkeep.engine.sequence import check_length
 from kvkeep.model.chat import encode, with_question
 from kvkeep.model.hf_cache import context_length
 from kvkeep.model.load import load, load_context_length, load_tokenizer, quiet_transformers
 
-REPORTED = "kept_per_head", "kept", "bytes", "full_bytes", "index_bytes", "host_bytes"  # fields of a Report
+REPORTED = "kept_per_head", "kept", "bytes", "full_bytes", "index_bytes", "host_bytes", "coverage"  # of a Report
 
 
 def check_lengths(
@@ -29,7 +29,8 @@ def check_lengths(
     quiet_transformers()
     tokens = encode(load_tokenizer(name, say), with_question(document, question)).shape[1]
     for plan in plans:
-        check_length(parse(plan.method, **plan.parameters), load_context_length(name), tokens, max_new_tokens)
+        method, _ = parse_budget(plan.method, plan.budget, **plan.parameters)
+        check_length(method, load_context_length(name), tokens, max_new_tokens)
 
 
 @dataclass(frozen=True)

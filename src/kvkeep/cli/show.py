@@ -20,7 +20,7 @@ class Outcome:
     """One answer, with measured seconds and bytes."""
 
     method: str
-    budget: int | float
+    budget: int | float | str
     answer: str
     prompt_tokens: int
     context_length: int  # the model's
@@ -33,6 +33,7 @@ class Outcome:
     host_bytes: int
     first_token_s: float
     tokens_per_s: float | None  # None after a single token
+    coverage: float | None = None  # of the scores, by what is kept, if that decides how much it is
 
 
 class Say:
@@ -158,6 +159,7 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
     rows = [
         ["prompt tokens", *(_length(each) for each in outcomes)],
         ["kept per key head", *(format_kept(each.kept) for each in outcomes)],
+        *([["scores covered", *map(_covered, outcomes)]] if any(e.coverage for e in outcomes) else []),
         ["cache holds", *(f"{format_bytes(each.bytes)} ({each.bytes / each.full_bytes:.0%})" for each in outcomes)],
         *(
             [["offloaded", *(format_bytes(each.host_bytes) for each in outcomes)]]
@@ -173,9 +175,13 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
     print_table(["", *_names(outcomes)], rows)
 
 
+def _covered(outcome: Outcome) -> str:
+    return "–" if outcome.coverage is None else f"{outcome.coverage:.1%}"
+
+
 def _names(outcomes: list[Outcome]) -> list[str]:
     """The method, with its budget where it was run with several."""
-    budgets: dict[str, set[int | float]] = {}
+    budgets: dict[str, set[int | float | str]] = {}
     for each in outcomes:
         budgets.setdefault(each.method, set()).add(each.budget)
     return [each.method if len(budgets[each.method]) == 1 else f"{each.method} {each.budget}" for each in outcomes]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.compress.method import Method
-from kvkeep.compress.parse import parse
+from kvkeep.compress.parse import parse_budget
 from kvkeep.compress.pipeline import compress, update_token_state
 from kvkeep.compress.retrieval.oneshot import retrieve_once
 from kvkeep.errors import BadParameter, BadTensor
@@ -21,7 +21,7 @@ def select(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    budget: int | float | None = None,
+    budget: int | float | str | None = None,
     *,
     scale: float | None = None,
     layer: int = 0,
@@ -36,7 +36,7 @@ def select(
     output_weight [heads, hidden, dim]: of attention's output projection, for a method that needs it (+critical)
     frequencies [dim // 2]: of the model's RoPE, for a method that moves queries (echo); None: 10000 ** (-2i / dim)
     """
-    chosen_method = parse(method, **parameters)
+    chosen_method, budget = parse_budget(method, budget, **parameters)
     if scale is not None and not 0 < scale < float("inf"):
         raise BadParameter(f"scale={scale} is not a positive number; leave it out for 1/sqrt(dim).")
     if chosen_method.needs_passes:
@@ -44,7 +44,6 @@ def select(
             f"'{chosen_method.name}' runs the model again after a prompt, and select sees one layer's tensors; use "
             "kvkeep.Cache or kvkeep.Engine, or a method that does not, such as 'echo' or 'snapkv'."
         )
-    budget = chosen_method.check(budget)
     check(queries, keys, values)
     if chosen_method.needs_output:
         check_output_weight(output_weight, queries, chosen_method.name)

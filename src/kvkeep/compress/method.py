@@ -78,6 +78,7 @@ class Method:
     retrieval: RetrievalConfig | None = None  # offload all tokens and retrieve some per query, instead of evicting
     draft: Draft | None = None  # the scorer sees the queries of tokens that follow the prompt
     rerank: Reranking | None = None  # changes the scores of tokens that are not kept anyway
+    coverage: float | None = None  # no more is kept than makes up this share of the scores (budget/coverage.py)
     paper: str = ""
     keeps: str = ""
     deviates: str = ""  # where this differs from the paper
@@ -166,6 +167,12 @@ class Method:
                 f"{self._called} cannot work: one part of the budget is spent by other scores, {reason}."
             )
 
+        if self.coverage is not None and (reason := self._cannot_cover):
+            raise BadParameter(
+                f"{self._called} cannot work with budget='auto': {reason}. Give a number of tokens (512) or a fraction "
+                "(0.1), or use a method whose scores are amounts of attention: 'kvkeep_context', 'echo' or 'snapkv'."
+            )
+
         if self.summary and self.observation_window:
             raise BadParameter(f"{self._called} cannot work: it needs the last queries, and has a summary of all.")
 
@@ -176,6 +183,22 @@ class Method:
         if self.group is not None:
             return "which are of tokens, and units are kept whole"
         return "and a threshold is for one kind" if isinstance(self.heads, Threshold) else ""
+
+    @property
+    def _cannot_cover(self) -> str:
+        """Why a share of the scores cannot decide how many tokens are kept; empty if it can."""
+        if self.coverage is None or not 0 < self.coverage <= 1:
+            return f"coverage={self.coverage} is not a share of the scores in (0, 1]"
+        if self.retrieval:
+            return "it retrieves for every token, and evicts nothing"
+        traits = ScorerTraits.of(self.scorer)
+        if traits.signed or not (traits.has_scores and traits.additive):
+            return "'auto' keeps a share of the sum of all scores, and there is none that would mean anything"
+        if self.rerank or isinstance(self.heads, Threshold):
+            return "'auto' keeps a share of one kind of scores, and they are changed or cut off already"
+        if self.across_layers and getattr(self.heads, "alpha", None):
+            return "floor= is a part of a budget that 'auto' does not know before"
+        return ""
 
     @property
     def across_layers(self) -> bool:
@@ -200,10 +223,10 @@ class Method:
     def _called(self) -> str:
         return f"'{self.name}'" if self.name else "this method"
 
-    def check(self, budget: int | float | None) -> int | float:
+    def check(self, budget: int | float | str | None) -> int | float:
         """Refuse a budget too small for what this method always keeps; methods that keep everything need none."""
         if budget is None and (self.scorer or self.retrieval):
-            raise BadParameter(f"{self._called} needs a budget: tokens per key head (512) or a fraction (0.1).")
+            raise BadParameter(f"{self._called} needs a budget: tokens per key head (512), a fraction (0.1) or 'auto'.")
         budget = check_budget(1.0 if budget is None else budget)
         if isinstance(budget, int):
             (self.retrieval or self.guard).check(budget, self.name)
@@ -247,12 +270,12 @@ class Preset:
         return {name: p.default for name, p in inspect.signature(self.build).parameters.items()}
 
 
-def check_budget(budget: int | float) -> int | float:
+def check_budget(budget: int | float | str) -> int | float:
     """Check a positive number of tokens, or a fraction of the text."""
     if isinstance(budget, Integral) and not isinstance(budget, bool):
         budget = int(budget)
     if isinstance(budget, bool) or not isinstance(budget, int | float):
-        raise BadParameter(f"budget={budget!r} is not a number; use tokens (512) or a fraction (0.1).")
+        raise BadParameter(f"budget={budget!r} is not a number; use tokens (512), a fraction (0.1) or 'auto'.")
     if isinstance(budget, int) and budget < 1:
         raise BadParameter(f"budget={budget} keeps nothing; use 1 token or more, or a fraction such as 0.1.")
     if isinstance(budget, float) and not 0 < budget <= 1:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvkeep.compress.budget.coverage import COVERAGE
 from kvkeep.compress.budget.heads import Threshold
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.method import Method, Preset
@@ -13,6 +14,8 @@ from kvkeep.compress.presets import METHODS, MODIFIERS
 from kvkeep.compress.protocols import Clustering, ScorerTraits
 from kvkeep.errors import BadParameter
 from kvkeep.registry import did_you_mean
+
+MOST = 0.5  # of the tokens seen: the upper bound of an automatic budget
 
 
 def parse(spec: str | Method, /, **parameters: Any) -> Method:
@@ -42,6 +45,19 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
         "; ".join(filter(None, text)) for text in zip(*((p.keeps, p.deviates) for p in parts), strict=True)
     )
     return replace(method, name=spec, paper=parts[0].paper, keeps=keeps, deviates=deviates, parameters=used)
+
+
+def parse_budget(
+    spec: str | Method, budget: int | float | str | None, /, **parameters: Any
+) -> tuple[Method, int | float]:
+    """A method with its budget. "auto": the method +auto, within `max_budget`, by default half of the tokens seen."""
+    if budget == "auto":
+        budget, known = parameters.pop("max_budget", MOST), parse(spec)
+        if known.coverage is None and (known.scorer or known.retrieval):
+            auto = replace(known, coverage=COVERAGE)  # or it is refused by its own name
+            spec = f"{spec}+auto" if isinstance(spec, str) else auto
+    method = parse(spec, **parameters)
+    return method, method.check(budget)
 
 
 def _ratio(value: Any) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.compress.attention import token_mask
+from kvkeep.compress.budget.coverage import amounts, covered, covering
 from kvkeep.compress.budget.shared import Candidates, SharedBudget
 from kvkeep.compress.method import Method
 from kvkeep.compress.protocols import Scorer, ScorerTraits
@@ -34,13 +35,15 @@ def decide(
 
     layer_budget: the layer's own, where it depends on all layers
     """
-    if method.scorer is None or seen.seq_len <= budget:
+    if method.scorer is None or fits(seen, method, budget):
         return None
     if layer_budget is None:
         layer_budget = layer_budgets(method, budget, seen.seq_len, [1.0] * seen.layers)[seen.layer]
-    if all(n <= layer_budget for n in seen.lengths):
+    if not covers(seen, method) and all(n <= layer_budget for n in seen.lengths):
         return None
     scores, forced, units, tokens = score(seen, method, method.scorer, budget, layer_budget)
+    if covers(seen, method):
+        return cover(seen, method, layer_budget, scores, forced, units, tokens)
     counts = getattr(method.heads, "counts", None)
     if packs(scores) and (units is None or packs(units.scores)):
         by_unit = () if units is None else (units.member, units.scores)
@@ -59,6 +62,32 @@ def decide(
     else:
         quota = method.heads(scores, forced, seen.lengths, layer_budget, units)
     return first(order, quota)
+
+
+def covers(seen: Observation, method: Method) -> bool:
+    """The scores decide how many tokens are kept, within the budget: after a prefill, not in decode."""
+    return method.coverage is not None and not seen.is_step
+
+
+def fits(seen: Observation, method: Method, budget: int) -> bool:
+    """Nothing has to be evicted."""
+    return seen.seq_len <= budget and not covers(seen, method)
+
+
+def cover(
+    seen: Observation, method: Method, budget: int, scores: Tensor, forced: Tensor, units: Units | None, tokens: Tensor
+) -> Selection:
+    """As many tokens as make up the method's coverage of the scores. budget: the layer's; the rest as in `score`"""
+    assert method.coverage is not None
+    order, each = ranked(scores, forced, tokens, units), amounts(scores, tokens & ~forced)
+    rank, given = inverse(order), (scores, forced, seen.lengths, budget, units)
+    if counts := getattr(method.heads, "counts", None):
+        quota = counts(*given, rank, method.coverage).tolist()
+    else:
+        needed = covering(each.gather(1, order), method.coverage).maximum(forced.sum(1))
+        quota = [min(pair) for pair in zip(method.heads(*given), needed.tolist(), strict=True)]
+    kept = each.masked_fill(rank >= torch.tensor(quota, device=rank.device)[:, None], 0.0)
+    return replace(first(order, quota), coverage=covered(kept.sum(), each.sum()))
 
 
 def score(
@@ -82,7 +111,8 @@ def candidates(seen: Observation, method: Method, budget: int, held: Tokens) -> 
     scores, forced, units, tokens = score(seen, method, method.scorer, budget, budget)
     by_unit = () if units is None else (units.member, units.scores)
     rank = ranks(scores, forced, tokens if seen.is_padded else None, *by_unit)
-    return Candidates.of(held, scores, rank, method.heads.sure(forced, budget), units).flat(seen.is_padded)
+    whole = amounts(scores, tokens & ~forced).sum() if covers(seen, method) else None
+    return Candidates.of(held, scores, rank, method.heads.sure(forced, budget), units, whole).flat(seen.is_padded)
 
 
 def layer_budgets(method: Method, budget: int, tokens: int, weights: Sequence[float]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvkeep.compress.budget.coverage import COVERAGE
 from kvkeep.compress.budget.heads import AdaptiveHeads, Threshold
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.budget.shared import SharedBudget
@@ -19,7 +20,7 @@ from kvkeep.compress.retrieval.index import Bounds, Centres, EachToken, Represen
 from kvkeep.compress.schedule import Schedule
 from kvkeep.compress.scorers.ahakv import AhaKVScorer, RecentAttention
 from kvkeep.compress.scorers.cake import CakeScorer
-from kvkeep.compress.scorers.chance import RandomScorer
+from kvkeep.compress.scorers.chance import PromptMark, RandomAnswerScorer, RandomScorer
 from kvkeep.compress.scorers.compactor import ChunkAttention, CompactorScorer
 from kvkeep.compress.scorers.echo import Repetition, RepetitionScorer
 from kvkeep.compress.scorers.expected_attention import ExpectedAttentionScorer, QueryMoments
@@ -34,6 +35,7 @@ from kvkeep.compress.scorers.lookahead import LookaheadScorer
 from kvkeep.compress.scorers.nacl import NaclScorer
 from kvkeep.compress.scorers.protokv import ProtoKVScorer
 from kvkeep.compress.scorers.recency import RecencyScorer
+from kvkeep.compress.scorers.rkv import RKVScorer
 from kvkeep.compress.scorers.satkv import SatKVScorer
 from kvkeep.compress.scorers.snapkv import SnapKVScorer, TovaScorer
 from kvkeep.compress.scorers.value_norm import ValueNormScorer
@@ -149,6 +151,11 @@ def random(seed=0):
     return Method("random", RandomScorer(seed))
 
 
+def keep_prompt_random(buffer=128, seed=0):
+    how = {"memory": PromptMark(), "schedule": Schedule(buffer)}
+    return Method("keep_prompt_random", RandomAnswerScorer(seed), Guard(recent=1), **how)
+
+
 def knorm():
     return Method("knorm", KeyNormScorer())
 
@@ -187,6 +194,11 @@ def expected_attention(future=512, sinks=4, epsilon=0.0, covariance=True, value_
 def compactor(sketch=48, chunk=256, sinks=8, recent=4, seed=0, ridge=0.01):
     scorer, memory = CompactorScorer(sketch, seed, ridge), ChunkAttention(chunk)
     return Method("compactor", scorer, Guard(sinks, recent), memory=memory)
+
+
+def rkv(buffer=128, window=8, pool=7, importance=0.1, alike=0.5):
+    scorer = RKVScorer(window, pool, importance, alike)
+    return Method("rkv", scorer, Guard(window=window), observation_window=window, schedule=Schedule(buffer))
 
 
 def actqkv(
@@ -380,6 +392,10 @@ METHODS = Registry("method", {
         f"{ONCE}; tau 1 and 1, which the authors tune per model; {GROUPED}",
     ),
     "random": Preset(random, "", "tokens drawn at random, of each key head its own: what any method has to beat"),
+    "keep_prompt_random": Preset(
+        keep_prompt_random, "", "the prompt, and of the answer tokens drawn at random: what any method has to beat",
+        "a floor for long answers, evicting as rkv does; a prompt beyond the budget is drawn from, too, but last",
+    ),
     "knorm": Preset(knorm, "arXiv:2406.11430", "keys of small norm", "no layer is exempt"),
     "keydiff": Preset(
         keydiff, "arXiv:2504.15364", "keys unlike the mean direction of their head's keys",
@@ -408,6 +424,10 @@ METHODS = Registry("method", {
     "compactor": Preset(
         compactor, "arXiv:2507.08143", "keys that others cannot stand for, and that their neighbourhood attends to",
         "passes of one's own cut a chunk where they end; generated tokens are not scored, and evicted last",
+    ),
+    "rkv": Preset(
+        rkv, "arXiv:2505.24133", "tokens the last queries attend to, unless the keys of others are like theirs",
+        f"evicts whenever 128 tokens more than the budget are held (buffer); {GROUPED}",
     ),
     "actqkv": Preset(
         actqkv, "ActQKV", "everything; chunks are retrieved for an average query weighted by activation bias",
@@ -466,6 +486,11 @@ MODIFIERS = Registry("modifier", {
     "threshold": Preset(
         keep_above, "arXiv:2505.23416", "only tokens that score above tau, within the budget",
         "a fixed tau; with units, as many tokens of the best units",
+    ),
+    "auto": Preset(
+        lambda coverage=COVERAGE: {"coverage": coverage}, "after arXiv:2505.23416",
+        "no more than makes up a share of the scores, within the budget",
+        "budget='auto' is this, within half of the tokens; decided after a prompt or each chunk of it, not in decode",
     ),
     "pyramid": Preset(
         lambda beta=20: {"layers": Pyramid(beta)}, "arXiv:2406.02069", "early layers get larger budgets than late ones",

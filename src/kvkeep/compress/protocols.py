@@ -192,6 +192,7 @@ class ScorerTraits:
     signed: bool = False  # scores may be negative
     one_scale: bool = True  # scores of different heads can be compared
     has_scores: bool = True  # False: it only orders tokens
+    additive: bool = True  # scores are amounts, such as of attention: what several tokens are worth is their sum
     per_head: bool = False  # a head's scores do not depend on other heads
     needs_attention: bool = True  # False: `step` does not use logits and probs
     cache_key: Callable[[int], Hashable] = lambda budget: None  # all scores depend on of a budget, never 0; None: more

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.cache.cache import Cache
 from kvkeep.compress.method import Method
-from kvkeep.compress.parse import parse
+from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.context import Context
 from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
 from kvkeep.engine.driver import Driver, Handle
@@ -36,7 +36,7 @@ class Engine:
         model: Any,
         tokenizer: Any,
         method: str | Method | None = None,
-        budget: int | float | None = 2048,
+        budget: int | float | str | None = 2048,
         *,
         prefill_chunk_size: int | None = None,
         schedule: str | int | None = None,
@@ -61,11 +61,12 @@ class Engine:
             if value is not None:
                 check_count(name, value, 1, "use a whole number, at least one")
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
-        how = parse(method or PROMPT_METHOD, **parameters), budget, prefill_chunk_size, options
+        auto = {name: parameters[name] for name in {"coverage", "max_budget"} & parameters.keys() if budget == "auto"}
+        self._context_method = None if method else parse_budget(CONTEXT_METHOD, budget, **auto)[0]
+        how = *parse_budget(method or PROMPT_METHOD, budget, **parameters), prefill_chunk_size, options
         self.config = SequenceConfig(model, tokenizer, *how)
         self._sequence = self.config.new_sequence()
         self.config = replace(self.config, host_budget=self._sequence.cache.host_budget)
-        self._chooses_method = method is None
         self._last: Request | None = None  # that answer
         eos = eos_token_ids(model, tokenizer)
         self._driver = Driver(Scheduler(self._sequence.cache.model, eos, max_rows, max_tokens, memory))
@@ -169,8 +170,8 @@ class Engine:
         question: one that is known before: query-aware methods keep what it needs; others may be asked, too
         """
         config = self.config
-        if self._chooses_method and question is None and not self.sequence.cache.shards:
-            config = replace(config, method=parse(CONTEXT_METHOD))
+        if self._context_method and question is None and not self.sequence.cache.shards:
+            config = replace(config, method=self._context_method)
         return Context.read(self._driver, config.new_sequence(), text, question, progress)
 
     def load_context(self, path: str | Path) -> Context:

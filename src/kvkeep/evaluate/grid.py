@@ -13,8 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kvkeep.compress.method import check_budget
-from kvkeep.compress.parse import parse
+from kvkeep.compress.parse import parse, parse_budget
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.evaluate.prefill import Config
 from kvkeep.evaluate.prompt import PROTOCOLS
@@ -30,7 +29,7 @@ class Grid:
     """Every method with every budget, under every protocol."""
 
     methods: tuple[str, ...]
-    budgets: tuple[int | float, ...]
+    budgets: tuple[int | float | str, ...]
     protocols: tuple[str, ...] = PROTOCOLS
 
     def __post_init__(self) -> None:
@@ -39,7 +38,7 @@ class Grid:
                 raise BadParameter(f"protocol '{name}' is not known; use {' or '.join(PROTOCOLS)}.")
         for method, budget in self.configs:
             if budget is not None:
-                parse(method).check(check_budget(budget))
+                parse_budget(method, budget)
 
     @property
     def configs(self) -> list[Config]:

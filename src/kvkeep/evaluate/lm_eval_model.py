@@ -51,7 +51,7 @@ class KvkeepLM(HFLM):
         self,
         pretrained: Any = "default",
         method: str = "kvkeep",
-        budget: int | float | None = None,
+        budget: int | float | str | None = None,
         *,
         tokenizer: Any = None,
         device: Any = None,

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from kvkeep.cache.report import Report
 from kvkeep.compress.method import Method
+from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.progress import now
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.engine.shared_prefill import prefill_shared
 from kvkeep.model.hf_cache import context_length, execution_device
 
-Config = tuple[str, int | float | None]  # a method and its budget; "full" has none
+Config = tuple[str, int | float | str | None]  # a method and its budget, "auto" or a number; "full" has none
 
 
 @dataclass(frozen=True)
@@ -110,4 +111,4 @@ def _sequence(model: Any, tokenizer: Any, config: Config, method: Method, long: 
     """long: the answer has to stay within the budget, too"""
     own = method.retrieval or (long and (method.scorer is None or method.schedule.every is not None))
     options = {"schedule": None if own else "buffer" if long else "prompt"}
-    return SequenceConfig(model, tokenizer, method, config[1], cache_options=options).new_sequence()
+    return SequenceConfig(model, tokenizer, *parse_budget(method, config[1]), cache_options=options).new_sequence()

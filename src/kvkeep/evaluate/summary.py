@@ -24,7 +24,7 @@ class Cell:
     task: str
     protocol: str
     method: str
-    budget: int | float | None
+    budget: int | float | str | None
     n: int
     score: float  # percent, as the interval
     low: float
@@ -56,7 +56,7 @@ def _range(row: Mapping[str, Any]) -> str:
     return length_range(words) if row["task"].endswith("_e") and words is not None else ""
 
 
-def _cell(place: tuple[str, str, str, int | float | None], group: Sequence[dict[str, Any]]) -> Cell:
+def _cell(place: tuple[str, str, str, int | float | str | None], group: Sequence[dict[str, Any]]) -> Cell:
     scores = [normalized_score(row) for row in group]
     low, high = interval(scores)
     by_character = [row["score_per_character"] for row in group if "score_per_character" in row]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.compress.method import Method
-from kvkeep.compress.parse import parse
+from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.progress import now
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
@@ -64,7 +64,7 @@ class Worker:
 
     @cached_property
     def methods(self) -> dict[Config, Method]:
-        return {config: parse(config[0]) for config in self.configs}
+        return {config: parse_budget(*config)[0] for config in self.configs}
 
     @cached_property
     def scheduler(self) -> Scheduler:
@@ -178,6 +178,7 @@ class Worker:
             **facts,
             "metric": sample.metric,
             "kept_per_head": report.kept_per_head,
+            "coverage": report.coverage,
             "bytes": report.bytes,
             "peak_bytes": report.peak_bytes,
             "full_bytes": report.full_bytes,
@@ -230,6 +231,8 @@ def _references(sample: Sample) -> str | list[str]:
 def _budget_unit(context: PrefilledContext) -> str:
     if context.config[1] is None:
         return "none"
+    if context.method.coverage is not None:
+        return f"{context.method.coverage:g} of the scores, within {context.sequence.cache.budget} per key head"
     unit = "fraction of the tokens read" if isinstance(context.config[1], float) else "tokens"
     return f"{unit} per key head, window included"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.compress.budget.coverage import amounts, covering
 from kvkeep.compress.protocols import HeadAllocator
 from kvkeep.compress.select import MOST, Units, best_first, inverse, packs, ranked, sort_packed, sortable
 from kvkeep.errors import BadParameter
@@ -55,11 +56,20 @@ class AdaptiveHeads:
         return self.counts(scores, forced, lengths, budget, units, inverse(order)).tolist()
 
     def counts(
-        self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None, rank: Tensor
-    ) -> Tensor:
-        """The same on the device, given the place of each token in its head's order. [kv_heads]"""
+        self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None, rank: Tensor,
+        coverage: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The same on the device, given the place of each token in its head's order. [kv_heads]
+
+        coverage: no more than make up this share of the heads' scores
+        """
         member, unit_scores = (None, None) if units is None else (units.member, units.scores)
         total = min(len(lengths) * budget, sum(lengths))
+        if coverage is not None:
+            ordered = _all_best_first(scores, forced, member, unit_scores)
+            needed = int(covering(_token_major(amounts(scores, ~forced))[ordered], coverage))
+            total = min(total, max(needed, int(forced.sum())))
+            budget = total // len(lengths)
         return top_counts(scores, rank, self.sure(forced, budget), total, member, unit_scores)
 
     def sure(self, forced: Tensor, budget: int) -> Tensor:

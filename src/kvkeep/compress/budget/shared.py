@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.compress.budget.coverage import amounts, covered, covering
 from kvkeep.compress.budget.heads import INF, AdaptiveHeads
 from kvkeep.compress.select import Units
 from kvkeep.errors import BadParameter
@@ -47,21 +48,25 @@ class Candidates:
     scores: Tensor  # [m] inf: kept for sure
     unit_scores: Tensor | None  # [m] of its unit: compared first
     kv_heads: int
+    whole: Tensor | None = None  # sum of the layer's scores, those of evicted tokens, too, if a share of it is kept
 
     @classmethod
-    def of(cls, tokens: Tokens, scores: Tensor, rank: Tensor, sure: Tensor, units: Units | None) -> Candidates:
+    def of(
+        cls, tokens: Tokens, scores: Tensor, rank: Tensor, sure: Tensor, units: Units | None,
+        whole: Tensor | None = None,
+    ) -> Candidates:  # fmt: skip
         """scores, rank [kv_heads, n], tokens [kv_heads, n, …]; sure [kv_heads]: the first so many of each order"""
         kv_heads, n = scores.shape
         head = torch.arange(kv_heads, device=scores.device)[:, None].expand(-1, n)
         reserved = rank < sure[:, None]
         unit_scores = None if units is None else units.scores.gather(1, units.member).masked_fill(reserved, INF)
-        return cls(tokens, head, rank, scores.float().masked_fill(reserved, INF), unit_scores, kv_heads)
+        return cls(tokens, head, rank, scores.float().masked_fill(reserved, INF), unit_scores, kv_heads, whole)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Candidates:
         """Apply one function to every tensor."""
         head, rank, scores = (change(part) for part in (self.head, self.rank, self.scores))
         unit_scores = None if self.unit_scores is None else change(self.unit_scores)
-        return Candidates(self.tokens.map(change), head, rank, scores, unit_scores, self.kv_heads)
+        return Candidates(self.tokens.map(change), head, rank, scores, unit_scores, self.kv_heads, self.whole)
 
     def flat(self, padded: bool) -> Candidates:
         """[kv_heads, n, …] as [m, …], without padding."""
@@ -84,9 +89,12 @@ class Candidates:
         return [self.tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def best_of(layers: Sequence[Candidates], total: int) -> list[Candidates]:
-    """The best `total` tokens of all layers. Ties go to the later token, then the lower head, then the lower layer."""
-    if sum(map(len, layers)) <= total:
+def best_of(layers: Sequence[Candidates], total: int, coverage: float | None = None) -> list[Candidates]:
+    """The best `total` tokens of all layers. Ties go to the later token, then the lower head, then the lower layer.
+
+    coverage: no more than make up this share of all layers' scores
+    """
+    if sum(map(len, layers)) <= total and coverage is None:
         return list(layers)
     device = layers[0].rank.device
     layer = torch.cat([torch.full_like(each.head, i).to(device) for i, each in enumerate(layers)])
@@ -99,6 +107,19 @@ def best_of(layers: Sequence[Candidates], total: int) -> list[Candidates]:
     if layers[0].unit_scores is not None:
         units = torch.cat([each.unit_scores.to(device) for each in layers if each.unit_scores is not None])
         order = order[units[order].sort(descending=True, stable=True).indices]
+    if coverage is not None:
+        needed = int(covering(amounts(scores[order]), coverage, sum_of(layers).to(device)))
+        total = min(total, max(needed, int((scores == INF).sum())))
     winners, heads = order[:total], max(each.kv_heads for each in layers)
     counts = torch.bincount(layer[winners] * heads + head[winners], minlength=len(layers) * heads)
     return [each.first(count) for each, count in zip(layers, counts.view(len(layers), heads), strict=True)]
+
+
+def sum_of(layers: Sequence[Candidates]) -> Tensor:
+    """Of the scores of all layers."""
+    return torch.stack([each.whole.cpu() for each in layers if each.whole is not None]).sum()
+
+
+def coverage_of(layers: Sequence[Candidates]) -> float:
+    """The share of all layers' scores that what is left of them makes up."""
+    return covered(torch.stack([amounts(each.scores).sum().cpu() for each in layers]).sum(), sum_of(layers))

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.compress.attention import new_chunks
+from kvkeep.compress.budget.coverage import CERTAIN
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import column_maximum
 from kvkeep.types import Observation
-
-UNREPEATED = 1e6  # score of generated tokens: they are evicted last
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class RepetitionScorer:
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         score = seen.token_state[..., 0]
-        return torch.where(score > 0, score, UNREPEATED)
+        return torch.where(score > 0, score, CERTAIN)  # generated tokens are not scored
 
 
 @dataclass(frozen=True)

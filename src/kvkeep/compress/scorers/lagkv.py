@@ -25,6 +25,7 @@ SINK, RECENT = 1.0, 3.0  # scores of those tokens, above any rank; the earliest 
 class LagKVScorer:
     sinks: int = 4
     lag: int = 128
+    additive = False  # ranks
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

@@ -26,6 +26,7 @@ class NaclScorer:
     window: int = 32
     random: float = 0.7  # fraction of the free budget that is sampled; the authors' code has 0.37
     seed: int = 0
+    additive = False  # some are noise, some are certain
 
     def __post_init__(self) -> None:
         check_window(self.window)

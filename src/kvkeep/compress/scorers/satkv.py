@@ -14,6 +14,7 @@ from kvkeep.types import Observation
 @dataclass(frozen=True)
 class SatKVScorer:
     kappa: int = 5
+    additive = False  # some are negative
 
     def __post_init__(self) -> None:
         if self.kappa < 1:

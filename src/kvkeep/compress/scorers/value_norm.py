@@ -33,6 +33,10 @@ class ValueNormScorer:
     def per_head(self) -> bool:
         return ScorerTraits.of(self.scorer).per_head
 
+    @property
+    def additive(self) -> bool:
+        return ScorerTraits.of(self.scorer).additive
+
     def cache_key(self, budget: int) -> Hashable:
         return ScorerTraits.of(self.scorer).cache_key(budget)
 
