@@ -23,9 +23,10 @@ MAY_IMPORT = {
     "model": LOW | {"kernels", "storage"},
     "cache": LOW | {"kernels", "storage", "compress", "model"},
     "engine": LOW | {"kernels", "storage", "compress", "model", "cache"},
+    "serve": LOW | {"compress", "model", "cache", "engine"},
     "bench": LOW | {"compress", "model", "cache", "engine"},
     "evaluate": LOW | {"compress", "model", "cache", "engine"},
-    "cli": LOW | {"kernels", "storage", "compress", "model", "cache", "engine", "bench", "evaluate"},
+    "cli": LOW | {"kernels", "storage", "compress", "model", "cache", "engine", "serve", "bench", "evaluate"},
     "__main__": {"cli"},
 }
 
@@ -56,6 +57,14 @@ def test_imports_point_down(path):
 def test_only_model_touches_transformers():
     users = {part(path) for path in FILES if any(n.split(".")[0] == "transformers" for n in imported(path))}
     assert users == {"model"}
+
+
+def test_only_serve_touches_the_web():
+    """What the extra [serve] installs; `kvkeep serve` starts uvicorn."""
+    web = {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "llguidance"}
+    users = {path.relative_to(SOURCE) for path in FILES if web & {name.split(".")[0] for name in imported(path)}}
+    assert {path.parts[0] for path in users} <= {"serve", "cli"}
+    assert {path for path in users if path.parts[0] == "cli"} == {Path("cli/serve.py")}
 
 
 def test_no_scorer_knows_another():

@@ -250,6 +250,6 @@ def test_tokens_retrieved_one_by_one_in_a_graph():
     for token in IDS[0, 200:250].tolist():
         batch.tokens[:] = token
         batch.launch()
-        (_, follows), *_ = batch.collect()
+        (_, follows, _), *_ = batch.collect()
         assert follows == int(alone.extend(torch.tensor([token]))[-1].argmax())
     assert batch.runners[1].graph and batch.pool.offloader.graph

@@ -53,6 +53,7 @@ def test_the_core_imports_what_it_depends_on():
     brought = {"safetensors", "tokenizers", "huggingface_hub", "jinja2", "yaml", "tqdm"}  # by transformers
     own = {re.split(r"[<>=\[;]", each)[0] for each in PROJECT["dependencies"]}
     optional = {"ray", "matplotlib", "datasets", "jieba", "wonderwords", "lm_eval", "nltk", "triton", "kvkeep"}
+    optional |= {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "llguidance"}
     found = {
         name
         for path in (ROOT / "src").rglob("*.py")

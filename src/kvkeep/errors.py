@@ -12,7 +12,8 @@ KvkeepError
 ├── BadCacheFile        a saved cache that is damaged or belongs to another model
 ├── ModelUnavailable    a model that could not be fetched or loaded
 ├── MissingExtra        an optional package that is not installed
-└── StoreFull           no room left for offloaded tokens
+├── StoreFull           no room left for offloaded tokens
+└── QueueFull           too many requests wait already
 
 UserWarning
 └── QueryAwareWarning   a question about a text that was compressed before the question was known
@@ -68,6 +69,10 @@ class MissingExtra(KvkeepError, ImportError):
 
 
 class StoreFull(KvkeepError, MemoryError):
+    pass
+
+
+class QueueFull(KvkeepError, RuntimeError):
     pass
 
 

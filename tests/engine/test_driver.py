@@ -145,16 +145,21 @@ def test_a_batch_is_as_large_as_memory_allows(storage):
     how = kvkeep.Engine(tiny_chat.model(), WORDS, "snapkv", 64, storage=storage)
     prompts = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(150)) for seed in range(5)]
     want, sizes, launch = how.generate(prompts, max_new_tokens=8), [], pooled_batch.PooledBatch.launch
-    one = memory.slot_bytes(how.model, storage) * 2 * (64 + (8 if storage is None else 0))  # key heads × slots
-    for room, rows in ((2.5, 2), (9.0, 5)):
-        engine = kvkeep.Engine(how.model, WORDS, "snapkv", 64, storage=storage, memory=int(room * one))
+    one = memory.row_bytes(how.model, 64 + 8, storage)
+    prompt = memory.row_bytes(how.model, how.length(prompts[0]) * 65 // 64)  # in prefill
+    for room, rows in ((1.5, 2), (9.0, 5)):
+        engine = kvkeep.Engine(how.model, WORDS, "snapkv", 64, storage=storage, memory=prompt + int(room * one))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pooled_batch.PooledBatch, "launch", lambda s: sizes.append(len(s.requests)) or launch(s))
             assert engine.generate(prompts, max_new_tokens=8) == want
         assert max(sizes) == rows
         sizes.clear()
-    with pytest.raises(BadInput, match="one sequence take .* can be used for them; use a smaller budget.*memory="):
+    with pytest.raises(BadInput, match="keys and values of this prompt take .* in prefill, and .* are left; use a sh"):
         kvkeep.Engine(how.model, WORDS, "snapkv", 64, storage=storage, memory=one // 2).generate(prompts)
+    with pytest.raises(BadInput, match="this sequence take .* 300 new tokens come to that, and memory= is"):
+        kvkeep.Engine(how.model, WORDS, "snapkv", 64, storage=storage, memory=prompt).generate(
+            prompts, max_new_tokens=300
+        )
 
 
 def test_the_pool_lives_as_long_as_its_engine():

@@ -48,7 +48,7 @@ def admitted(model, requests, **how):
 
 def step(batch):
     batch.launch()
-    for request, token in batch.collect():
+    for request, token, _ in batch.collect():
         request.steps += 1
         request.add(token, set())
 

@@ -73,7 +73,7 @@ def step(batch, token):
     """Every row gets the same token. -> the tokens that would follow, by request"""
     batch.tokens[:] = token
     batch.launch()
-    decoded = dict(batch.collect())
+    decoded = {request: token for request, token, _ in batch.collect()}
     for request in decoded:
         request.steps += 1
         request.answer.ids[-1:] = [token]

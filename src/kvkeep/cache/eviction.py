@@ -174,7 +174,7 @@ class EvictingBackend:
         return with_lse or (call.hf_attention(), None)
 
     def _attend_over_cache(self, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout) -> Tensor:
-        layer.append(call.key.detach(), call.value.detach(), layout.positions, layout.token_columns, layout.expected)
+        layer.append(call.key.detach(), call.value.detach(), layout.positions, layout.token_columns, layout.to_come)
         how = call.how
         if codes := layer.codes:
             return codes.attend(call.query, *how)

@@ -34,6 +34,11 @@ class BatchLayout:
         return self.token_columns is None and max(self.counts) == 1
 
     @property
+    def to_come(self) -> int:
+        """Tokens of a row, these included, before any is evicted."""
+        return max(0, self.expected - min(self.seen))
+
+    @property
     def ends_deferral(self) -> bool:
         """All layers hold a whole prompt, and are evicted from in this pass."""
         return self.seen[0] + self.counts[0] == self.expected

@@ -30,6 +30,15 @@ C = TypeVar("C", bound=CacheState)
 
 def save(cache: CacheState, path: str | Path, **more: Any) -> None:
     """more: facts to save beside the cache's own"""
+    checkpoint.write(path, *describe(cache, **more))
+
+
+def can_save(cache: CacheState) -> bool:
+    return not cache.method.retrieval and is_named(cache.method)
+
+
+def describe(cache: CacheState, **more: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a cache, and facts about it."""
     if cache.in_forward:
         raise CacheMisuse("a forward pass on this cache was cut short; reset() it, or go on with it, before saving.")
     if cache.method.retrieval:
@@ -68,7 +77,7 @@ def save(cache: CacheState, path: str | Path, **more: Any) -> None:
     if cache.tracker.attention_mask is not None:
         tensors["attention_mask"] = cache.tracker.attention_mask
     tensors |= {f"queries.{i}.{row}": queries for (i, row), queries in cache.backend.query_buffer.queries.items()}
-    checkpoint.write(path, tensors, facts)
+    return tensors, facts
 
 
 def _hf_layers(cache: CacheState, tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -81,13 +90,17 @@ def _hf_layers(cache: CacheState, tensors: dict[str, Tensor]) -> dict[str, int]:
     return lengths
 
 
+def is_named(method: Method) -> bool:
+    """Whether its name and parameters make it again."""
+    try:
+        return _alike(replace(parse(method.name, **method.parameters), schedule=method.schedule), method)
+    except UnknownName:
+        return False
+
+
 def _check_named(method: Method) -> None:
     """Refuse a method that its name and parameters do not make again."""
-    try:
-        named = replace(parse(method.name, **method.parameters), schedule=method.schedule)
-    except UnknownName:
-        named = None
-    if not _alike(named, method):
+    if not is_named(method):
         raise CacheMisuse(
             f"'{method.name}' is not a named method, so a file could not say how to go on; use a named one, or name "
             "yours: kvkeep.register_method. Its parts must be equal whenever it is made: no function inside a function."
@@ -106,12 +119,12 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def load(kind: Callable[..., C], path: str | Path, model: Any) -> C:
-    return _load(kind, path, model)[0]
+    return load_with_facts(kind, path, model)[0]
 
 
 def load_context(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
     """A cache of a context, and the context."""
-    cache, facts = _load(kind, path, model)
+    cache, facts = load_with_facts(kind, path, model)
     if "context" not in facts:
         raise BadCacheFile(f"{path} is a cache without its text; load it with Cache.load(path, model).")
     try:
@@ -121,7 +134,8 @@ def load_context(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[
     return cache, facts["context"]
 
 
-def _load(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
+def load_with_facts(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
+    """A cache, and all that was saved about it."""
     tensors, facts = checkpoint.read(path)
     if facts.get("dtype") != str(model.dtype):
         raise BadCacheFile(

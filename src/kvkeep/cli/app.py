@@ -1,4 +1,4 @@
-"""The commands: `kvkeep run`, `kvkeep eval`, `kvkeep bench`, `kvkeep reproduce`, `kvkeep methods`, `kvkeep models`."""
+"""The commands: `kvkeep run`, `chat`, `serve`, `eval`, `bench`, `reproduce`, `methods`, `models`."""
 
 from __future__ import annotations
 
@@ -120,6 +120,71 @@ def run(
         show.print_json(show.outcomes_as_dict(model, outcomes))
     else:
         show.print_outcomes(outcomes)
+
+
+@app.command(epilog=EPILOG)
+def chat(
+    model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
+    method: Annotated[str | None, typer.Option(help="See `kvkeep methods`; else kvkeep.")] = None,
+    budget: Annotated[str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1.")] = "2048",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
+    storage: Annotated[str | None, typer.Option(help="int8 or int4: quantize keys and values.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop an answer after this many tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+) -> None:
+    """Chat with a model in the terminal, and see what its cache holds. /new begins again, /quit ends."""
+    plan = inputs.plans(method or "kvkeep", budget, settings or [], storage)[0]
+    from kvkeep.cli import terminal_chat
+    from kvkeep.cli.run import load_engine
+
+    with show.busy("starting") as say:
+        engine = load_engine(model, device, dtype, plan, say, method=method, prefix_cache=terminal_chat.PREFIX_BYTES)
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    with engine:
+        terminal_chat.run(engine, system, options)
+
+
+@app.command(epilog=EPILOG)
+def serve(
+    model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
+    method: Annotated[
+        str | None, typer.Option(help="See `kvkeep methods`; a request may name another. kvkeep, kvkeep_context.")
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1.")] = "2048",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
+    storage: Annotated[str | None, typer.Option(help="int8 or int4: quantize keys and values.")] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; else as --model.")] = None,
+    host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines in; they need keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    keys: Annotated[
+        str | None, typer.Option(help="A file of API keys, one on every line; or KVKEEP_API_KEYS, by commas.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Other machines need no key.")] = False,
+    memory: Annotated[str | None, typer.Option(help="Of all caches: 40GB; else 80 % of what is free.")] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Answers decoded at a time.")] = 64,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that wait; more are refused.")] = 1024,
+    prefix_cache: Annotated[str, typer.Option(help="Of compressed prefixes that requests share; 0: none.")] = "1GB",
+    prefix_folder: Annotated[str | None, typer.Option(help="Where they survive a restart.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 4096,
+    max_body: Annotated[str, typer.Option(help="Of a request.")] = "16MB",
+    max_seconds: Annotated[float, typer.Option(min=0.1, help="Until an answer is complete.")] = 600.0,
+    max_answers: Annotated[int, typer.Option(min=1, help="Under way for one key.")] = 64,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="For answers under way, after SIGTERM.")] = 60.0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+) -> None:
+    """Serve a model by OpenAI's HTTP API, its caches compressed."""
+    given = dict(locals())
+    from kvkeep.cli import serve as serving
+
+    how = given.pop("budget"), given.pop("settings") or [], given.pop("storage")
+    plan = inputs.plans(method or "kvkeep", *how)[0]
+    with show.busy("starting") as say:
+        serving.run(serving.Options(**given), plan, say.note)
 
 
 @app.command("eval", epilog=EPILOG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,14 @@ def _plan(method: str, budget: str, settings: list[str], storage: str | None) ->
         )
     parse_budget(method, number, **parameters)[0].bits(storage)
     return Plan(method, number, parameters, storage)
+
+
+def byte_count(name: str, text: str) -> int:
+    """Of 40GB, 512 MB, 1.5GiB, or a plain number; 0 is one, too."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([kKMGT]?)(i?)B?", text.strip())
+    if not found:
+        raise BadInput(f"{name} {text!r} is not a size; give one such as 40GB or 512MB.")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
 
 
 def prompt(document: str, question: str) -> tuple[str, str]:

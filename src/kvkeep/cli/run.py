@@ -33,6 +33,18 @@ def check_lengths(
         check_length(method, load_context_length(name), tokens, max_new_tokens)
 
 
+def load_engine(
+    name: str, device: str | None, dtype: str | None, plan: Plan, say: Callable[[str], None], **how: Any
+) -> kvkeep.Engine:
+    """An engine that is ready to answer. how: of `Engine`, which may choose the method"""
+    quiet_transformers()
+    model, tokenizer = load(name, device=device, dtype=dtype, progress=say)
+    how = {"method": plan.method, "storage": plan.storage, **plan.parameters, **how}
+    engine = kvkeep.Engine(model, tokenizer, budget=plan.budget, **how)
+    engine.warmup(progress=say)
+    return engine
+
+
 @dataclass(frozen=True)
 class QuestionRunner:
     model: Any

@@ -60,6 +60,11 @@ class Context:
         sequence.token_ids = ids
         return cls(driver, sequence, text, frozenset({question.strip()} if question else ()))
 
+    @property
+    def sequence(self) -> Sequence:
+        """With the text prefilled; others than this context must not change it."""
+        return self._sequence
+
     def ask(self, question: str, **options: Any) -> str:
         """The answer to a question about the text; options as in `Engine.stream`."""
         return "".join(self.stream(question, **options))

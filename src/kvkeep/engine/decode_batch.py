@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from kvkeep.engine.pooled_batch import Decoded
 from kvkeep.engine.request import Request
 
 
@@ -37,7 +38,7 @@ class DecodeBatch(Protocol):
     def replays(self) -> bool:
         """Whether `launch` replays a captured graph: that can be done in the middle of another forward pass."""
 
-    def collect(self) -> list[tuple[Request, int]]:
+    def collect(self) -> list[Decoded]:
         """The tokens of the last step; where steps are launched ahead, of the one before. Some requests may be done."""
 
     def clear(self) -> None:

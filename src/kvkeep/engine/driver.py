@@ -18,7 +18,7 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
-from kvkeep.errors import CacheMisuse
+from kvkeep.errors import CacheMisuse, QueueFull
 from kvkeep.model.hf_cache import context_length
 
 WARMUP_TOKENS = 64  # of a prompt, on a GPU beyond the budget
@@ -37,12 +37,17 @@ class Driver:
         self.closed = False
         self.thread: threading.Thread | None = None
         self.thread_lock = threading.Lock()  # of `thread`
+        self.submit_lock = threading.Lock()
 
-    def submit(self, request: Request) -> Request:
+    def submit(self, request: Request, max_waiting: int | None = None) -> Request:
+        """max_waiting: refuse it where so many wait already"""
         if self.closed:
             raise CacheMisuse("this engine is closed; make a new one.")
         request.config.check_length(len(request.ids), request.how.max_new_tokens)
-        return self.scheduler.submit(request)
+        with self.submit_lock:
+            if max_waiting is not None and self.scheduler.num_waiting >= max_waiting:
+                raise QueueFull(f"{max_waiting} requests wait already (max_waiting=); try again later.")
+            return self.scheduler.submit(request)
 
     def step(self) -> None:
         with self.lock:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
@@ -15,14 +18,43 @@ from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.context import Context
 from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
 from kvkeep.engine.driver import Driver, Handle
-from kvkeep.engine.request import Request, check_prompts, raise_numbered, too_long
+from kvkeep.engine.prefix_store import PrefixStore, cuts_of
+from kvkeep.engine.request import Request, check_ids, check_prompts, raise_numbered, too_long
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
-from kvkeep.errors import CacheMisuse
-from kvkeep.model.chat import check_messages, encode, eos_token_ids, with_question
+from kvkeep.errors import BadParameter, CacheMisuse, UnknownName
+from kvkeep.model.chat import (
+    check_messages,
+    check_text,
+    encode,
+    end_of_turn,
+    eos_token_ids,
+    question_ids,
+    with_question,
+)
 
+Prompt = str | list[dict[str, Any]] | list[int] | Tensor
+MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
 PROMPT_METHOD, CONTEXT_METHOD = "kvkeep", "kvkeep_context"  # unless another one is given
+
+
+@contextmanager
+def _known(id: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyError:
+        raise UnknownName(f"there is no context {id!r}, or it is not yours; pin the text again.") from None
+
+
+def _only_text(prompt: Prompt) -> str:
+    """A question about a context: a text, or the only message of a chat."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(message := prompt[0], dict):
+        check_messages(prompt)
+        return message["content"]
+    if not isinstance(prompt, str):
+        raise BadParameter("a question about a context is a text, or one message; put what was said before into it.")
+    return prompt
 
 
 class Engine:
@@ -46,6 +78,8 @@ class Engine:
         max_rows: int = 64,
         max_tokens: int | None = None,
         memory: int | None = None,
+        max_waiting: int | None = None,
+        prefix_cache: PrefixStore | int | None = None,
         **parameters: Any,
     ):
         """method: None: `kvkeep`, and `kvkeep_context` for texts that are read before a question is known
@@ -53,11 +87,16 @@ class Engine:
         prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
 
         max_rows: answers decoded at a time; max_tokens: per key head, of all of them, allocated once; None: the pool
-        grows as needed, within `memory` bytes, by default 80 % of what is free. The rest as in `kvkeep.Cache`.
+        grows as needed, by default within 80 % of what is free. memory: bytes of keys and values at a time, of all
+        requests, in prefill and decode; who does not fit waits. max_waiting: more are refused by `submit`.
+        prefix_cache: a store of compressed prefixes that `submit` continues, or its bytes. The rest as in
+        `kvkeep.Cache`.
         """
         if prefill_chunk_size is not None:
             check_count("prefill_chunk_size", prefill_chunk_size, 1, "use a whole number of tokens, at least one")
-        for name, value in (("max_rows", max_rows), ("max_tokens", max_tokens), ("memory", memory)):
+        counts = {"max_rows": max_rows, "max_tokens": max_tokens, "memory": memory, "max_waiting": max_waiting}
+        counts |= {} if isinstance(prefix_cache, PrefixStore) else {"prefix_cache": prefix_cache}
+        for name, value in counts.items():
             if value is not None:
                 check_count(name, value, 1, "use a whole number, at least one")
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
@@ -67,9 +106,15 @@ class Engine:
         self.config = SequenceConfig(model, tokenizer, *how)
         self._sequence = self.config.new_sequence()
         self.config = replace(self.config, host_budget=self._sequence.cache.host_budget)
+        self._max_waiting = max_waiting
+        self._configs: dict[tuple[str, Any], SequenceConfig] = {}  # by method and budget, of requests that have others
         self._last: Request | None = None  # that answer
         eos = eos_token_ids(model, tokenizer)
-        self._driver = Driver(Scheduler(self._sequence.cache.model, eos, max_rows, max_tokens, memory))
+        self.prefixes = PrefixStore(prefix_cache) if isinstance(prefix_cache, int) else prefix_cache
+        how_many = max_rows, max_tokens, memory
+        self._driver = Driver(Scheduler(self._sequence.cache.model, eos, *how_many, self.prefixes))
+        if self.prefixes is not None:
+            self.prefixes.open(self.config, self._driver.lock)
 
     @property
     def model(self) -> Any:
@@ -82,6 +127,17 @@ class Engine:
     @property
     def method(self) -> Method:
         return self.config.method
+
+    @property
+    def held_bytes(self) -> int:
+        """Keys and values of all requests and stored prefixes, as `memory=` counts them."""
+        with self._driver.lock:
+            return self._driver.scheduler.held_bytes
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose prompts are not prefilled to the end."""
+        return self._driver.scheduler.num_waiting
 
     @property
     def sequence(self) -> Sequence:
@@ -131,19 +187,114 @@ class Engine:
         return [request.text for request in requests]
 
     def submit(
-        self, prompt: str, *, question: str | None = None, progress: ProgressCallback = None, **options: Any
+        self,
+        prompt: Prompt,
+        *,
+        question: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        method: str | Method | None = None,
+        budget: int | float | None = None,
+        key: str = "",
+        context: str | None = None,
+        cache_prefix: bool | None = None,
+        progress: ProgressCallback = None,
+        **options: Any,
     ) -> Handle:
-        """Answer a prompt beside all others; from any thread. Options as in `stream`."""
+        """Answer a prompt beside all others; from any thread. Options as in `stream`.
+
+        prompt: a text, the messages of a chat (tools: functions the model may call in it), or token ids [n]
+        method, budget: for this request, in the place of the engine's
+        key: whose it is. Keys take turns, and continue prefixes of their own, or public ones.
+        context: the id of a text (`pin`) that the prompt, a text or one message, is a question about
+        cache_prefix: prefill the prompt in parts that later requests can continue, long texts included, as
+        engine/prefix_store.py says; False: all at once. None: chats in parts that end with messages, where the engine
+        has a prefix_cache.
+        """
         if shards := self.sequence.cache.shards:
             raise CacheMisuse(
                 f"{shards.size} processes share this model and have to run the same forward passes in the same order; "
                 "threads would not: use generate, for many prompts at once, or stream."
             )
-        ids, how = self.encode(prompt, question), Generation.of(options)
-        request = Request(self.config, ids, how, question=question, progress=progress, interactive=True)
-        handle = Handle(self._driver.submit(request), self._driver)
+        how = Generation.of(options)
+        if context is not None:
+            request = self._about_context(key, context, _only_text(prompt), how)
+        else:
+            ids, config = self._prompt_ids(prompt, question, tools), self._config_for(method, budget)
+            request = Request(config, ids, how, question=question, key=key)
+            self._share_prefix(request, cache_prefix, isinstance(prompt, list) and isinstance(prompt[0], dict))
+        request.progress, request.interactive = progress, True
+        handle = Handle(self._driver.submit(request, self._max_waiting), self._driver)
         self._driver.start()
         return handle
+
+    def _share_prefix(self, request: Request, cache_prefix: bool | None, is_chat: bool) -> None:
+        """Cut its prompt into parts, and have it begin after those that are stored."""
+        store, retrieval = self.prefixes, request.config.method.retrieval
+        asked = request.question is not None and retrieval and "question" in retrieval.index.needs
+        if cache_prefix or (cache_prefix is None and store is not None and is_chat):
+            template = self.tokenizer.chat_template
+            end = end_of_turn(self.tokenizer, template) if isinstance(template, str) else None
+            request.cuts = () if asked else cuts_of(request.ids, end, bool(cache_prefix))
+            if store is not None and request.cuts:
+                request.find_stored = partial(store.longest, request.key, request.config, request.ids, request.cuts)
+
+    def pin(
+        self, text: str, *, key: str = "", public: bool = False, progress: ProgressCallback = None, **how: Any
+    ) -> str:
+        """Prefill a text once and store it. -> an id, for `submit(question, context=…)`
+
+        public: for requests with any key; how: method=, budget= in the place of the engine's
+        """
+        context = self.read(text, progress=progress, **how)
+        return self._store().add(key, context.sequence, True, public=public, text=text)
+
+    def unpin(self, id: str, *, key: str = "") -> None:
+        """Remove a stored text; of its own key alone."""
+        with _known(id):
+            self._store().remove(key, id)
+
+    def _store(self) -> PrefixStore:
+        if self.prefixes is None:
+            raise BadParameter("this engine stores no prefixes; make it with prefix_cache=, a number of bytes.")
+        return self.prefixes
+
+    def _about_context(self, key: str, id: str, question: str, how: Generation) -> Request:
+        """A request that goes on with a stored text."""
+        store = self._store()
+        with _known(id):
+            entry, config = store.entry(key, id), store.config_of(key, id)
+        check_text("question", question)
+        ids = torch.tensor(entry.ids + question_ids(self.tokenizer, entry.text, question, entry.ids))
+        request = Request(config, ids, how, question=question, key=key)
+        request.find_stored = partial(store.get, key, id)
+        return request
+
+    def _prompt_ids(self, prompt: Prompt, question: str | None, tools: list[dict[str, Any]] | None) -> Tensor:
+        """[n]"""
+        if isinstance(prompt, str) and not tools:
+            return self.encode(prompt, question)
+        if question is not None:
+            raise BadParameter(f"question={question!r} follows a text; put it into the messages or token ids.")
+        if isinstance(prompt, Tensor) or (prompt and isinstance(prompt[0], int)):
+            return check_ids(self.model, prompt)
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        check_messages(messages)
+        return encode(self.tokenizer, messages, tools)[0]
+
+    def _config_for(self, method: str | Method | None, budget: int | float | str | None) -> SequenceConfig:
+        """The engine's own, with another method or budget; checked when first asked for."""
+        if method is None and budget is None:
+            return self.config
+        name = method if isinstance(method, str) else repr(method), budget
+        if name not in self._configs:
+            most = self.config.budget if budget is None else budget
+            made, most = parse_budget(self.config.method if method is None else method, most)
+            config = replace(self.config, method=made, budget=most)
+            config.new_sequence()  # raises what is wrong with them
+            if len(self._configs) >= MOST_CONFIGS:
+                self._configs.clear()
+            self._configs[name] = config
+        return self._configs[name]
 
     def warmup(self, rows: int | None = None, progress: Callable[[str], None] = lambda text: None) -> None:
         """Allocate, compile and capture for so many rows, None: for all, so that the first answer is as fast as others.
@@ -157,6 +308,8 @@ class Engine:
     def close(self) -> None:
         """Cancel all answers under way, and free the pool."""
         self._driver.close()
+        if self.prefixes is not None:
+            self.prefixes.flush()
 
     def __enter__(self) -> Engine:
         return self
@@ -164,13 +317,22 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def read(self, text: str, *, question: str | None = None, progress: ProgressCallback = None) -> Context:
+    def read(
+        self,
+        text: str,
+        *,
+        question: str | None = None,
+        method: str | Method | None = None,
+        budget: int | float | None = None,
+        progress: ProgressCallback = None,
+    ) -> Context:
         """Prefill a text once, to ask any number of questions about it.
 
         question: one that is known before: query-aware methods keep what it needs; others may be asked, too
+        method, budget: in the place of the engine's
         """
-        config = self.config
-        if self._context_method and question is None and not self.sequence.cache.shards:
+        config = self._config_for(method, budget)
+        if self._context_method and method is None and question is None and not self.sequence.cache.shards:
             config = replace(config, method=self._context_method)
         return Context.read(self._driver, config.new_sequence(), text, question, progress)
 

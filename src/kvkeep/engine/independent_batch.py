@@ -7,31 +7,40 @@ from typing import Any
 
 import torch
 
-from kvkeep.engine.memory import MEMORY_FRACTION, free_host_bytes, row_bytes
+from kvkeep.engine.memory import MEMORY_FRACTION, MemoryCap, free_host_bytes, row_bytes
 from kvkeep.engine.packed_forward import PackedForward
+from kvkeep.engine.pooled_batch import Decoded, InflightStep
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.model.head_shards import agree_on_least
+from kvkeep.storage.ragged import GROWTH
 from kvkeep.storage.upload import upload
 
 
 class IndependentBatch:
     """Decodes each request as it would be alone, up to rounding."""
 
-    def __init__(self, model: Any, max_rows: int) -> None:
-        self.model, self.max_rows = model, max_rows
+    def __init__(self, model: Any, max_rows: int, memory: MemoryCap | None = None) -> None:
+        self.model, self.max_rows, self.memory = model, max_rows, memory
         self.forward = PackedForward(model)
         self.admitted: list[Request] = []
-        self.decoded: list[tuple[Request, int]] = []
+        self.decoded: list[Decoded] = []
 
     @property
     def requests(self) -> list[Request]:
         return list(self.admitted)
 
     def has_room(self, request: Request, waiting: Iterable[Request]) -> bool:
-        return len(self.requests) < self.max_rows
+        fits = self.memory is None or self._growth(request) <= self.memory.left
+        return len(self.requests) < self.max_rows and fits
+
+    def _growth(self, request: Request) -> int:
+        """Bytes of its answer, and of a cache's room for more."""
+        tokens = request.expected_tokens
+        return row_bytes(self.model, request.how.max_new_tokens + tokens // GROWTH)
 
     def admit(self, request: Request) -> None:
+        request.reserved = request.own_bytes + self._growth(request)
         self.admitted.append(request)
 
     def release(self, request: Request) -> None:
@@ -45,11 +54,14 @@ class IndependentBatch:
         logits = torch.cat(self.forward(chunks))
         positions = upload([sequence.cache.seen for sequence, _ in chunks], logits.device)
         rows = SamplingRows.of([request.how for request in self.requests], logits.device)
-        self.decoded = list(zip(self.requests, rows.sample(logits, positions).tolist(), strict=True))
+        requests = dict(enumerate(self.requests))
+        allowed = {row: each.allowed() for row, each in requests.items() if each.how.constraint}
+        tokens = rows.sample(logits, positions, allowed)
+        self.decoded = InflightStep.of(requests, tokens, rows.logprobs(logits, tokens)).wait()
 
     replays = False
 
-    def collect(self) -> list[tuple[Request, int]]:
+    def collect(self) -> list[Decoded]:
         decoded, self.decoded = self.decoded, []
         return decoded
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,27 @@ from kvkeep.model.hf_cache import key_shape
 from kvkeep.storage.pool import QuantizedBuffer, RaggedBuffer, new_buffer
 
 MEMORY_FRACTION = 0.8  # of free memory, for keys and values; forward passes need the rest
+
+
+@dataclass
+class MemoryCap:
+    """The most bytes of keys and values an engine holds at a time: pools, caches of their own, stored prefixes."""
+
+    total: int
+    held: Callable[[], int]
+    free_some: Callable[[], bool]  # of what nobody needs now. -> whether there was something
+    largest_prompt: int = 0  # bytes so far: a pool that grows for requests to come leaves so many
+
+    @property
+    def left(self) -> int:
+        return max(0, self.total - self.held())
+
+    def make_room(self, size: int) -> bool:
+        """-> whether so many bytes are left"""
+        while self.left < size:
+            if not self.free_some():
+                return False
+        return True
 
 
 def row_bytes(model: Any, tokens: int, storage: str | None = None) -> int:
@@ -38,6 +61,11 @@ def free_device_bytes(device: torch.device) -> int | None:
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def tail_bytes(model: Any, storage: str | None) -> int:
+    """Bytes of a row of a pool that has no slots: tokens that are not quantized yet, and a slot where nobody reads."""
+    return row_bytes(model, 0) if storage is None else 2 * row_bytes(model, 32, storage) - row_bytes(model, 64, storage)
 
 
 def slot_bytes(model: Any, storage: str | None) -> int:

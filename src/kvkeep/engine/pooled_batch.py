@@ -18,16 +18,17 @@ from torch import Tensor
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import format_bytes
 from kvkeep.cache.step_pool import StepPool
-from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, free_host_bytes, slot_bytes
+from kvkeep.engine.memory import MEMORY_FRACTION, MemoryCap, free_device_bytes, free_host_bytes, slot_bytes, tail_bytes
 from kvkeep.engine.request import Request
 from kvkeep.engine.row_pool import RowPool
-from kvkeep.engine.sampling import SamplingRows
+from kvkeep.engine.sampling import SamplingRows, TokenLogprobs
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BadInput
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_cache import execution_device, key_shape
 
+Decoded = tuple[Request, int, TokenLogprobs | None]  # its next token, with logprobs if it wants them
 USUAL_ANSWER, USUAL_BUDGET = 256, 2048  # tokens, where a warm-up has no others
 
 
@@ -44,23 +45,37 @@ class InflightStep:
 
     requests: dict[int, Request]  # by row
     tokens: Tensor  # [rows] on the host
+    logprobs: Tensor | None  # of `SamplingRows.logprobs`, on the host
     event: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, requests: dict[int, Request], tokens: Tensor) -> InflightStep:
+    def of(cls, requests: dict[int, Request], tokens: Tensor, logprobs: Tensor | None = None) -> InflightStep:
         if tokens.device.type != "cuda":
-            return cls(dict(requests), tokens.clone(), None)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
+            return cls(dict(requests), tokens.clone(), logprobs, None)
+        on_host = _to_host(tokens), None if logprobs is None else _to_host(logprobs)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(tokens.device))
-        return cls(dict(requests), host, event)
+        return cls(dict(requests), *on_host, event)
 
-    def wait(self) -> list[tuple[Request, int]]:
+    def wait(self) -> list[Decoded]:
         if self.event:
             self.event.synchronize()
-        tokens = self.tokens.tolist()
-        return [(request, tokens[row]) for row, request in self.requests.items()]
+        tokens, logprobs = self.tokens.tolist(), self._logprobs()
+        return [(request, tokens[row], logprobs.get(row)) for row, request in self.requests.items()]
+
+    def _logprobs(self) -> dict[int, TokenLogprobs]:
+        """By row."""
+        if self.logprobs is None:
+            return {}
+        counts = {row: each.how.logprobs for row, each in sorted(self.requests.items())}
+        wanted = [(row, most) for row, most in counts.items() if most is not None]
+        return {row: TokenLogprobs.of(each, most) for (row, most), each in zip(wanted, self.logprobs, strict=True)}
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that is complete when the device gets there."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class PooledBatch:
@@ -72,10 +87,10 @@ class PooledBatch:
         storage: str | None = None,
         max_rows: int = 64,
         max_tokens: int | None = None,
-        memory: int | None = None,
+        memory: MemoryCap | None = None,
         pool: RowPool | StepPool | None = None,
     ) -> None:
-        """max_tokens: per key head, of all rows together, allocated at once; None: as needed, within `memory` bytes
+        """max_tokens: per key head, of all rows together, allocated at once; None: as needed, within `memory`
 
         pool: for methods that evict in every step, a `StepPool`
         """
@@ -113,15 +128,20 @@ class PooledBatch:
 
     def reserve(self, slots: int, longest: int, rows: int, in_all: int) -> None:
         """Make room for a row of this size, and for so many rows and slots in all if memory allows."""
-        limit, pool = self._slot_limit(), self.pool
+        pool, rows = self.pool, min(self.max_rows, len(self.by_row) + rows)
+        if self.memory:
+            rows = min(rows, 1 << len(self.by_row).bit_length())
+        limit = self._slot_limit(max(rows, pool.rows))
         if slots > limit:
             raise BadInput(
                 f"keys and values of one sequence take {format_bytes(slots * self._slot_bytes)}, and "
                 f"{format_bytes(limit * self._slot_bytes)} can be used for them; use a smaller budget, fewer new "
                 "tokens, storage='int8', or another max_tokens= or memory=."
             )
-        rows, longest = min(self.max_rows, len(self.by_row) + rows), 1 << (longest - 1).bit_length()
-        tokens = self.max_slots or max(pool.tokens, min(limit, pool.tokens + in_all))
+        longest = 1 << (longest - 1).bit_length()
+        spare = limit - (self.memory.largest_prompt // self._slot_bytes if self.memory else 0)
+        most = max(pool.tokens + slots, min(spare, pool.tokens + in_all))
+        tokens = self.max_slots or max(pool.tokens, min(limit, most))
         if pool.grow(max(rows, pool.rows), tokens, max(longest, pool.longest)):
             self.runners.clear()  # they have the old buffers
 
@@ -129,12 +149,13 @@ class PooledBatch:
     def _slot_bytes(self) -> int:
         return slot_bytes(self.model, self.storage)
 
-    def _slot_limit(self) -> int:
-        """Slots of a layer that memory allows."""
+    def _slot_limit(self, rows: int = 0) -> int:
+        """Slots of a layer that memory allows beside what so many rows take without any."""
         if self.max_slots:
             return self.max_slots
         if self.memory is not None:
-            return self.memory // self._slot_bytes
+            left = self.memory.left + self.pool.nbytes - rows * tail_bytes(self.model, self.storage)
+            return max(0, left) // self._slot_bytes
         free = free_device_bytes(self.device) if self.on_gpu else free_host_bytes()
         if free is None:
             return sys.maxsize
@@ -180,10 +201,11 @@ class PooledBatch:
             return
         rows = self._rows
         with torch.inference_mode():
-            logits = self.runner(rows)()
-            if self.sampling.samples(rows):
-                self.tokens[:rows, 0] = self.sampling.sample(logits, self.positions[:rows, 0])
-            self.inflight.append(InflightStep.of(self.by_row, self.tokens[:rows, 0]))
+            logits, tokens = self.runner(rows)(), self.tokens[:rows, 0]
+            allowed = {row: each.allowed() for row, each in self.by_row.items() if each.how.constraint}
+            if allowed or self.sampling.samples(rows):
+                tokens.copy_(self.sampling.sample(logits, self.positions[:rows, 0], allowed))
+            self.inflight.append(InflightStep.of(self.by_row, tokens, self.sampling.logprobs(logits, tokens)))
 
     @property
     def _rows(self) -> int:
@@ -195,9 +217,10 @@ class PooledBatch:
     def replays(self) -> bool:
         return bool(self.by_row) and self._rows in self.runners and self.runners[self._rows].graph is not None
 
-    def collect(self) -> list[tuple[Request, int]]:
-        ready = len(self.inflight) > self.lag or (self.inflight and self._ends)
-        return self.inflight.popleft().wait() if ready else []
+    def collect(self) -> list[Decoded]:
+        ahead = 0 if self.sampling.constrained else self.lag  # a constraint has to know a token before the next
+        ready = max(len(self.inflight) - ahead, int(bool(self.inflight) and self._ends))
+        return [each for _ in range(ready) for each in self.inflight.popleft().wait()]
 
     @property
     def _ends(self) -> bool:

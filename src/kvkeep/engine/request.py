@@ -7,17 +7,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
 from kvkeep.engine.progress import Progress
-from kvkeep.engine.sampling import Generation
+from kvkeep.engine.sampling import ConstraintState, Generation, TokenLogprobs
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.storage.offload.malloc_trim import trim
-from kvkeep.types import Budget
+from kvkeep.storage.ragged import GROWTH
 
 
 @dataclass(eq=False)
@@ -34,23 +36,32 @@ class Request:
     prefill_only: bool = False  # without an answer
     keeps_cache: bool = False  # the sequence's cache holds the answer, too, when the request is done
     banned_first: tuple[int, ...] = ()  # tokens the answer must not begin with
+    key: str = ""  # whose it is: keys take turns in the queue
+    cuts: tuple[int, ...] = ()  # ends of parts of the prompt, each of which is evicted from by itself
+    find_stored: Callable[[], Sequence | None] = lambda: None  # a copy of a stored sequence to go on with
     logits: Tensor | None = None  # after the prompt, if the sequence has seen it to the end [vocabulary]
 
     def __post_init__(self) -> None:
         self._sequence = self.continues
         self.deltas: deque[str] = deque()  # text to be streamed
         self.started = self.done = self.cancelled = False
+        self.num_cached = 0  # tokens of the prompt that its sequence had seen before
+        self.reserved = 0  # bytes its own cache may take
         self.packs = True  # its prompt may be prefilled together with others
         self.error: BaseException | None = None  # why there is no answer, or only part of one
         self.selection = ""  # "exact": as of a prompt prefilled at once; "running": evicted after every chunk
         self.created_s = time.perf_counter()
         self.first_token_s = self.done_s = 0.0  # after it was created
+        self.kept_tokens, self.kept_bytes = 0.0, 0  # of its cache when the prompt was prefilled, per key head; in all
+        self.finish_reason = ""  # "stop": of its own accord, or at a stop text; "length", "cancelled", "error"
         self.streamed = 0  # characters of the answer in deltas so far
         self.notify: Callable[[], None] = lambda: None  # called after new text, and when the request is done
         self._begin_answer()
 
     def _begin_answer(self) -> None:
         self.answer = Answer(IncrementalDetokenizer(self.config.tokenizer), len(self.ids))
+        self.logprobs: list[TokenLogprobs] = []  # of every token, if they are wanted
+        self._constraint = ConstraintState(self.how.constraint) if self.how.constraint else None
         self.steps = 0  # decode steps so far: tokens of the answer that went through the model
 
     @property
@@ -66,21 +77,43 @@ class Request:
         """Free its cache, if nobody wants it."""
         if not self.keeps_cache:
             self._sequence = self.continues = None
+            self.reserved = 0
 
     def start(self) -> None:
         """Before the first chunk: a sequence, with the question's queries captured."""
-        sequence = self.continues or self.config.new_sequence()
+        sequence = self.continues or self.find_stored() or self.config.new_sequence()
         if self.question is not None:
             sequence.set_question(self.question, len(self.ids))
         self._sequence, self.started = sequence, True
-        self._prefill_began, self._prefill_start = time.perf_counter(), len(sequence.token_ids)
-        at_once = sequence.defer_eviction(len(self.ids)) or len(sequence.next_chunk(self.ids)) == self._to_prefill
+        self._prefill_began, self.num_cached = time.perf_counter(), len(sequence.token_ids)
+        at_once = self.begin_part() or len(sequence.next_chunk(self.ids)) == self._to_prefill
         if self.config.method.scorer is not None:
-            self.selection = "exact" if at_once else "running"
+            self.selection = "exact" if at_once and not self.cuts else "running"
+
+    def begin_part(self) -> bool:
+        """The part of the prompt after what is prefilled. -> whether it is evicted from at its end alone"""
+        seen = len(self.sequence.token_ids)
+        self.sequence.cuts = tuple(cut for cut in self.cuts if cut <= seen)
+        return self.sequence.defer_eviction(self._part_end)
+
+    @property
+    def _part_end(self) -> int:
+        """Tokens of the prompt up to the end of the part that is prefilled now."""
+        seen = len(self.sequence.token_ids)
+        return next((cut for cut in self.cuts if cut > seen), len(self.ids))
+
+    def next_chunk(self, limit: int | None) -> Tensor:
+        """As of its sequence, within one part."""
+        return self.sequence.next_chunk(self.ids[: self._part_end], limit)
+
+    @property
+    def ends_part(self) -> bool:
+        """Whether the last chunk ended a part."""
+        return len(self.sequence.token_ids) in (*self.cuts, len(self.ids))
 
     @property
     def _to_prefill(self) -> int:
-        return len(self.ids) - self._prefill_start
+        return len(self.ids) - self.num_cached
 
     @property
     def is_prefilled(self) -> bool:
@@ -101,7 +134,7 @@ class Request:
         if self.config.method.retrieval:
             trim()
         if self.progress:
-            done = len(self.sequence.token_ids) - self._prefill_start
+            done = len(self.sequence.token_ids) - self.num_cached
             self.progress(Progress(done, self._to_prefill, time.perf_counter() - self._prefill_began))
 
     @property
@@ -110,28 +143,55 @@ class Request:
         new, tokens = self.how.max_new_tokens, len(self.ids)
         if self.continues and self.continues.cache.tracker.frozen:
             return self.continues.cache.longest_head + tokens - len(self.continues.token_ids) + new
-        method, budget = self.config.method, self.config.budget
-        kept = tokens if method.scorer is None else Budget(method.check(budget)).tokens(tokens)
-        return min(tokens, kept) + new
+        return (tokens if self.config.method.scorer is None else self.config.kept(tokens)) + new
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Per key head, while the prompt is prefilled: at most so many."""
+        tokens = len(self.ids)
+        longest = max(end - start for start, end in pairwise((0, *self.cuts, tokens)))
+        most = min(tokens, self.config.kept(tokens) + min(longest, self.config.chunk_size(tokens)))
+        return most + most // GROWTH
+
+    @property
+    def own_bytes(self) -> int:
+        """Of its own cache, as long as that is not in a pool."""
+        return max(self.reserved, self._sequence.cache.nbytes) if self._sequence and self.started else 0
 
     def restart(self) -> None:
         """Drop the answer so far; text that was streamed is not streamed again."""
         self._begin_answer()
-        self.started = False
+        self.started, self.reserved = False, 0
         self._sequence = self.continues
 
-    def add(self, token: int, eos_token_ids: set[int]) -> None:
+    def count_kept(self) -> None:
+        """When the prompt is prefilled."""
+        cache = self.sequence.cache
+        held = cache.backend.report(cache.tracker.seen)
+        self.kept_tokens, self.kept_bytes = held.kept_per_head, held.bytes
+
+    def allowed(self) -> Tensor:
+        """The tokens its constraint lets follow, as in `ConstraintState`."""
+        assert self._constraint is not None
+        return self._constraint.allowed(self.answer.ids)
+
+    def add(self, token: int, eos_token_ids: set[int], logprobs: TokenLogprobs | None = None) -> None:
         """The next token of the answer."""
+        if self._constraint and self._constraint.error:
+            return self.finish(self._constraint.error)
         self.first_token_s = self.first_token_s or time.perf_counter() - self.created_s
         answer, stop = self.answer.detokenizer, self.how.stop
-        if token not in eos_token_ids:
+        ends = token in eos_token_ids or bool(self._constraint and self._constraint.over)
+        if not ends:
             answer.add(token)
-        ends = token in eos_token_ids or len(answer.ids) >= self.how.max_new_tokens
-        if ends:
+            self.logprobs += [logprobs] if logprobs else []
+        self.finish_reason = "stop" if ends else "length" if len(answer.ids) >= self.how.max_new_tokens else ""
+        if self.finish_reason:
             answer.finish()
         if any(text in answer.text.lstrip() for text in stop):
             answer.cut(stop)
-            ends = True
+            self.finish_reason = "stop"
+        ends = bool(self.finish_reason)
         ready = len(answer.text) if ends else answer.held_from(stop)
         if ready > self.streamed:
             self.deltas.append(answer.text[self.streamed : ready])
@@ -142,6 +202,7 @@ class Request:
 
     def finish(self, error: BaseException | None = None) -> None:
         self.drop_sequence()
+        self.finish_reason = "error" if error else self.finish_reason or ("cancelled" if self.cancelled else "stop")
         self.error, self.done = error, True
         self.done_s = time.perf_counter() - self.created_s
         self._notify()
@@ -163,6 +224,20 @@ def check_prompts(prompts: Any) -> list[str]:
         if not isinstance(each, str):
             raise BadParameter(f"prompt {number} of {len(found)} is {reprlib.repr(each)}; give a list of texts.")
     return found
+
+
+def check_ids(model: Any, ids: Any) -> Tensor:
+    """Refuse what are not token ids of this model. -> [n]"""
+    try:
+        found = torch.as_tensor(ids).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadParameter(f"prompt={reprlib.repr(ids)}: give a text, messages, or token ids ({error}).") from None
+    size = model.config.get_text_config(decoder=True).vocab_size
+    if found.dim() != 1 or found.dtype.is_floating_point or found.dtype == torch.bool or not len(found):
+        raise BadParameter(f"prompt has shape {list(found.shape)} of {found.dtype}; give a list of token ids.")
+    if not 0 <= int(found.min()) <= int(found.max()) < size:
+        raise BadParameter(f"token ids are {int(found.min())} to {int(found.max())}; this model's are 0 to {size - 1}.")
+    return found.long()
 
 
 def too_long(request: Request) -> BaseException | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.retrieval_rows import RowSizes
+from kvkeep.engine.memory import MemoryCap
 from kvkeep.engine.pooled_batch import USUAL_ANSWER, PooledBatch
 from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_pool import RetrievalPool
@@ -22,7 +23,7 @@ class RetrievalBatch(PooledBatch):
 
     pool: Any
 
-    def __init__(self, like: Cache, max_rows: int, max_tokens: int | None, memory: int | None) -> None:
+    def __init__(self, like: Cache, max_rows: int, max_tokens: int | None, memory: MemoryCap | None) -> None:
         super().__init__(like.model, None, max_rows, max_tokens, memory)
         self.pool, self.lag = RetrievalPool(like), 0
 

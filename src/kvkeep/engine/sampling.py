@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import BadParameter
 from kvkeep.registry import did_you_mean
+from kvkeep.storage.upload import upload
 
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
 
@@ -50,6 +51,53 @@ def check_new_tokens(max_new_tokens: int) -> None:
     check_count("max_new_tokens", max_new_tokens, 1, "an answer has at least one; give a whole number")
 
 
+class Constraint(Protocol):
+    """What one answer may say, token by token: a grammar."""
+
+    def allowed(self) -> Tensor:
+        """The tokens that may come next [vocabulary] bool, on the host; none: the answer ends."""
+
+    def advance(self, token: int) -> None:
+        """After every token of the answer, but for the one that ends it."""
+
+
+class ConstraintState:
+    """A constraint and the tokens it knows. What it raises ends its own answer alone."""
+
+    def __init__(self, make: Callable[[], Constraint]) -> None:
+        self.make, self.known = make, 0
+        self.constraint: Constraint | None = None
+        self.error: Exception | None = None
+        self.over = False  # no token may follow
+
+    def allowed(self, ids: Sequence[int]) -> Tensor:
+        """After these tokens, the first of which it may know already. -> [vocabulary], or [1] if all is allowed"""
+        try:
+            self.constraint = self.constraint or self.make()
+            for token in ids[self.known :]:
+                self.constraint.advance(token)
+            self.known, allowed = len(ids), self.constraint.allowed()
+            self.over = not bool(allowed.any())
+        except Exception as error:
+            self.error = error
+        return torch.ones(1, dtype=torch.bool) if self.over or self.error else allowed
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """ln of a token's probability as the model has it: before temperature, top_p, top_k and constraint."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest tokens, and theirs
+
+    @classmethod
+    def of(cls, found: Tensor, most: int) -> TokenLogprobs:
+        """found [2, 1 + most or more]: a row of `SamplingRows.logprobs`"""
+        tokens, each = found[0].long().tolist(), found[1].tolist()
+        return cls(tokens[0], each[0], list(zip(tokens[1 : most + 1], each[1:], strict=False)))
+
+
 @dataclass(frozen=True)
 class Generation:
     """The checked options of one answer."""
@@ -60,11 +108,17 @@ class Generation:
     top_k: int = 0
     seed: int = 0
     stop: str | Sequence[str] = ()  # texts that end an answer, which does not include them
+    logprobs: int | None = None  # the logprobs of every token, and of so many of the likeliest; None: of none
+    constraint: Callable[[], Constraint] | None = None  # makes the constraint of an answer, a new one for each
 
     def __post_init__(self) -> None:
         check_new_tokens(self.max_new_tokens)
         check_sampling(self.temperature, self.top_p, self.top_k)
         check_seed(self.seed)
+        if self.logprobs is not None:
+            check_count("logprobs", self.logprobs, 0, "use the number of likeliest tokens to show, 0 or more, or None")
+        if self.constraint is not None and not callable(self.constraint):
+            raise BadParameter(f"constraint={self.constraint!r}: give a function that makes one for an answer.")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise BadParameter(f"stop={self.stop!r}: give a text, or a list of texts, none of them empty.")
@@ -113,12 +167,35 @@ class SamplingRows:
         """Any of the first rows is not greedy."""
         return any(how is not None and how.temperature for how in self.hows[:rows])
 
-    def sample(self, logits: Tensor, positions: Tensor) -> Tensor:
+    @property
+    def constrained(self) -> bool:
+        """What a row may say next depends on what it has said."""
+        return any(how is not None and how.constraint is not None for how in self.hows)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
+        """Of the rows that want them, in order: the sampled token, then the likeliest, and their logprobs.
+
+        logits [rows, vocabulary], tokens [rows] -> [rows that want them, 2, 1 + the most that one wants], or None
+        """
+        counts = {
+            row: how.logprobs for row, how in enumerate(self.hows[: len(logits)]) if how and how.logprobs is not None
+        }
+        if not counts:
+            return None
+        rows = upload(list(counts), logits.device)
+        each = logits[rows].double().log_softmax(-1)
+        found = torch.cat([tokens[rows, None], each.topk(min(max(counts.values()), each.shape[1])).indices], 1)
+        return torch.stack([found.double(), each.gather(1, found)], 1)
+
+    def sample(self, logits: Tensor, positions: Tensor, allowed: Mapping[int, Tensor] | None = None) -> Tensor:
         """The next token of the first rows. logits [rows, vocabulary], positions of the sampled tokens [rows] -> [rows]
 
         The likeliest where temperature is 0; else one of the top_k likeliest (0: all) that make up top_p. As in
         transformers and vLLM, top_p is of the probability that top_k leaves.
+
+        allowed: by row, the tokens its constraint allows, on the host
         """
+        logits = _mask(logits, allowed) if allowed else logits
         rows, greedy = len(logits), logits.argmax(-1)
         if not self.samples(rows):
             return greedy
@@ -128,6 +205,17 @@ class SamplingRows:
             scaled = _filter(scaled, self.top_p[:rows], self.top_k[:rows])
         sampled = (scaled + gumbel(self.seed[:rows], positions, logits.shape[1])).argmax(-1)
         return torch.where(temperature > 0, sampled, greedy)
+
+
+def _mask(logits: Tensor, allowed: Mapping[int, Tensor]) -> Tensor:
+    """-inf for what a row may not say. allowed: by row [vocabulary, or less: what follows is forbidden] or [1]: all"""
+    masked = logits.clone()
+    for row, mask in allowed.items():
+        if len(mask) > 1:
+            forbidden = torch.ones(logits.shape[1], dtype=torch.bool)
+            forbidden[: len(mask)] = ~mask[: logits.shape[1]]
+            masked[row].masked_fill_(upload(forbidden, logits.device), float("-inf"))
+    return masked
 
 
 def _filter(scaled: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,13 +11,15 @@ from torch import Tensor
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.step_pool import StepPool, step_rule
 from kvkeep.engine.decode_batch import DecodeBatch
+from kvkeep.engine.held_requests import HeldRequests
 from kvkeep.engine.independent_batch import IndependentBatch, fits_host
 from kvkeep.engine.packed_forward import AfterLayer, PackedForward
 from kvkeep.engine.pooled_batch import InflightStep, PooledBatch, can_pool
+from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.retrieval_pool import retrieval_plan
-from kvkeep.engine.sampling import SamplingRows
+from kvkeep.engine.sampling import SamplingRows, TokenLogprobs
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BadInput, StoreFull
 from kvkeep.model.hf_cache import attention_cost, execution_device
@@ -34,7 +35,7 @@ MIN_CHUNK = 16  # tokens
 INDEPENDENT, POOLED, STEPS, RETRIEVAL = "independent", "pooled", "steps", "retrieval"  # families of batches
 
 
-class Scheduler:
+class Scheduler(HeldRequests):
     """Requests over the rows of a pooled and an independent batch."""
 
     def __init__(
@@ -44,18 +45,14 @@ class Scheduler:
         max_rows: int = 64,
         max_tokens: int | None = None,
         memory: int | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
-        """max_tokens, memory: as in `PooledBatch`"""
-        self.model, self.eos_token_ids, self.max_rows = model, eos_token_ids, max_rows
-        self.pool_sizes = max_rows, max_tokens, memory
+        """max_tokens: as in `PooledBatch`; memory: bytes of keys and values of all requests, None: what is free"""
+        self.eos_token_ids, self.max_rows = eos_token_ids, max_rows
+        super().__init__(model, memory, store)
+        self.pool_sizes = max_rows, max_tokens, self.memory
         self.forward = PackedForward(model)
         self.attention_cost, self.device = attention_cost(model), execution_device(model).type
-        self.submitted: deque[Request] = deque()  # by any thread, since the last step
-        self.waiting: deque[Request] = deque()  # those whose prompts are not prefilled to the end
-        self.sampled: deque[InflightStep] = deque()  # first tokens on their way, of prompts prefilled in the last pass
-        self.prefilled: deque[tuple[Request, DecodeBatch]] = deque()  # those a batch has no room for yet
-        self.finished: deque[tuple[Request, DecodeBatch]] = deque()  # they still have a row
-        self.batches: dict[str, DecodeBatch] = {}
         self.row_limit = max_rows  # fewer while memory is short
 
     def submit(self, request: Request) -> Request:
@@ -70,36 +67,11 @@ class Scheduler:
             self.step()
         self.release_finished()
 
-    @property
-    def running(self) -> list[Request]:
-        return [request for batch in self.batches.values() for request in batch.requests]
-
-    @property
-    def _num_rows(self) -> int:
-        """Of requests that are prefilled."""
-        return len(self.running) + len(self.sampled) + len(self.prefilled)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.num_requests)  # of which some may be finished
-
-    @property
-    def num_requests(self) -> int:
-        """From any thread."""
-        queued = len(self.submitted) + len(self.waiting) + len(self.sampled) + len(self.prefilled)
-        return queued + sum(len(batch.requests) for batch in list(self.batches.values()))
-
-    @property
-    def requests(self) -> list[Request]:
-        """All that are not done."""
-        sampled = [request for first in self.sampled for request in first.requests.values()]
-        return [*self.submitted, *self.waiting, *sampled, *(each for each, _ in self.prefilled), *self.running]
-
     def step(self) -> None:
         """Launch a decode step of all running requests, prefill a chunk beside it, deliver the decoded tokens."""
         self.release_finished()
         self.drop_cancelled()
-        self._admit_prefilled()
+        self._admit_prefilled(between_steps=True)
         chunks, num_sampled = list(self._next_chunks()), len(self.sampled)
         active = self._to_decode(chunks)
         for batch in active:
@@ -167,7 +139,7 @@ class Scheduler:
             restarted = [each for each in requests if each not in lost]
             for request in restarted:
                 request.restart()
-            self.waiting.extendleft(reversed(restarted))
+            self.waiting.put_back(restarted)
 
     def _replay(self, batches: list[DecodeBatch]) -> None:
         """A decode step in the middle of a prefill pass."""
@@ -179,14 +151,14 @@ class Scheduler:
                     self._collect(batch)
 
     def _collect(self, batch: DecodeBatch) -> None:
-        for request, token in batch.collect():
-            self._deliver(batch, request, token)
+        for request, token, logprobs in batch.collect():
+            self._deliver(batch, request, token, logprobs)
 
-    def _deliver(self, batch: DecodeBatch, request: Request, token: int) -> None:
+    def _deliver(self, batch: DecodeBatch, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
         if request.done:  # one step too many
             return
         request.steps += 1
-        request.add(token, self.eos_token_ids)
+        request.add(token, self.eos_token_ids, logprobs)
         if request.done:
             self.finished.append((request, batch))
             if not request.keeps_cache:
@@ -197,7 +169,7 @@ class Scheduler:
         while self.finished:
             request, batch = self.finished.popleft()
             batch.release(request)
-            if not self._num_rows:  # whoever ran out of memory has been answered with fewer rows
+            if not self.num_rows:  # whoever ran out of memory has been answered with fewer rows
                 self.row_limit = self.max_rows
 
     # prefill
@@ -206,15 +178,15 @@ class Scheduler:
         """The next chunk of the first prompts, as many as fit into one forward pass."""
         beside, first = self._is_read, True
         limit: float = (BESIDE_TOKENS if beside else PACKED_TOKENS)[self.device]
-        rows = self.row_limit - self._num_rows
+        rows = self.row_limit - self.num_rows
         for request in list(self.waiting)[:rows] if not self.prefilled else []:
-            if not self._start(request, alone=first and not self._num_rows):
+            if not self._start(request, alone=first and not self.num_rows):
                 return
             if request.logits is not None and request.is_prefilled:
                 self._begin_answer(request, request.logits)
                 continue
             cost = self._cost(request)
-            ids = request.sequence.next_chunk(request.ids, chunk_size(limit / cost) if beside else None)
+            ids = request.next_chunk(chunk_size(limit / cost) if beside else None)
             if not first and not (request.packs and len(ids) * cost <= limit):
                 return
             yield request, ids
@@ -230,10 +202,11 @@ class Scheduler:
         """Make its sequence, if that is not done. -> False: it failed, or has to wait until others are done"""
         if request.started:
             return True
-        if not alone and not fits_host(request):
-            return False
         try:
+            if not (alone or fits_host(request)) or not self.reserve(request):
+                return False
             request.start()
+            self.waiting.take_turn(request)
         except Exception as error:
             self._fail(request, error)
         return request.started
@@ -270,8 +243,8 @@ class Scheduler:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Out of memory beside others: try again when some of them are done."""
-        if isinstance(error, OUT_OF_MEMORY) and self._num_rows:
-            self.row_limit = self._num_rows
+        if isinstance(error, OUT_OF_MEMORY) and self.num_rows:
+            self.row_limit = self.num_rows
             request.restart()
         else:
             self._finish(request, error)
@@ -282,8 +255,13 @@ class Scheduler:
             request.report_progress()
         except Exception as error:  # of the user's callback
             return self._finish(request, error)
-        if request.is_prefilled:
+        if request.ends_part:
             request.sequence.cache.tracker.mark_prompt()
+        if request.ends_part and not request.is_prefilled:
+            self.store_prefix(request)
+            request.begin_part()
+        if request.is_prefilled:
+            request.reserved = 0
             if request.prefill_only:
                 self._finish(request)
             else:
@@ -291,7 +269,9 @@ class Scheduler:
 
     def _begin_answer(self, request: Request, logits: Tensor) -> None:
         self.waiting.remove(request)
-        first = InflightStep.of({0: request}, self._sample_first(request, logits))
+        rows, row = SamplingRows.of([request.how], logits.device), logits[None]
+        token = self._sample_first(request, rows, row)
+        first = InflightStep.of({0: request}, token, rows.logprobs(row, token))
         if request.sequence.cache.settles_later:
             self.sampled.append(first)
         else:
@@ -299,23 +279,24 @@ class Scheduler:
 
     def _end_prefill(self, first: InflightStep) -> None:
         """When the first token of a prefilled request is there."""
-        for request, token in first.wait():
+        for request, token, logprobs in first.wait():
             try:
                 request.sequence.cache.settle()
             except Exception as error:
                 return request.finish(error)
-            request.add(token, self.eos_token_ids)
+            request.count_kept()
+            request.add(token, self.eos_token_ids, logprobs)
             if not request.done:
                 self.prefilled.append((request, self._batch_for(request)))
                 self._admit_prefilled()
 
-    def _sample_first(self, request: Request, logits: Tensor) -> Tensor:
-        """[1]"""
+    def _sample_first(self, request: Request, rows: SamplingRows, logits: Tensor) -> Tensor:
+        """logits [1, vocabulary] -> [1]"""
         if request.banned_first:
             banned = upload(list(request.banned_first), logits.device)
             logits = logits.index_fill(-1, banned, float("-inf"))
         position = upload([len(request.ids)], logits.device)
-        return SamplingRows.of([request.how], logits.device).sample(logits[None], position)
+        return rows.sample(logits, position, {0: request.allowed()} if request.how.constraint else None)
 
     def _batch_for(self, request: Request) -> DecodeBatch:
         cache = request.sequence.cache
@@ -342,7 +323,7 @@ class Scheduler:
     def _new_batch(self, kind: str, cache: Cache) -> DecodeBatch:
         family = kind.split()[0]
         if family == INDEPENDENT:
-            return IndependentBatch(self.model, self.max_rows)
+            return IndependentBatch(self.model, self.max_rows, self.memory)
         if family == POOLED:
             return PooledBatch(self.model, cache.storage, *self.pool_sizes)
         for idle in [name for name in self.batches if name.startswith(family) and name not in self._busy(family)]:
@@ -357,11 +338,11 @@ class Scheduler:
         busy = [kind for kind, batch in self.batches.items() if batch.requests or batch in soon]
         return {kind for kind in busy if kind.startswith(family)}
 
-    def _admit_prefilled(self) -> None:
+    def _admit_prefilled(self, between_steps: bool = False) -> None:
         while self.prefilled:
             request, batch = self.prefilled[0]
             try:
-                if not batch.has_room(request, self.waiting):
+                if not self.has_room(request, batch, between_steps):
                     return
                 batch.admit(request)
             except (BadInput, *OUT_OF_MEMORY) as error:

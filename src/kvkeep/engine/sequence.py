@@ -27,6 +27,7 @@ from kvkeep.model.hf_cache import context_length, execution_device
 from kvkeep.storage.offload.host import HostMemoryBudget
 from kvkeep.storage.offload.malloc_trim import trim
 from kvkeep.storage.upload import upload
+from kvkeep.types import Budget
 
 PREFILL_CHUNK_SIZE = 1024  # tokens of a forward pass of a long prompt: what it costs in memory
 GPU_PREFILL_CHUNK_SIZE = 4096  # of retrieval methods: with fewer, a GPU waits for kernel launches
@@ -67,6 +68,24 @@ class SequenceConfig:
             cache.share_host_budget(self.host_budget)
         return Sequence(self, cache)
 
+    def chunk_size(self, tokens: int) -> int:
+        """Tokens of one forward pass of a prefill of so many."""
+        retrieval = self.method.retrieval
+        if retrieval and retrieval.needs == "surprise":  # known only after a pass, needed before tokens are offloaded
+            near = retrieval.sizes(self.kept(tokens)).near
+            return min(self.prefill_chunk_size or PREFILL_CHUNK_SIZE, near)
+        if self.prefill_chunk_size:
+            return self.prefill_chunk_size
+        if retrieval and retrieval.window:
+            size = GPU_PREFILL_CHUNK_SIZE if execution_device(self.model).type == "cuda" else PREFILL_CHUNK_SIZE
+            return max(1, size // retrieval.window) * retrieval.window
+        return tokens if tokens <= context_length(self.model) else PREFILL_CHUNK_SIZE
+
+    def kept(self, tokens: int) -> int:
+        """Of a text of so many tokens, per key head, on average; of a retrieval method, on the device."""
+        keeps_all = self.method.scorer is None and not self.method.retrieval
+        return tokens if keeps_all else min(tokens, Budget(self.method.check(self.budget)).tokens(tokens))
+
     def check_length(self, prompt: int, max_new_tokens: int) -> None:
         """Refuse what exceeds the model's context length, unless the method extends it."""
         check_length(self.method, context_length(self.model), prompt, max_new_tokens)
@@ -79,6 +98,7 @@ class Sequence:
         self.config, self.cache = config, cache
         self.token_ids = token_ids or []  # the tokens the cache has seen
         self.has_prefill = False  # `prefill` or `extend` were called, and no answer was generated since
+        self.cuts: tuple[int, ...] = ()  # the ends of the parts of its prompt that were evicted from by themselves
         self.defers = False  # the whole prompt is evicted from at once, however many chunks it is prefilled in
         self.last_logits: Tensor | None = None  # after the last token, where the method needs surprise
 
@@ -122,7 +142,7 @@ class Sequence:
 
     def defer_eviction(self, tokens: int) -> bool:
         """Before a prefill of so many: evict at its end alone, if the method and memory allow. -> whether they do"""
-        config = self.config
+        config, self.defers = self.config, False
         if config.method.retrieval or self.chunk_size(tokens) < tokens - len(self.token_ids):
             return False
         free = free_device_bytes(execution_device(config.model))
@@ -135,16 +155,7 @@ class Sequence:
 
     def chunk_size(self, tokens: int) -> int:
         """Tokens of one forward pass of a prefill of so many."""
-        config, retrieval = self.config, self.config.method.retrieval
-        if retrieval and retrieval.needs == "surprise":  # known only after a pass, needed before tokens are offloaded
-            near = retrieval.sizes(self.cache.backend.budget.tokens(tokens)).near
-            return min(config.prefill_chunk_size or PREFILL_CHUNK_SIZE, near)
-        if config.prefill_chunk_size:
-            return config.prefill_chunk_size
-        if retrieval and retrieval.window:
-            size = GPU_PREFILL_CHUNK_SIZE if execution_device(config.model).type == "cuda" else PREFILL_CHUNK_SIZE
-            return max(1, size // retrieval.window) * retrieval.window
-        return tokens if tokens <= context_length(config.model) else PREFILL_CHUNK_SIZE
+        return self.config.chunk_size(tokens)
 
     def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
         """Append tokens. ids [q] -> logits of the last `keep` of them, 0: of all [keep, vocabulary]"""

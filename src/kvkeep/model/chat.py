@@ -16,15 +16,29 @@ MARK = "\ue000"  # private use area: no tokenizer or template gives it a meaning
 EXAMPLE_QUESTION = "What"  # stands for any question
 
 
-def encode(tokenizer: Any, text: str | list[dict[str, str]]) -> Tensor:
-    """A user's message, or a whole chat: ids [1, tokens], through the chat template where there is one, one BOS."""
+def encode(tokenizer: Any, text: str | list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Tensor:
+    """A user's message, or a whole chat: ids [1, tokens], through the chat template where there is one, one BOS.
+
+    tools: functions the model may call, as JSON schemas, for the template
+    """
     chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
     if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        text = _apply_template(tokenizer, chat, tools)
+    elif tools:
+        raise BadParameter("tools= need a chat template, and this tokenizer has none; use a model for chats.")
     elif not isinstance(text, str):
-        text = "\n\n".join(message["content"] for message in chat) + "\n\n"
+        text = "\n\n".join(message.get("content") or "" for message in chat) + "\n\n"
     how = {"return_tensors": "pt", "add_special_tokens": not tokenizer.chat_template}
     return tokenizer(text, verbose=False, **how).input_ids  # verbose would warn of lengths, which callers check
+
+
+def _apply_template(tokenizer: Any, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, tools=tools)
+    except TemplateError as error:
+        raise BadInput(f"the model's chat template refuses these messages: {error}") from error
 
 
 def check_text(name: str, value: Any, empty: bool = False) -> None:
@@ -42,7 +56,7 @@ def check_messages(messages: Any) -> None:
     if not messages or messages[-1].get("role") == "assistant":
         raise BadInput("a chat ends with a message to answer; give at least one, the last not the assistant's.")
     for number, each in enumerate(messages):
-        if not isinstance(each.get("content"), str):
+        if not isinstance(each.get("content"), str) and not (each.get("content") is None and each.get("tool_calls")):
             raise BadParameter(f"message {number} has content {reprlib.repr(each.get('content'))}; give a text.")
 
 

@@ -91,8 +91,8 @@ def _exchange(one: Path, other: Path) -> bool:
     return call(cwd, os.fsencode(one), cwd, os.fsencode(other), exchange) == 0
 
 
-def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read both files; BadCacheFile says what is wrong with them."""
+def read_facts(path: str | Path) -> dict[str, Any]:
+    """Read the description alone; BadCacheFile says what is wrong with it."""
     path = Path(path)
     try:
         facts = json.loads((path / DESCRIPTION).read_text())
@@ -107,6 +107,12 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise BadCacheFile(f"{path} has format {facts.get('format')!r}; this version reads {FORMAT}.")
     if checksum != stated:
         raise BadCacheFile(f"{path / DESCRIPTION} was changed after it was written; save the cache again.")
+    return facts
+
+
+def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read both files; BadCacheFile says what is wrong with them."""
+    path, facts = Path(path), read_facts(path)
     try:
         if _sha256(path / TENSORS) == facts.get("tensors_sha256"):
             return load_file(path / TENSORS), facts

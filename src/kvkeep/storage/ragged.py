@@ -187,9 +187,9 @@ class RaggedLayer:
         values: Tensor,
         positions: Sequence[Tensor],
         columns: Sequence[Tensor] | None,
-        expected: int = 0,
+        to_come: int = 0,
     ) -> None:
-        """Add new tokens at the end of every segment; expected: tokens that a segment will have soon.
+        """Add new tokens at the end of every segment; to_come: of these and those that follow soon.
 
         keys, values [rows, kv_heads, q, dim]; per row the positions of its new tokens and the columns of the q that are
         not padding (None: all of them, in every row). A quantized layer quantizes single tokens at once, several later.
@@ -203,7 +203,7 @@ class RaggedLayer:
             return self._write(keys[..., :0], values[..., :0], torch.stack(list(positions)))
         if columns is None and not self.codes:
             if not self._has_room(keys.shape[2]):
-                self._make_room(keys.shape[2], expected)
+                self._make_room(keys.shape[2], to_come)
             return self._write(keys, values, torch.stack(list(positions)))
         rows = []
         for row, where in enumerate(positions):
@@ -212,9 +212,9 @@ class RaggedLayer:
             rows.append([_concat(old, self._new(k, v, where)) for old, k, v in heads])
         self._write_segments(rows, GROWTH)
 
-    def _make_room(self, count: int, expected: int) -> None:
+    def _make_room(self, count: int, to_come: int) -> None:
         """Repack for so many more tokens in every segment, and a 64th."""
-        room = [max(n + count + (n + count) // GROWTH, expected) for n in self.lengths]
+        room = [n + max(count + (n + count) // GROWTH, to_come) for n in self.lengths]
         *starts, total = accumulate(room, initial=0)
         source, target = self.slots(), self.slots(starts)
         self.flat = self.flat.map(lambda t: t.new_empty(total, *t.shape[1:]).index_copy_(0, target, t[source]))

@@ -1,0 +1,316 @@
+"""Compressed prefixes of prompts, kept for the requests that begin alike.
+
+The rule: a request that shares prefixes is prefilled in parts, each evicted from by itself, and what is stored after a
+part is found by the tokens of all parts so far. Where parts end depends on the tokens before alone (`cuts_of`). So a
+stored cache is the one that its tokens alone give: nothing later, and nobody else's, took part in the selection, and an
+answer is the same whether a prefix was found or computed. Answers are not stored: they were decoded token by token,
+and what is evicted after them depends on that. The next turn of a chat prefills the last answer with its own message.
+
+What that costs: a query-aware method selects from every part by the end of that part. Chats are cut at the ends of
+messages, so the last question still judges what it and the history kept; long texts are cut only if a request says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import serialize
+from kvkeep.cache.cache import Cache
+from kvkeep.cache.report import format_bytes
+from kvkeep.engine.sequence import Sequence, SequenceConfig
+from kvkeep.errors import BadCacheFile, KvkeepError, StoreFull
+from kvkeep.storage import checkpoint
+
+LEAST_PART = 32  # tokens: parts are not shorter, but for the last
+LONGEST_PART = 1024  # of requests that share long texts
+PUBLIC = "public"  # everybody's
+KINDS: dict[str, Any] = {  # of what is saved of an entry
+    "id": str, "owner": str, "public": bool, "place": str, "nbytes": int, "pinned": bool, "text": str, "cuts": tuple,
+    "ids": list,
+}  # fmt: skip
+
+
+def cuts_of(ids: Tensor, end_of_turn: int | None, long_texts: bool = False) -> tuple[int, ...]:
+    """Where the parts of a prompt end, but for the last: after messages; of long texts, every LONGEST_PART tokens."""
+    cuts, ends = [0], (ids[:-1] == end_of_turn).nonzero()[:, 0].add(1).tolist() if end_of_turn is not None else []
+    for end in [*ends, len(ids)]:
+        while long_texts and end - cuts[-1] > LONGEST_PART:
+            cuts.append(cuts[-1] + LONGEST_PART)
+        if end < len(ids) and end - cuts[-1] >= LEAST_PART:
+            cuts.append(end)
+    return tuple(cuts[1:])
+
+
+@dataclass(eq=False)
+class Entry:
+    """A stored prefix."""
+
+    id: str
+    owner: str  # hashed
+    public: bool  # all find it, its owner alone removes it
+    place: str  # the hash of its tokens, parts, method, budget and storage
+    nbytes: int
+    pinned: bool
+    text: str  # of a context
+    cuts: tuple[int, ...]
+    ids: list[int]
+    sequence: Sequence | None  # None: it is on disk until somebody asks for it
+    saved: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Who finds it, and where."""
+        return PUBLIC if self.public else self.owner, self.place
+
+
+class PrefixStore:
+    """Keyed by owner, method, budget, storage and tokens. The least recently used go first. From any thread."""
+
+    def __init__(self, max_bytes: int, folder: str | Path | None = None) -> None:
+        """folder: where prefixes are saved, to be found again after a restart"""
+        self.max_bytes, self.folder = max_bytes, None if folder is None else Path(folder)
+        self.entries: OrderedDict[str, Entry] = OrderedDict()  # by id, the least recently used first
+        self.by_place: dict[tuple[str, str], Entry] = {}
+        self.lock = threading.RLock()
+        self.config: SequenceConfig | None = None
+        self.device_lock: AbstractContextManager[Any] = nullcontext()
+        self.to_save: Queue[Entry] = Queue()
+        self.writer: threading.Thread | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys, values and what is known of them, measured on the tensors; those on disk alone included."""
+        return sum(entry.nbytes for entry in list(self.entries.values()))
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def longest(self, owner: str, config: SequenceConfig, ids: Tensor, cuts: Seq[int]) -> Sequence | None:
+        """A copy of the one that has seen most of these ids, in parts that end at these cuts."""
+        with self.lock:
+            for place in reversed(list(_places(config, ids, cuts))):
+                for who in (_hashed(owner), PUBLIC):
+                    entry = self.by_place.get((who, place))
+                    if entry and (found := self._copy(entry)):
+                        found.config = config
+                        return found
+        return None
+
+    def get(self, owner: str, id: str) -> Sequence:
+        """A copy; KeyError: there is none of this owner."""
+        with self.lock:
+            if not (found := self._copy(self.entry(owner, id))):
+                raise KeyError(id)
+            return found
+
+    def config_of(self, owner: str, id: str) -> SequenceConfig:
+        """Of a sequence that `get` copies."""
+        entry = self.entry(owner, id)
+        with self.lock:
+            if entry.sequence is None and not self._copy(entry):
+                raise KeyError(id)
+            assert entry.sequence is not None
+            return entry.sequence.config
+
+    def entry(self, owner: str, id: str) -> Entry:
+        """KeyError: there is none of this owner, or public."""
+        entry = self.entries[id]
+        if not entry.public and entry.owner != _hashed(owner):
+            raise KeyError(id)
+        return entry
+
+    def add(self, owner: str, sequence: Sequence, pinned: bool = False, *, public: bool = False, text: str = "") -> str:
+        """Keep a sequence, which nobody else may change from now on. -> its id; empty: there is no room for it
+
+        pinned: it stays until it is removed; StoreFull if there is no room
+        """
+        ids, frozen = torch.tensor(sequence.token_ids), sequence.cache.tracker.frozen
+        *_, place = _places(sequence.config, ids, (*sequence.cuts, len(ids)), frozen)
+        with self.lock:
+            if known := self.by_place.get((PUBLIC if public else _hashed(owner), place)):
+                known.pinned |= pinned
+                self.entries.move_to_end(known.id)
+                return known.id
+            size = nbytes_of(sequence)
+            if not self._make_room(size):
+                if pinned:
+                    raise StoreFull(
+                        f"this prefix takes {format_bytes(size)}, and of {format_bytes(self.max_bytes)} the rest is "
+                        "pinned; remove others, or use a larger prefix_cache=."
+                    )
+                return ""
+            made = secrets.token_urlsafe(24), _hashed(owner), public, place, size, pinned, text
+            entry = Entry(*made, sequence.cuts, sequence.token_ids, sequence)
+            self._insert(entry)
+        self._save_later(entry)
+        return entry.id
+
+    def remove(self, owner: str, id: str) -> None:
+        """KeyError: there is none of this owner."""
+        with self.lock:
+            if self.entry(owner, id).owner != _hashed(owner):
+                raise KeyError(id)
+            self._drop(self.entries[id])
+
+    def evict_oldest(self) -> bool:
+        """-> whether there was one that is not pinned"""
+        with self.lock:
+            oldest = next((entry for entry in self.entries.values() if not entry.pinned), None)
+            if oldest:
+                self._drop(oldest)
+            return oldest is not None
+
+    def _make_room(self, size: int) -> bool:
+        pinned = sum(entry.nbytes for entry in self.entries.values() if entry.pinned)
+        if size + pinned > self.max_bytes:
+            return False
+        while self.nbytes + size > self.max_bytes:
+            self.evict_oldest()
+        return True
+
+    def _insert(self, entry: Entry) -> None:
+        self.entries[entry.id] = self.by_place[entry.key] = entry
+
+    def _drop(self, entry: Entry) -> None:
+        del self.entries[entry.id], self.by_place[entry.key]
+        if self.folder and entry.saved:
+            shutil.rmtree(self.folder / entry.id, ignore_errors=True)
+
+    def _copy(self, entry: Entry) -> Sequence | None:
+        """None: it could not be read from disk."""
+        try:
+            entry.sequence = entry.sequence or self._load(entry)
+        except BadCacheFile as error:
+            warnings.warn(f"a stored prefix is skipped: {error}", stacklevel=2)
+            self._drop(entry)
+            return None
+        self.entries.move_to_end(entry.id)
+        return entry.sequence.fork()
+
+    # on disk
+
+    def open(self, config: SequenceConfig, device_lock: AbstractContextManager[Any]) -> None:
+        """Find what was saved with this model before; the newest that fit. Damaged ones are skipped.
+
+        device_lock: held while tensors are copied from the device; a CUDA graph cannot be captured meanwhile
+        """
+        self.config, self.device_lock = config, device_lock
+        if not self.folder:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(".*"):  # of a process that was killed while it wrote
+            shutil.rmtree(leftover, ignore_errors=True)
+        for path in sorted(self.folder.iterdir(), key=lambda each: each.stat().st_mtime):
+            try:
+                if entry := _described(path, config):
+                    self._insert(entry)
+            except BadCacheFile as error:
+                warnings.warn(f"a stored prefix is skipped: {error}", stacklevel=3)
+        while self.nbytes > self.max_bytes and self.evict_oldest():
+            pass
+
+    def _load(self, entry: Entry) -> Sequence:
+        config = self.config
+        assert self.folder is not None and config is not None
+        cache, facts = serialize.load_with_facts(Cache, self.folder / entry.id, config.model)
+        cache.tokenizer = config.tokenizer
+        sequence = Sequence(replace(config, method=cache.method, budget=cache.budget), cache, list(entry.ids))
+        sequence.cuts = entry.cuts
+        if facts["prefix"]["frozen"]:
+            cache.tracker.mark_context()
+        return sequence
+
+    def _save_later(self, entry: Entry) -> None:
+        """In a thread of its own: nobody's answer waits for a disk."""
+        assert entry.sequence is not None
+        if self.folder is None or not serialize.can_save(entry.sequence.cache):
+            return
+        with self.lock:
+            if self.writer is None:
+                self.writer = threading.Thread(target=self._write_all, name="kvkeep-prefixes", daemon=True)
+                self.writer.start()
+        self.to_save.put(entry)
+
+    def _write_all(self) -> None:
+        while True:
+            entry = self.to_save.get()
+            try:
+                self._write(entry)
+            except (KvkeepError, OSError) as error:  # such as a full disk: it is in memory all the same
+                warnings.warn(f"a prefix could not be saved: {error}", stacklevel=1)
+            finally:
+                self.to_save.task_done()
+
+    def _write(self, entry: Entry) -> None:
+        assert self.folder is not None and entry.sequence is not None
+        if entry.id not in self.entries:
+            return
+        cache = entry.sequence.cache
+        about = {name: getattr(entry, name) for name in KINDS} | {"frozen": cache.tracker.frozen}
+        with self.device_lock:
+            tensors, facts = serialize.describe(cache, prefix=about)
+            tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        checkpoint.write(self.folder / entry.id, tensors, facts)
+        with self.lock:
+            entry.saved = True
+            if entry.id not in self.entries:  # dropped meanwhile
+                shutil.rmtree(self.folder / entry.id, ignore_errors=True)
+
+    def flush(self) -> None:
+        """Wait until all is saved."""
+        self.to_save.join()
+
+
+def _described(path: Path, config: SequenceConfig) -> Entry | None:
+    """What a folder says it holds; None: a cache of another model."""
+    facts = checkpoint.read_facts(path)
+    if facts.get("model") != serialize.fingerprint(config.model) or facts.get("dtype") != str(config.model.dtype):
+        return None
+    try:
+        found = {name: kind(facts["prefix"][name]) for name, kind in KINDS.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadCacheFile(f"{path} is not a stored prefix ({error!r}); remove it.") from error
+    if found["id"] != path.name:
+        raise BadCacheFile(f"{path} is stored under another name; remove it.")
+    return Entry(**found, sequence=None, saved=True)
+
+
+def _places(config: SequenceConfig, ids: Tensor, cuts: Iterable[int], frozen: bool = False) -> Iterator[str]:
+    """A name for what is stored after each part: of these tokens, in these parts, by this method."""
+    method, how = config.method, config.cache_options
+    named = [method.name, sorted(method.parameters.items())] if serialize.is_named(method) else repr(method)
+    facts = [named, method.schedule.every, config.budget, config.prefill_chunk_size, how.get("schedule"), frozen]
+    digest = hashlib.sha256(json.dumps([*facts, how.get("storage")], default=repr).encode())
+    for start, end in pairwise((0, *cuts)):
+        digest.update(ids[start:end].numpy().tobytes() + b"|")
+        yield digest.hexdigest()
+
+
+def _hashed(owner: str) -> str:
+    """So that no folder tells a key."""
+    return hashlib.sha256(owner.encode()).hexdigest()
+
+
+def nbytes_of(sequence: Sequence) -> int:
+    """Of keys, values, and what is known of them, on the device and offloaded."""
+    cache = sequence.cache
+    held = cache.backend.report(cache.tracker.seen)
+    others = [part for layer in cache.hf_layers for part in vars(layer).values() if isinstance(part, Tensor)]
+    return held.bytes + held.index_bytes + held.host_bytes + sum(part.nbytes for part in others)

@@ -1,0 +1,60 @@
+"""Errors as OpenAI's API reports them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from starlette.exceptions import HTTPException
+
+from kvkeep.errors import KvkeepError, ModelUnavailable, QueueFull, StoreFull
+
+RETRY_AFTER_S = 1
+BUSY = {"Retry-After": str(RETRY_AFTER_S)}
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Failure(HTTPException):
+    """A status and an error object."""
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Any = None
+    ):
+        super().__init__(status, message, headers)
+        self.code, self.param = code, param
+
+    def as_dict(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What a client is told of an error: only what was written for people."""
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, HTTPException):  # of the router: no such path, or not with this verb
+        return Failure(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, QueueFull):
+        return Failure(429, str(error), "queue_full", headers=BUSY)
+    if isinstance(error, torch.OutOfMemoryError | StoreFull):
+        return Failure(
+            503, "the server ran out of memory for this request; try again later.", "out_of_memory", headers=BUSY
+        )
+    if isinstance(error, KvkeepError) and not isinstance(error, ModelUnavailable):
+        code = "context_length_exceeded" if "context length" in str(error) else None
+        return Failure(400, " ".join(str(error).split()), code)
+    return Failure(500, "the server made a mistake; it is in its log.", "internal_error")
+
+
+def invalid(errors: Any) -> Failure:
+    """Of a body that is not as the API wants it: the first thing that is wrong, by name. Values are not repeated."""
+    first = next(iter(errors))
+    path = [str(part) for part in first["loc"][1:]]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = f"Unrecognized request argument supplied: {path[-1]}"
+    elif first["type"] == "json_invalid":
+        path, message = [], "the body is not valid JSON"
+    elif path:
+        message = f"{'.'.join(path)}: {message}"
+    return Failure(400, message, param=path[0] if path else None)

@@ -1,0 +1,64 @@
+"""Answers that are JSON: which token may come next, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import llguidance
+import llguidance.hf
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvkeep.errors import BadParameter
+
+FEW_BLANKS = {"x-guidance": {"whitespace_pattern": r"[ \n\t]{0,20}"}}  # small models would never stop writing them
+
+
+class JsonConstraint:
+    """A `Constraint` of the engine: the grammar's state after the tokens so far."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, size: int) -> None:
+        self.matcher, self.size = matcher, size
+
+    def allowed(self) -> Tensor:
+        """[vocabulary] bool; after the end of the JSON, EOS alone"""
+        packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        bits = torch.from_numpy(np.unpackbits(packed, bitorder="little")[: self.size].astype(bool))
+        return torch.nn.functional.pad(bits, (0, self.size - len(bits)))
+
+    def advance(self, token: int) -> None:
+        self.matcher.consume_token(token)
+
+
+class Grammars:
+    """Of one tokenizer, whose tables are made when the first grammar is asked for."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, eos: list[int]) -> None:
+        """vocabulary: how many logits the model has"""
+        self.tokenizer, self.vocabulary, self.eos = tokenizer, vocabulary, eos
+
+    @cached_property
+    def tokens(self) -> llguidance.LLTokenizer:
+        return llguidance.hf.from_tokenizer(self.tokenizer, n_vocab=self.vocabulary, eos_token=self.eos)
+
+    def bytes_of(self, token: int) -> bytes:
+        """A token may be part of a character."""
+        return self.tokens.decode_bytes([token])
+
+    def of_schema(self, schema: dict[str, Any]) -> Callable[[], JsonConstraint]:
+        return self._constraints(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema | FEW_BLANKS)))
+
+    def of_lark(self, lark: str) -> Callable[[], JsonConstraint]:
+        return self._constraints(llguidance.LLMatcher.grammar_from_lark(lark))
+
+    def _constraints(self, grammar: str) -> Callable[[], JsonConstraint]:
+        """A new one for every answer."""
+        first = llguidance.LLMatcher(self.tokens, grammar, log_level=0)
+        if first.is_error():
+            reason = first.get_error().splitlines()[0]
+            raise BadParameter(f"this JSON schema cannot be used ({reason}); leave out what it names.")
+        return lambda: JsonConstraint(first.deep_copy(), self.vocabulary)

@@ -1,0 +1,34 @@
+"""What a client asks for, in the engine's words, whatever the API it asks through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Prompt = str | list[int] | list[dict[str, Any]]  # a text as it is, token ids, or the messages of a chat
+
+
+@dataclass(frozen=True)
+class Job:
+    """`n` answers to each of the prompts."""
+
+    model: str
+    prompts: list[Prompt]
+    n: int = 1
+    stream: bool = False
+    max_tokens: int | None = None  # of an answer; None: as many as the server allows
+    seed: int | None = None  # of the first answer, the next has one more; None: a random one
+    options: dict[str, Any] = field(default_factory=dict)  # of `Engine.submit`: temperature, stop, method, budget, …
+    schema: dict[str, Any] | None = None  # of the JSON that an answer has to be
+    tools: list[dict[str, Any]] = field(default_factory=list)  # functions, as the chat template takes them
+    tool_choice: str = "auto"  # "none", "auto", "required", or the name of the function to call
+    context: str | None = None  # the id of a text that was read before, which the prompts continue
+
+    @property
+    def num_answers(self) -> int:
+        return self.n * len(self.prompts)
+
+    @property
+    def calls_tools(self) -> bool:
+        """If not, the template shows the tools all the same: requests before and after share its beginning."""
+        return bool(self.tools) and self.tool_choice != "none"

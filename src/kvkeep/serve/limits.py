@@ -1,0 +1,28 @@
+"""What one client may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvkeep.serve.failure import BUSY, Failure
+from kvkeep.serve.job import Job
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_body: int = 16_000_000  # bytes
+    max_tokens: int = 4096  # of an answer; also of one that asks for no number
+    max_seconds: float = 600.0  # until an answer is complete
+    max_answers: int = 64  # under way for one key
+
+    def check(self, job: Job, under_way: int) -> None:
+        """under_way: answers of the same key"""
+        if (job.max_tokens or 0) > self.max_tokens:
+            raise Failure(
+                400, f"max_tokens={job.max_tokens}: this server allows {self.max_tokens}.", param="max_tokens"
+            )
+        if job.num_answers > self.max_answers:
+            raise Failure(400, f"{job.num_answers} answers at once: this server allows {self.max_answers}.", param="n")
+        if under_way + job.num_answers > self.max_answers:
+            said = f"{under_way} answers for this key are under way, and {self.max_answers} may be; wait for some."
+            raise Failure(429, said, "too_many_requests", headers=BUSY)

@@ -1,0 +1,79 @@
+"""What /metrics shows, for Prometheus. Nothing of a prompt, an answer or a key."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvkeep.engine.prefix_store import PrefixStore
+from kvkeep.serve.answers import Answer, Answers, Piece
+
+SECONDS = tuple(round(0.001 * 1.5**power, 4) for power in range(33))  # 1 ms to 7 minutes
+
+
+class Metrics:
+    def __init__(self, live: Iterable[Answers], prefixes: PrefixStore | None) -> None:
+        """live: answers under way, counted when somebody looks"""
+        self.registry, self.live = CollectorRegistry(), live
+        how: Any = {"registry": self.registry}
+        self.requests = Counter("kvkeep_requests", "HTTP requests.", ["path", "status"], **how)
+        self.prompt_tokens = Counter("kvkeep_prompt_tokens", "Tokens of prompts, cached ones included.", **how)
+        self.cached_tokens = Counter("kvkeep_cached_tokens", "Of these, those found in the prefix store.", **how)
+        self.answer_tokens = Counter("kvkeep_answer_tokens", "Generated tokens.", **how)
+        self.first = Histogram(
+            "kvkeep_first_token_seconds", "From a request to its first text.", buckets=SECONDS, **how
+        )
+        self.between = Histogram("kvkeep_between_tokens_seconds", "From text to text.", buckets=SECONDS, **how)
+        gauges = {
+            "kvkeep_answers_waiting": ("Answers without a first token.", lambda: self._count(False)),
+            "kvkeep_answers_running": ("Answers that are decoded.", lambda: self._count(True)),
+            "kvkeep_kept_bytes": ("Keys and values kept of the prompts under way.", lambda: self._kept_bytes()),
+            "kvkeep_kept_tokens": ("The same in tokens per key head.", lambda: self._kept_tokens()),
+            "kvkeep_prefix_bytes": ("Compressed prefixes in the store.", lambda: prefixes.nbytes if prefixes else 0),
+            "kvkeep_seen_tokens": ("Tokens of these prompts.", lambda: self._seen_tokens()),
+        }
+        for name, (text, count) in gauges.items():
+            Gauge(name, text, **how).set_function(count)
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def watch(self, answers: Answers) -> None:
+        """Time its pieces, each when it goes to its client."""
+        last: dict[int, float] = {}
+
+        def observe(piece: Piece) -> None:
+            now = time.perf_counter()
+            if piece.index in last:
+                self.between.observe(now - last[piece.index])
+            else:
+                self.first.observe(now - answers.began)
+            last[piece.index] = now
+
+        answers.observe = observe
+
+    def count(self, answers: Answers) -> None:
+        """When its client has it, or is gone."""
+        if answers.answers:
+            usage = answers.usage
+            self.prompt_tokens.inc(usage.prompt)
+            self.cached_tokens.inc(usage.cached)
+            self.answer_tokens.inc(usage.answer)
+
+    def _running(self) -> list[Answer]:
+        return [each for answers in list(self.live) for each in answers.answers if not each.request.done]
+
+    def _count(self, running: bool) -> int:
+        return sum(bool(each.request.first_token_s) == running for each in self._running())
+
+    def _kept_bytes(self) -> int:
+        return sum(each.request.kept_bytes for each in self._running())
+
+    def _kept_tokens(self) -> float:
+        return sum(each.request.kept_tokens for each in self._running())
+
+    def _seen_tokens(self) -> int:
+        return sum(len(each.request.ids) for each in self._running() if each.request.first_token_s)

@@ -1,0 +1,135 @@
+"""OpenAI's responses API: a response whose output items are messages and function calls."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from kvkeep.serve.answers import Answers, Piece
+from kvkeep.serve.failure import Failure
+from kvkeep.serve.replies import Object, TokenBytes, logprobs_of
+from kvkeep.serve.schemas import ResponseRequest
+from kvkeep.serve.tools import ToolCall
+
+
+class ResponseReply:
+    """One answer: its text is the first output item, each call is one of its own."""
+
+    done = ""  # the last event says it
+
+    def __init__(self, body: ResponseRequest, answers: Answers, bytes_of: TokenBytes) -> None:
+        self.body, self.answers, self.bytes_of = body, answers, bytes_of
+        self.id, self.message_id = f"resp_{secrets.token_hex(12)}", f"msg_{secrets.token_hex(12)}"
+        self.sequence, self.so_far = 0, Piece(0)
+
+    def whole(self, pieces: list[Piece]) -> Object:
+        return self._response(pieces[0])
+
+    def begin(self) -> Iterator[Object]:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response(self.so_far))
+
+    def events(self, piece: Piece) -> Iterator[Object]:
+        if piece.text and not self.so_far.text:
+            yield from self._begin_message()
+        self.so_far += piece
+        if piece.text:
+            logprobs = logprobs_of(piece.logprobs, self.bytes_of)
+            yield self._event("response.output_text.delta", **self._part_place, delta=piece.text, logprobs=logprobs)
+        if piece.finish and self.so_far.text:
+            yield from self._end_message()
+        if piece.finish:
+            for number, call in enumerate(self.so_far.calls, bool(self.so_far.text)):
+                yield from self._call_events(number, call)
+
+    def end(self) -> Iterator[Object]:
+        response = self._response(self.so_far)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, failure: Failure) -> Object:
+        error = failure.as_dict()["error"]
+        return self._event("error", code=error["code"], message=error["message"], param=error["param"])
+
+    def _event(self, kind: str, **fields: Any) -> Object:
+        self.sequence += 1
+        return {"type": kind, "sequence_number": self.sequence - 1, **fields}
+
+    @property
+    def _part_place(self) -> Object:
+        return {"item_id": self.message_id, "output_index": 0, "content_index": 0}
+
+    def _begin_message(self) -> Iterator[Object]:
+        empty = self._message(Piece(0), "in_progress") | {"content": []}
+        yield self._event("response.output_item.added", output_index=0, item=empty)
+        yield self._event("response.content_part.added", **self._part_place, part=self._part(Piece(0)))
+
+    def _end_message(self) -> Iterator[Object]:
+        part = self._part(self.so_far)
+        fields = {"text": part["text"], "logprobs": part["logprobs"]}
+        yield self._event("response.output_text.done", **self._part_place, **fields)
+        yield self._event("response.content_part.done", **self._part_place, part=part)
+        item = self._message(self.so_far, self._status(self.so_far))
+        yield self._event("response.output_item.done", output_index=0, item=item)
+
+    def _call_events(self, number: int, call: ToolCall) -> Iterator[Object]:
+        item = _call_item(call)
+        place = {"item_id": item["id"], "output_index": number}
+        begun = item | {"arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=number, item=begun)
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **place, arguments=call.arguments, name=call.name)
+        yield self._event("response.output_item.done", output_index=number, item=item)
+
+    def _status(self, piece: Piece) -> str:
+        return {None: "in_progress", "length": "incomplete"}.get(piece.finish, "completed")
+
+    def _response(self, piece: Piece) -> Object:
+        status, body = self._status(piece), self.body
+        choice = body.tool_choice if isinstance(body.tool_choice, str) else "auto"
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.answers.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": body.model,
+            "output": self._output(piece, status) if piece.finish else [],
+            "parallel_tool_calls": True,
+            "temperature": body.options()["temperature"],
+            "tool_choice": choice,
+            "tools": [{"strict": False, "parameters": None, **tool.model_dump()} for tool in body.tools or ()],
+            "top_p": body.options()["top_p"],
+            "usage": self._usage() if piece.finish else None,
+        }
+
+    def _output(self, piece: Piece, status: str) -> list[Object]:
+        message = [self._message(piece, status)] if piece.text or not piece.calls else []
+        return [*message, *(_call_item(call) for call in piece.calls)]
+
+    def _message(self, piece: Piece, status: str) -> Object:
+        content = [self._part(piece)]
+        return {"id": self.message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _part(self, piece: Piece) -> Object:
+        logprobs = logprobs_of(piece.logprobs, self.bytes_of)
+        return {"type": "output_text", "text": piece.text, "annotations": [], "logprobs": logprobs}
+
+    def _usage(self) -> Object:
+        found = self.answers.usage
+        return {
+            "input_tokens": found.prompt,
+            "input_tokens_details": {"cached_tokens": found.cached, "cache_write_tokens": 0},
+            "output_tokens": found.answer,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": found.prompt + found.answer,
+            "kvkeep": found.kept.as_dict(),
+        }
+
+
+def _call_item(call: ToolCall) -> Object:
+    fields = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
+    return {"type": "function_call", "id": call.id.replace("call_", "fc_"), **fields}

@@ -1,0 +1,178 @@
+"""The HTTP API: every route hands a job to the server, and says the answers in OpenAI's words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+
+import kvkeep
+from kvkeep.errors import KvkeepError
+from kvkeep.serve import contexts
+from kvkeep.serve.answers import Answers
+from kvkeep.serve.failure import Failure, failure_of, invalid
+from kvkeep.serve.gate import Gate, report
+from kvkeep.serve.replies import ChatReply, CompletionReply, Reply, stream
+from kvkeep.serve.response_reply import ResponseReply
+from kvkeep.serve.schemas import ChatRequest, CompletionRequest, ContextRequest, ResponseRequest
+from kvkeep.serve.server import Server
+
+T = TypeVar("T")
+LOCAL = ["localhost", "127.0.0.1", "[::1]"]
+router = APIRouter()
+
+
+def _server(request: Request) -> Server:
+    return request.app.state.server
+
+
+def _owner(
+    server: Annotated[Server, Depends(_server)],
+    given: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+) -> str:
+    found = server.keys.owner(given.credentials if given else "")
+    if found is None:
+        raise Failure(401, "give one of this server's API keys: Authorization: Bearer KEY.", "invalid_api_key")
+    return found
+
+
+ServerOf = Annotated[Server, Depends(_server)]
+Owner = Annotated[str, Depends(_owner)]  # whose key the request has
+
+
+def create_app(server: Server, local_only: bool = False) -> FastAPI:
+    """What uvicorn runs. local_only: refuse pages of other sites that a browser here shows"""
+    app = FastAPI(title="kvkeep", version=kvkeep.__version__, lifespan=_lifespan)
+    app.state.server = server
+    app.include_router(router)
+    app.add_middleware(Gate, metrics=server.metrics, max_body=server.limits.max_body)
+    if local_only:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
+    for kind in (HTTPException, KvkeepError):
+        app.add_exception_handler(kind, lambda request, error: _error(failure_of(error)))
+    app.add_exception_handler(RequestValidationError, lambda request, error: _error(invalid(error.errors())))
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    await asyncio.to_thread(app.state.server.close)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request, server: ServerOf, owner: Owner, body: ChatRequest) -> Response:
+    return await _answer(request, server, owner, body, ChatReply)
+
+
+@router.post("/v1/completions")
+async def completions(request: Request, server: ServerOf, owner: Owner, body: CompletionRequest) -> Response:
+    return await _answer(request, server, owner, body, CompletionReply)
+
+
+@router.post("/v1/responses")
+async def responses(request: Request, server: ServerOf, owner: Owner, body: ResponseRequest) -> Response:
+    return await _answer(request, server, owner, body, ResponseReply)
+
+
+async def _answer(request: Request, server: Server, owner: str, body: Any, kind: Any) -> Response:
+    """The life of a job: its answers under way, in the words of one API, to whoever still listens."""
+    job = body.job()
+    answers = await server.submit(owner, job)
+    reply: Reply = kind(body, answers, server.grammars.bytes_of)
+    if job.stream:
+        return EventStream(answers, reply)
+    try:
+        return JSONResponse(reply.whole(await unless_gone(request.receive, answers.whole())))
+    finally:
+        answers.close()
+
+
+@router.post("/v1/contexts")
+async def create_context(server: ServerOf, owner: Owner, body: ContextRequest) -> dict[str, Any]:
+    return await contexts.create(server, owner, body)
+
+
+@router.get("/v1/contexts")
+async def list_contexts(server: ServerOf, owner: Owner) -> dict[str, Any]:
+    return {"object": "list", "data": contexts.visible(server, owner)}
+
+
+@router.get("/v1/contexts/{name}")
+async def context(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
+    return contexts.find(server, owner, name)
+
+
+@router.delete("/v1/contexts/{name}")
+async def delete_context(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
+    return contexts.remove(server, owner, name)
+
+
+@router.get("/v1/models")
+async def models(server: ServerOf, owner: Owner) -> dict[str, Any]:
+    return {"object": "list", "data": [server.model_object()]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
+    server.check_model(name)
+    return server.model_object()
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@router.get("/metrics")
+async def metrics(server: ServerOf) -> Response:
+    return Response(server.metrics.page(), media_type="text/plain; version=0.0.4")
+
+
+def _error(failure: Failure) -> JSONResponse:
+    return JSONResponse(failure.as_dict(), failure.status_code, failure.headers)
+
+
+class EventStream(StreamingResponse):
+    """Closes its answers when the client has them, or is gone: also if it never began to read."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answers: Answers, reply: Reply) -> None:
+        super().__init__(stream(reply, answers, report), headers={"Cache-Control": "no-store"})
+        self.answers = answers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await unless_gone(receive, self.stream_response(send))
+        except ClientDisconnect:
+            pass
+        finally:
+            self.answers.close()
+
+
+async def unless_gone(receive: Any, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, which is given up when its client has gone."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

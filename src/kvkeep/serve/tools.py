@@ -1,0 +1,106 @@
+"""Tool calls in the text of an answer: `<tool_call>{…}</tool_call>` (Hermes, Qwen) or one JSON object (Llama 3)."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvkeep.serve.grammar import FEW_BLANKS
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model was trained to call a tool."""
+
+    begin: str
+    end: str
+    arguments: str  # the name of that field
+
+    def grammar(self, functions: list[dict[str, Any]]) -> str:
+        """Of an answer that is one call of one of these functions, in llguidance's Lark."""
+        calls = [self._schema(each["function"]) for each in functions]
+        before, after = (json.dumps(mark) for mark in (self.begin + "\n", "\n" + self.end))
+        schema = json.dumps({"anyOf": calls} | FEW_BLANKS)
+        return f"start: {before} call {after}\ncall: %json {schema}" if self.begin else f"start: %json {schema}"
+
+    def _schema(self, function: dict[str, Any]) -> dict[str, Any]:
+        arguments = function.get("parameters") or {"type": "object", "properties": {}}
+        fields = {"name": {"const": function["name"]}, self.arguments: arguments}
+        return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+HERMES = ToolFormat("<tool_call>", "</tool_call>", "arguments")
+LLAMA = ToolFormat("", "", "parameters")
+
+
+def tool_format(template: Any) -> ToolFormat | None:
+    """Of a chat template; None: it takes no tools."""
+    if not isinstance(template, str) or "tools" not in template:
+        return None
+    return HERMES if HERMES.begin in template else LLAMA
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: str  # JSON
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+    @classmethod
+    def parse(cls, text: str) -> ToolCall | None:
+        try:
+            call = json.loads(text)
+            arguments = call.get("arguments", call.get("parameters"))
+            return (
+                cls(str(call["name"]), json.dumps(arguments, ensure_ascii=False))
+                if isinstance(arguments, dict)
+                else None
+            )
+        except (ValueError, AttributeError, KeyError, TypeError):
+            return None
+
+
+class ToolParser:
+    """Parts text from calls while an answer is decoded. What may become a call is held back until that is known."""
+
+    def __init__(self, form: ToolFormat) -> None:
+        self.form, self.held, self.shown = form, "", False
+
+    def feed(self, text: str, done: bool) -> tuple[str, list[ToolCall]]:
+        """-> text to show, and calls that are complete"""
+        self.held += text
+        return self._tagged(done) if self.form.begin else self._bare(done)
+
+    def _tagged(self, done: bool) -> tuple[str, list[ToolCall]]:
+        text, calls = "", list[ToolCall]()
+        while self.form.begin in self.held:
+            before, _, rest = self.held.partition(self.form.begin)
+            inside, end, after = rest.partition(self.form.end)
+            if not end and not done:
+                self.held = self.held[len(before) :]
+                return text + before, calls
+            call = ToolCall.parse(inside)
+            text += before if call else before + self.form.begin + inside + end
+            calls += [call] if call else []
+            self.held = after
+        ready = len(self.held) - (0 if done else overlap(self.held, self.form.begin))
+        shown, self.held = self.held[:ready], self.held[ready:]
+        return text + ("" if calls and not shown.strip() else shown), calls
+
+    def _bare(self, done: bool) -> tuple[str, list[ToolCall]]:
+        """A call is all of the answer, or none of it."""
+        self.shown = self.shown or not self.held.lstrip().startswith("{") and bool(self.held.strip())
+        if not self.shown and not done:
+            return "", []
+        text, self.held = self.held, ""
+        call = None if self.shown else ToolCall.parse(text)
+        return ("", [call]) if call else (text, [])
+
+
+def overlap(text: str, mark: str) -> int:
+    """Characters at the end of a text that may be the beginning of a mark."""
+    return next(
+        size for size in range(min(len(text), len(mark) - 1), -1, -1) if mark.startswith(text[len(text) - size :])
+    )

@@ -1,0 +1,329 @@
+"""Compressed prefixes: an answer is the same whether its prefix was found or computed; nobody finds another's."""
+
+import json
+import shutil
+from itertools import pairwise
+
+import pytest
+import tiny_chat
+import torch
+from conftest import EVICTING, RETRIEVING
+
+import kvkeep
+from kvkeep.engine import memory
+from kvkeep.engine.prefix_store import LEAST_PART, LONGEST_PART, PrefixStore, cuts_of, nbytes_of
+from kvkeep.errors import BadParameter, StoreFull, UnknownName
+
+PLENTY = 10**9
+TALK = ["".join(chr(97 + i * i * (k + 2) % 23) for i in range(90 + 31 * k)) for k in range(4)]
+SHORT = {"max_new_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return tiny_chat.retrieving()
+
+
+def engine(chat, method="snapkv", budget=64, store=PLENTY, **options):
+    return kvkeep.Engine(*chat, method, budget, prefix_cache=store, **options)
+
+
+def answered(one, messages, **how):
+    handle = one.submit(messages, **SHORT, **how)
+    handle.result()
+    return handle.request
+
+
+def say(*texts):
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+def turns(one, texts, **how):
+    """Every turn of a chat, its answers included. -> the messages up to each turn, and what became of it"""
+    said, found = [], []
+    for text in texts:
+        said = [*said, text]
+        request = answered(one, say(*said), **how)
+        found.append((list(said), request))
+        said.append(request.text)
+    return found
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING, "snapkv+adakv", "snapkv+pyramid"])
+def test_every_turn_says_the_same_with_a_warm_store_and_an_empty_one(chat, spec):
+    with engine(chat, spec, 96) as one:
+        warm = turns(one, TALK)
+    for number, (said, request) in enumerate(warm):
+        cold = answered(engine(chat, spec, 96), say(*said))
+        assert cold.num_cached == 0 and cold.answer.ids == request.answer.ids and request.answer.ids
+        assert (cold.kept_tokens, cold.kept_bytes) == (request.kept_tokens, request.kept_bytes)
+        assert cold.selection == request.selection
+        if number:
+            before = len(warm[number - 1][1].ids)
+            assert request.num_cached == before - 1  # all but what the template puts before an answer
+            assert request.ids[: before - 1].equal(warm[number - 1][1].ids[:-1])
+
+
+def test_what_was_stored_is_what_the_prefix_alone_gives(chat):
+    """Nothing that came later took part in the selection."""
+    with engine(chat) as one:
+        answered(one, say(*TALK[:3]))
+        kept = {len(entry.ids): entry.sequence for entry in one.prefixes.entries.values()}
+    request = answered(engine(chat), say(*TALK[:3]))
+    assert sorted(kept) == list(request.cuts) and len(kept) == 3
+    for count, stored in kept.items():
+        alone = one.config.new_sequence()
+        for start, end in pairwise((0, *[cut for cut in request.cuts if cut <= count])):
+            alone.prefill(request.ids[:end])
+            assert len(alone.token_ids) == end > start
+        assert [alone.cache.kept(i) for i in range(2)] == [stored.cache.kept(i) for i in range(2)]
+
+
+def test_two_texts_that_begin_alike_share_their_beginning(chat, monkeypatch):
+    monkeypatch.setattr("kvkeep.engine.prefix_store.LONGEST_PART", 100)
+    same = TALK[3] * 2
+    with engine(chat) as one:
+        first, second = (answered(one, same + end, cache_prefix=True) for end in ("first", "second"))
+        assert (first.num_cached, second.num_cached) == (0, 300) and second.cuts == (100, 200, 300, 374)
+        assert second.answer.ids == answered(engine(chat), same + "second", cache_prefix=True).answer.ids
+        assert answered(one, same + "second").num_cached == 0  # nobody asked for parts
+        assert answered(one, same + "second").selection == "exact" and second.selection == "running"
+        ids = second.ids.tolist()
+        assert answered(one, ids, cache_prefix=True).num_cached == 374
+        assert answered(one, ids).num_cached == 0
+        chat_at_once = answered(one, say(same), cache_prefix=False)
+        assert chat_at_once.cuts == () and chat_at_once.selection == "exact"
+
+
+def test_parts_end_where_the_tokens_before_say(monkeypatch):
+    draw, end = torch.Generator().manual_seed(0), 7
+    for _ in range(50):
+        ids = torch.randint(0, 60, (int(torch.randint(1, 900, (1,), generator=draw)),), generator=draw)
+        cuts = cuts_of(ids, end)
+        assert all(int(ids[cut - 1]) == end for cut in cuts)
+        assert all(b - a >= LEAST_PART for a, b in pairwise((0, *cuts))) and max(cuts, default=0) < len(ids)
+        monkeypatch.setattr("kvkeep.engine.prefix_store.LONGEST_PART", 40)
+        long = cuts_of(ids, end, True)
+        assert all(b - a <= 40 for a, b in pairwise((0, *long, len(ids))))
+        shorter = ids[: len(ids) // 2 + 1]
+        for texts, whole in ((False, cuts), (True, long)):
+            assert cuts_of(shorter, end, texts) == tuple(cut for cut in whole if cut < len(shorter))
+    assert cuts_of(torch.arange(100), None) == () and LONGEST_PART > LEAST_PART
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"key": "b"}, {"method": "h2o"}, {"budget": 65}, {"method": "snapkv:window=16"}, {"cache_prefix": False}],
+)
+def test_other_keys_methods_and_budgets_find_nothing(chat, other):
+    with engine(chat) as one:
+        answered(one, say(*TALK[:3]), key="a")
+        assert answered(one, say(*TALK[:3]), key="a").num_cached > 0
+        assert answered(one, say(*TALK[:3]), **{"key": "a"} | other).num_cached == 0
+
+
+def test_another_storage_finds_nothing(chat):
+    store = PrefixStore(PLENTY)
+    answered(engine(chat, store=store), say(*TALK[:3]))
+    assert answered(engine(chat, store=store, storage="int8"), say(*TALK[:3])).num_cached == 0
+    assert answered(engine(chat, store=store, prefill_chunk_size=50), say(*TALK[:3])).num_cached == 0
+    assert answered(engine(chat, store=store), say(*TALK[:3])).num_cached > 0
+
+
+def test_what_a_request_does_with_a_stored_prefix_does_not_change_it(chat):
+    with engine(chat) as one:
+        want = answered(one, say(*TALK[:3])).answer.ids
+        for _ in range(3):
+            assert answered(one, say(*TALK[:3])).answer.ids == want
+
+
+def prefixes(one, count, key=""):
+    """Store so many."""
+    for number in range(count):
+        answered(one, say(f"{number:03d}" + TALK[0]), key=key)
+
+
+def test_the_least_recently_used_leave_within_the_bytes(chat):
+    with engine(chat, store=PLENTY) as one:
+        prefixes(one, 1)
+        size = one.prefixes.nbytes
+        (entry,) = one.prefixes.entries.values()
+        held = entry.sequence.cache.report()
+        assert size == nbytes_of(entry.sequence) == held.bytes + held.index_bytes > held.bytes
+    with engine(chat, store=int(3.5 * size)) as one:
+        prefixes(one, 3)
+        answered(one, say("000" + TALK[0]))  # used again
+        answered(one, say("003" + TALK[0]))
+        assert len(one.prefixes) == 3 and one.prefixes.nbytes == 3 * size <= one.prefixes.max_bytes
+        found = {number: answered(one, say(f"00{number}" + TALK[0])).num_cached > 0 for number in (0, 2, 3, 1)}
+        assert found == {0: True, 2: True, 3: True, 1: False}
+    with engine(chat, store=size - 1) as one:
+        prefixes(one, 2)
+        assert len(one.prefixes) == 0
+
+
+def test_pinned_ones_stay(chat):
+    with engine(chat, store=PLENTY) as one:
+        one.pin(TALK[3])
+        size = one.prefixes.nbytes
+    with engine(chat, store=2 * size) as one:
+        first = one.pin(TALK[3])
+        prefixes(one, 5)
+        second = one.pin(TALK[3][1:])
+        prefixes(one, 2)
+        assert set(one.prefixes.entries) == {first, second}
+        with pytest.raises(StoreFull, match="the rest is pinned; remove others, or use a larger prefix_cache="):
+            one.pin(TALK[3][2:])
+        one.unpin(first)
+        third = one.pin(TALK[3][2:])
+        assert set(one.prefixes.entries) == {second, third} and third != first and len(third) >= 32
+        assert one.pin(TALK[3][2:]) == third and len(one.prefixes) == 2
+
+
+@pytest.mark.parametrize("spec", ["kvkeep_context", "snapkv", "full", "tokenselect", "qllm"])
+def test_a_question_about_a_pinned_text_is_contexts_answer(chat, spec):
+    with engine(chat, spec, 96) as one:
+        id = one.pin(TALK[3], key="a")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvkeep.engine.context.Context._warn", lambda *_: None)
+            want = [one.read(TALK[3]).ask(question, **SHORT) for question in ("which?", "and why?")]
+        for _ in range(2):
+            found = [answered(one, question, key="a", context=id) for question in ("which?", "and why?")]
+            assert [each.text for each in found] == want
+            assert found[0].num_cached == len(one.read(TALK[3]))
+        assert answered(one, say("which?"), key="a", context=id).text == want[0]
+        for wrong in ({"key": "b", "context": id}, {"key": "a", "context": id + "x"}):
+            with pytest.raises(UnknownName, match="no context"):
+                one.submit("which?", **wrong)
+        with pytest.raises(UnknownName):
+            one.unpin(id, key="b")
+        with pytest.raises(BadParameter, match="one message"):
+            one.submit(say(*TALK[:3]), key="a", context=id)
+
+
+def test_a_public_text_is_everybodys_and_its_owner_alone_removes_it(chat):
+    with engine(chat) as one:
+        id = one.pin(TALK[3], key="a", public=True)
+        assert answered(one, "which?", key="b", context=id).num_cached > 0
+        with pytest.raises(UnknownName):
+            one.unpin(id, key="b")
+        one.unpin(id, key="a")
+        assert len(one.prefixes) == 0
+
+
+def test_without_a_store_nothing_is_pinned(chat):
+    with pytest.raises(BadParameter, match="stores no prefixes"):
+        kvkeep.Engine(*chat, "snapkv", 64).pin("text")
+    with pytest.raises(BadParameter, match="prefix_cache=0"):
+        engine(chat, store=0)
+
+
+# on disk
+
+
+@pytest.mark.parametrize("spec", EVICTING)
+def test_a_restarted_engine_finds_what_was_saved(chat, spec, tmp_path):
+    with engine(chat, spec, 96, PrefixStore(PLENTY, tmp_path)) as one:
+        want, said = answered(one, say(*TALK[:3])), say(*TALK[:3], "next")
+        longer = answered(one, [*said, {"role": "user", "content": TALK[1]}])
+    with engine(chat, spec, 96, PrefixStore(PLENTY, tmp_path)) as one:
+        assert one.prefixes.nbytes > 0 and all(entry.sequence is None for entry in one.prefixes.entries.values())
+        again = answered(one, say(*TALK[:3]))
+        assert again.num_cached == len(want.ids) - 1
+        assert again.answer.ids == want.answer.ids
+        assert answered(one, [*said, {"role": "user", "content": TALK[1]}]).answer.ids == longer.answer.ids
+
+
+def test_a_pinned_text_is_found_after_a_restart_by_its_key_alone(chat, tmp_path):
+    with engine(chat, "kvkeep_context", 64, PrefixStore(PLENTY, tmp_path)) as one:
+        id = one.pin(TALK[3], key="secret-a", method="snapkv", budget=48)
+        want = answered(one, "which?", key="secret-a", context=id)
+    with engine(chat, "kvkeep_context", 64, PrefixStore(PLENTY, tmp_path)) as one:
+        found = answered(one, "which?", key="secret-a", context=id)
+        assert found.answer.ids == want.answer.ids and found.config.method.name == "snapkv"
+        assert found.kept_tokens == want.kept_tokens and found.config.budget == 48
+        with pytest.raises(UnknownName):
+            one.submit("which?", key="secret-b", context=id)
+        one.unpin(id, key="secret-a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_key_is_written(chat, tmp_path):
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        one.pin(TALK[3], key="sk-verysecret")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 2 and not any(b"verysecret" in path.read_bytes() for path in files)
+
+
+def test_a_damaged_one_is_skipped_and_others_are_found(chat, tmp_path):
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        ids = [one.pin(TALK[3][k:]) for k in range(5)]
+        want = answered(one, "which?", context=ids[0]).answer.ids
+    tensors, facts = tmp_path / ids[1] / "cache.safetensors", tmp_path / ids[2] / "cache.json"
+    tensors.write_bytes(tensors.read_bytes()[:-9])
+    facts.write_text(facts.read_text()[:-50])
+    shutil.move(tmp_path / ids[3], tmp_path / "renamed")
+    other = json.loads((tmp_path / ids[4] / "cache.json").read_text()) | {"sha256": ""}
+    (tmp_path / ids[4] / "cache.json").write_text(json.dumps(other))
+    (tmp_path / ".leftover-xyz").mkdir()
+    with pytest.warns(UserWarning, match="a stored prefix is skipped") as told:
+        one = engine(chat, store=PrefixStore(PLENTY, tmp_path))
+    assert len(told) == 3 and set(one.prefixes.entries) == set(ids[:2])
+    assert not (tmp_path / ".leftover-xyz").exists()
+    assert answered(one, "which?", context=ids[0]).answer.ids == want
+    with pytest.warns(UserWarning, match="truncated or was changed"), pytest.raises(UnknownName):
+        one.submit("which?", context=ids[1])
+    one.close()
+
+
+def test_what_another_model_saved_is_left_alone(chat, tmp_path):
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        id = one.pin(TALK[3])
+    other = kvkeep.Engine(tiny_chat.model(512), chat[1], "snapkv", 64, prefix_cache=PrefixStore(PLENTY, tmp_path))
+    assert len(other.prefixes) == 0 and (tmp_path / id).exists()
+
+
+def test_evicted_ones_leave_the_disk(chat, tmp_path):
+    with engine(chat) as one:
+        prefixes(one, 1)
+        size = one.prefixes.nbytes
+    with engine(chat, store=PrefixStore(2 * size, tmp_path)) as one:
+        prefixes(one, 5)
+        one.prefixes.flush()
+        assert {path.name for path in tmp_path.iterdir()} == set(one.prefixes.entries) and len(one.prefixes) == 2
+    with engine(chat, store=PrefixStore(size, tmp_path)) as one:
+        assert len(one.prefixes) == 1 and len(list(tmp_path.iterdir())) == 1
+        assert answered(one, say("004" + TALK[0])).num_cached > 0  # the newest
+
+
+def test_a_full_disk_costs_no_answer(chat, tmp_path, monkeypatch, recwarn):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvkeep.storage.checkpoint.save_file", full)
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        told = []
+        monkeypatch.setattr("kvkeep.engine.prefix_store.warnings.warn", lambda text, **_: told.append(text))
+        answered(one, say(*TALK[:3]))
+        one.prefixes.flush()
+        assert told and all("could not be saved" in text and "No space" in text for text in told)
+        assert answered(one, say(*TALK[:3])).num_cached > 0 and not list(tmp_path.iterdir())
+
+
+def test_memory_caps_the_store_too(chat):
+    cap = memory.row_bytes(chat[0], 900)
+    with engine(chat, store=PLENTY, memory=cap) as one:
+        scheduler, most = one._driver.scheduler, [0]
+        step = scheduler.step
+
+        def watched():
+            step()
+            most.append(scheduler.held_bytes)
+
+        scheduler.step = watched
+        prefixes(one, 12)
+        assert 0 < one.prefixes.nbytes < cap and len(one.prefixes) < 12
+        answered(one, TALK[3] * 2, method="full")  # the store makes room
+        assert len(one.prefixes) < 5
+    assert 0.5 * cap < max(most) <= cap

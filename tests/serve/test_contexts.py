@@ -1,0 +1,104 @@
+"""Compressed texts that requests share, and histories that are not prefilled again."""
+
+import json
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+import serving
+
+TEXT = "The keeper of the lighthouse counted geese over the calm grey sea. " * 12
+COLD = {"model": "tiny", "temperature": 0, "max_tokens": 10}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving.thread(serving.engine(prefix_cache=10**9), ["alice", "bob"]) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def apis(served):
+    with serving.client(served, "alice") as alice, serving.client(served, "bob") as bob:
+        yield alice, bob
+
+
+def call(served, key, verb="GET", name="", body=None):
+    """-> status, object"""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    data = None if body is None else json.dumps({"model": "tiny", **body}).encode()
+    asked = urllib.request.Request(f"{served.url}/v1/contexts{name}", data, headers, method=verb)
+    try:
+        with urllib.request.urlopen(asked) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def ask(api, context, question="How many geese?", **more):
+    messages = [{"role": "user", "content": question}]
+    return api.chat.completions.create(messages=messages, **COLD, **more, extra_body={"kvkeep": {"context": context}})
+
+
+def test_a_context_is_asked_about_as_the_engine_does(served, apis):
+    status, made = call(served, "alice", "POST", body={"text": TEXT, "method": "knorm", "budget": 100})
+    assert status == 200 and made["object"] == "context" and made["tokens"] > 500 and made["bytes"] > 0
+    with serving.engine("knorm", 100) as engine:
+        expected = engine.read(TEXT).ask("How many geese?", max_new_tokens=10)
+    reply = ask(apis[0], made["id"])
+    assert reply.choices[0].message.content == expected and reply.usage.kvkeep["method"] == "knorm"
+    assert reply.usage.prompt_tokens_details.cached_tokens == made["tokens"] < reply.usage.prompt_tokens
+    assert call(served, "alice", name=f"/{made['id']}") == (200, made)
+    assert made in call(served, "alice")[1]["data"]
+
+
+def test_a_context_is_its_keys_alone(served, apis):
+    _, made = call(served, "alice", "POST", body={"text": TEXT + "Mine."})
+    name = f"/{made['id']}"
+    assert call(served, "bob", name=name)[0] == call(served, "bob", "DELETE", name)[0] == 404
+    assert made["id"] not in [each["id"] for each in call(served, "bob")[1]["data"]]
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(apis[1], made["id"])
+    assert caught.value.code == "context_not_found"
+    assert call(served, "mallory", name=name)[0] == 401
+    assert call(served, "alice", "DELETE", name)[1] == {"id": made["id"], "object": "context.deleted", "deleted": True}
+    assert call(served, "alice", name=name)[0] == 404
+
+
+def test_a_public_context_is_everybodys_to_ask_and_its_owners_to_remove(served, apis):
+    _, made = call(served, "alice", "POST", body={"text": TEXT + "All.", "public": True})
+    name = f"/{made['id']}"
+    assert ask(apis[1], made["id"]).choices == ask(apis[0], made["id"]).choices
+    assert call(served, "bob", "DELETE", name)[0] == 403 and call(served, "alice", "DELETE", name)[0] == 200
+
+
+def test_an_agents_loop_pays_for_new_tokens_only(apis):
+    """A history that grows: what was seen before is found, for its key alone, and the answers are the same."""
+    history = [{"role": "system", "content": TEXT[:300]}]
+    cached = []
+    for turn in range(4):
+        history.append({"role": "user", "content": f"Question {turn}: " + TEXT[:100]})
+        reply = apis[0].chat.completions.create(messages=history, **COLD)
+        cached.append(reply.usage.prompt_tokens_details.cached_tokens)
+        last = reply.usage.prompt_tokens
+        history.append({"role": "assistant", "content": reply.choices[0].message.content})
+    assert cached[0] == 0 and cached[1] > 300 and cached == sorted(cached) and last - cached[-1] < 250
+    other = apis[1].chat.completions.create(messages=history[:-1], **COLD)
+    assert other.usage.prompt_tokens_details.cached_tokens == 0
+    assert other.choices[0].message.content == reply.choices[0].message.content
+
+
+def test_what_is_stored_is_counted(served):
+    with urllib.request.urlopen(f"{served.url}/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    found = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    assert found["kvkeep_prefix_bytes"] == served.engine.prefixes.nbytes
+    assert found["kvkeep_cached_tokens_total"] < found["kvkeep_prompt_tokens_total"]
+
+
+def test_without_a_store_there_are_no_contexts():
+    with serving.thread(serving.engine()) as served:
+        status, said = call(served, "", "POST", body={"text": TEXT})
+        assert status == 400 and "--prefix-cache" in said["error"]["message"]

@@ -1,0 +1,239 @@
+"""Limits, keys, and clients that vanish or send rubbish: others do not notice."""
+
+import http.client
+import json
+import logging
+import socket
+import time
+import urllib.request
+from contextlib import closing
+
+import openai
+import pytest
+import serving
+from serving import wait_until
+
+HELLO = [{"role": "user", "content": "Hello there"}]
+LONG = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 200}
+
+
+@pytest.fixture(scope="module")
+def served():
+    limits = {"max_body": 100_000, "max_tokens": 3000, "max_seconds": 60, "max_answers": 3}
+    with serving.thread(serving.engine(), ["alice", "bob"], **limits) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alice(served):
+    with serving.client(served, "alice") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def bob(served):
+    with serving.client(served, "bob") as found:
+        yield found
+
+
+DIGITS = {"type": "string", "pattern": "^[0-9]{3000}$"}
+ENDLESS = {
+    "model": "tiny",
+    "messages": HELLO,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "digits", "schema": DIGITS}},
+    "max_tokens": 3000,
+}
+
+
+def endless(api):
+    """A stream that ends when nobody reads it any more, or after 3000 tokens: only digits may follow."""
+    stream = api.chat.completions.create(**ENDLESS, stream=True)
+    next(stream)
+    return stream
+
+
+def idle(served):
+    return served.engine._driver.scheduler.num_requests == 0 and not served.live
+
+
+def post(served, body, key="alice", path="/v1/chat/completions", **headers):
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
+    with closing(http.client.HTTPConnection(served.url.removeprefix("http://"))) as connection:
+        connection.request("POST", path, body, headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+
+
+def test_a_key_is_needed(served, alice):
+    for key in ("mallory", "alic", "x" * 10_000, "ä"):
+        status, said = post(served, "{}", key.encode().decode("latin-1"))
+        assert status == 401 and json.loads(said)["error"]["code"] == "invalid_api_key" and key not in said
+    with serving.client(served, "mallory") as mallory, pytest.raises(openai.AuthenticationError):
+        mallory.models.list()
+    assert alice.models.list().data and serving.is_up(served.url)
+
+
+def test_a_client_that_vanishes_frees_its_row_at_the_next_step(served, alice):
+    scheduler = served.engine._driver.scheduler
+    stream = endless(alice)
+    wait_until(lambda: scheduler.running)
+    stream.close()
+    wait_until(lambda: idle(served), 5)
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"))  # one that waits for the whole answer
+    body = {**ENDLESS, "n": 3}
+    headers = {"Authorization": "Bearer alice", "Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    wait_until(lambda: served.live)
+    connection.close()
+    wait_until(lambda: idle(served), 5)
+
+
+def test_too_many_at_once_are_refused_for_one_key_and_not_for_others(served, alice, bob):
+    streams = [endless(alice) for _ in range(3)]
+    with pytest.raises(openai.RateLimitError) as caught:
+        alice.completions.create(model="tiny", prompt="x")
+    assert caught.value.response.headers["retry-after"] == "1" and caught.value.code == "too_many_requests"
+    assert bob.completions.create(model="tiny", prompt="x").choices
+    for stream in streams:
+        stream.close()
+    wait_until(lambda: idle(served), 5)
+    assert alice.completions.create(model="tiny", prompt="x").choices
+    with pytest.raises(openai.BadRequestError, match="4 answers at once"):
+        alice.completions.create(model="tiny", prompt="x", n=4)
+
+
+def test_a_full_queue_is_said_so():
+    engine = serving.engine(max_rows=1, max_waiting=1)
+    with serving.thread(engine, max_tokens=3000) as served, serving.client(served) as api:
+        streams = [endless(api)]
+        wait_until(lambda: engine._driver.scheduler.running)
+        streams.append(endless(api))
+        with pytest.raises(openai.RateLimitError) as caught:
+            api.completions.create(model="tiny", prompt="x")
+        assert caught.value.code == "queue_full" and caught.value.response.headers["retry-after"] == "1"
+        for stream in streams:
+            stream.close()
+        wait_until(lambda: idle(served), 5)
+
+
+def test_a_slow_reader_holds_nobody_up(served, alice, bob):
+    stream = endless(alice)  # nobody reads on
+    began = time.monotonic()
+    assert bob.completions.create(model="tiny", prompt="x", max_tokens=30).usage.completion_tokens <= 30
+    assert time.monotonic() - began < 10
+    stream.close()
+    wait_until(lambda: idle(served), 5)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("{", 400, "not valid JSON"),
+        ("", 400, "Field required"),
+        ("[]", 400, ""),
+        ("null", 400, ""),
+        ('"text"', 400, ""),
+        (b"\xff\xfe", 400, ""),
+        ("[" * 50_000, 400, ""),
+        ('{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, ""),
+        ('{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400, ""),
+        ('{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "seed": 1e400}', 400, ""),
+        (json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x" * 200_000}]}), 413, "100000 bytes"),
+    ],
+)  # fmt: skip
+def test_rubbish_is_refused_in_one_line(served, body, status, said):
+    found, text = post(served, body)
+    assert found == status and said in json.loads(text)["error"]["message"] and "Traceback" not in text
+
+
+def test_a_body_without_an_end_is_refused_before_its_end(served):
+    """Chunked, so that no header tells its length."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as line:
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer alice\r\nTransfer-Encoding: chunked\r\n"
+        )
+        line.sendall(
+            f"{head}Content-Type: application/json\r\n\r\n".encode() + 110 * (b"400\r\n" + b"x" * 1024 + b"\r\n")
+        )
+        line.settimeout(10)
+        assert line.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_paths_that_are_not_there(served):
+    assert post(served, "{}", path="/v1/nothing")[0] == 404
+    assert json.loads(post(served, "{}", path="/v1/models")[1])["error"]["message"] == "Method Not Allowed"
+
+
+def test_an_error_of_ours_shows_no_trace_and_the_log_no_prompt(served, alice, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise RuntimeError("the secret prompt")
+
+    monkeypatch.setattr(served.engine, "submit", broken)
+    with caplog.at_level(logging.DEBUG), pytest.raises(openai.InternalServerError) as caught:
+        alice.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "the secret prompt"}])
+    assert "secret" not in caught.value.response.text and "RuntimeError" not in caught.value.response.text
+    assert "RuntimeError" in caplog.text and "in _submit" in caplog.text and "secret" not in caplog.text
+    assert not served.live
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_event(served, alice):
+    stream = endless(alice)
+    (answers,) = served.live
+    answers.answers[0].request.finish(RuntimeError("the secret prompt"))
+    with pytest.raises(openai.APIError, match="the server made a mistake"):
+        for _ in stream:
+            pass
+    wait_until(lambda: not served.live, 5)
+    served.engine._driver.cancel([answers.answers[0].request])
+
+
+def test_an_answer_that_takes_too_long_is_ended():
+    with serving.thread(serving.engine(), max_tokens=3000, max_seconds=0.3) as served, serving.client(served) as api:
+        with pytest.raises(openai.APIError, match="longer than this server allows"):
+            for _ in endless(api):
+                pass
+        with pytest.raises(openai.APIStatusError) as caught:
+            api.chat.completions.create(**ENDLESS)
+        assert caught.value.status_code == 408 and caught.value.code == "timeout"
+        wait_until(lambda: idle(served), 5)
+        assert api.completions.create(model="tiny", prompt="x", max_tokens=2).choices
+
+
+def test_what_goes_on_is_counted(served, alice):
+    def page():
+        with urllib.request.urlopen(f"{served.url}/metrics") as reply:
+            lines = reply.read().decode().splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    before = page()
+    used = alice.completions.create(model="tiny", prompt="abc", max_tokens=5).usage
+    stream = endless(alice)
+    wait_until(lambda: page()["kvkeep_answers_running"])
+    during = page()
+    assert during["kvkeep_answers_running"] == 1 and during["kvkeep_kept_bytes"] > 0
+    assert during["kvkeep_seen_tokens"] == during["kvkeep_kept_tokens"] > 10
+    stream.close()
+    wait_until(lambda: idle(served), 5)
+    after = page()
+
+    def more(name):
+        return after.get(name, 0) - before.get(name, 0)
+
+    assert after["kvkeep_answers_running"] == after["kvkeep_kept_bytes"] == 0
+    assert more('kvkeep_requests_total{path="/v1/completions",status="200"}') == 1
+    assert more("kvkeep_answer_tokens_total") > used.completion_tokens
+    assert more("kvkeep_prompt_tokens_total") == during["kvkeep_seen_tokens"] + used.prompt_tokens
+    assert more("kvkeep_first_token_seconds_count") == 2 and more("kvkeep_between_tokens_seconds_count") >= 2
+
+
+def test_sigterm_lets_answers_end(tmp_path):
+    """And exits with 0; nobody new is let in."""
+    with serving.process(tmp_path, "--drain-seconds", "30") as served, serving.client(served) as api:
+        whole = api.chat.completions.create(**LONG).choices[0].message.content
+        stream = api.chat.completions.create(**LONG, stream=True)
+        text = next(stream).choices[0].delta.content
+        served.terminate()
+        wait_until(lambda: not serving.is_up(served.url))
+        text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert text == whole and served.wait(10) == 0
