@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import kvkeep.cli.run
 from kvkeep.cli import app
 from kvkeep.cli.inputs import byte_count
+from kvkeep.cli.serve import model_name
 from kvkeep.errors import BadInput
 
 
@@ -46,6 +47,12 @@ def test_a_port_in_use_is_said_at_once(no_model):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = kvkeep_("serve", "--port", taken.getsockname()[1])
     assert done.exit_code == 2 and "in use" in done.stderr
+
+
+def test_clients_know_a_model_by_its_name(tmp_path):
+    assert [model_name(each) for each in ("default", "Qwen/Qwen3-8B")] == ["smollm2-135m-instruct", "Qwen/Qwen3-8B"]
+    (tmp_path / "mine").mkdir()
+    assert model_name(str(tmp_path / "mine")) == "mine"
 
 
 def test_the_extra_is_named_when_it_is_missing(no_model, monkeypatch):

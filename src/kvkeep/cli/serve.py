@@ -117,8 +117,15 @@ def _server(options: Options, engine: Any, keys: Any) -> Any:
         max_seconds=options.max_seconds,
         max_answers=options.max_answers,
     )
-    folder = Path(options.model).expanduser()
-    return Server(engine, options.name or (folder.resolve().name if folder.is_dir() else options.model), keys, limits)
+    return Server(engine, options.name or model_name(options.model), keys, limits)
+
+
+def model_name(model: str) -> str:
+    """What clients call it: a folder's name, or that on the hub."""
+    from kvkeep.model.load import DEFAULT, DEFAULT_NAMES
+
+    folder = Path(model).expanduser()
+    return DEFAULT if model in DEFAULT_NAMES else folder.resolve().name if folder.is_dir() else model
 
 
 def _serve(options: Options, server: Any, listening: socket.socket, say: Callable[[str], None]) -> None:

@@ -19,7 +19,8 @@ from kvkeep.engine.context import Context
 from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
 from kvkeep.engine.driver import Driver, Handle
 from kvkeep.engine.prefix_store import PrefixStore, cuts_of
-from kvkeep.engine.request import Request, check_ids, check_prompts, raise_numbered, too_long
+from kvkeep.engine.prompts import Prompt, check_prompts, is_chat, only_text, prompt_ids
+from kvkeep.engine.request import Request, raise_numbered, too_long
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
@@ -31,10 +32,8 @@ from kvkeep.model.chat import (
     end_of_turn,
     eos_token_ids,
     question_ids,
-    with_question,
 )
 
-Prompt = str | list[dict[str, Any]] | list[int] | Tensor
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
 PROMPT_METHOD, CONTEXT_METHOD = "kvkeep", "kvkeep_context"  # unless another one is given
 
@@ -45,16 +44,6 @@ def _known(id: str) -> Iterator[None]:
         yield
     except KeyError:
         raise UnknownName(f"there is no context {id!r}, or it is not yours; pin the text again.") from None
-
-
-def _only_text(prompt: Prompt) -> str:
-    """A question about a context: a text, or the only message of a chat."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(message := prompt[0], dict):
-        check_messages(prompt)
-        return message["content"]
-    if not isinstance(prompt, str):
-        raise BadParameter("a question about a context is a text, or one message; put what was said before into it.")
-    return prompt
 
 
 class Engine:
@@ -217,11 +206,11 @@ class Engine:
             )
         how = Generation.of(options)
         if context is not None:
-            request = self._about_context(key, context, _only_text(prompt), how)
+            request = self._about_context(key, context, only_text(prompt), how)
         else:
-            ids, config = self._prompt_ids(prompt, question, tools), self._config_for(method, budget)
+            ids, config = prompt_ids(self.config, prompt, question, tools), self._config_for(method, budget)
             request = Request(config, ids, how, question=question, key=key)
-            self._share_prefix(request, cache_prefix, isinstance(prompt, list) and isinstance(prompt[0], dict))
+            self._share_prefix(request, cache_prefix, is_chat(prompt))
         request.progress, request.interactive = progress, True
         handle = Handle(self._driver.submit(request, self._max_waiting), self._driver)
         self._driver.start()
@@ -268,18 +257,6 @@ class Engine:
         request = Request(config, ids, how, question=question, key=key)
         request.find_stored = partial(store.get, key, id)
         return request
-
-    def _prompt_ids(self, prompt: Prompt, question: str | None, tools: list[dict[str, Any]] | None) -> Tensor:
-        """[n]"""
-        if isinstance(prompt, str) and not tools:
-            return self.encode(prompt, question)
-        if question is not None:
-            raise BadParameter(f"question={question!r} follows a text; put it into the messages or token ids.")
-        if isinstance(prompt, Tensor) or (prompt and isinstance(prompt[0], int)):
-            return check_ids(self.model, prompt)
-        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        check_messages(messages)
-        return encode(self.tokenizer, messages, tools)[0]
 
     def _config_for(self, method: str | Method | None, budget: int | float | str | None) -> SequenceConfig:
         """The engine's own, with another method or budget; checked when first asked for."""
@@ -395,7 +372,7 @@ class Engine:
 
     def encode(self, prompt: str, question: str | None = None) -> Tensor:
         """Input ids of a prompt, through the chat template. -> [n]"""
-        return encode(self.tokenizer, with_question(prompt, question))[0]
+        return prompt_ids(self.config, prompt, question)
 
     def length(self, prompt: str, question: str | None = None) -> int:
         """Tokens of a prompt, through the chat template."""

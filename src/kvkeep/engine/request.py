@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import reprlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
 from kvkeep.engine.progress import Progress
 from kvkeep.engine.sampling import ConstraintState, Generation, TokenLogprobs
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
-from kvkeep.errors import BadInput, BadParameter
+from kvkeep.errors import BadInput
 from kvkeep.storage.offload.malloc_trim import trim
 from kvkeep.storage.ragged import GROWTH
 
@@ -212,32 +209,6 @@ class Request:
             self.notify()
         except Exception:  # nobody listens any more
             self.cancelled = True
-
-
-def check_prompts(prompts: Any) -> list[str]:
-    """Refuse what is not a list of texts."""
-    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
-        kind = type(prompts).__name__
-        raise BadParameter(f"prompt={reprlib.repr(prompts)} is a {kind}; give a text, or a list of texts.")
-    found = list(prompts)
-    for number, each in enumerate(found):
-        if not isinstance(each, str):
-            raise BadParameter(f"prompt {number} of {len(found)} is {reprlib.repr(each)}; give a list of texts.")
-    return found
-
-
-def check_ids(model: Any, ids: Any) -> Tensor:
-    """Refuse what are not token ids of this model. -> [n]"""
-    try:
-        found = torch.as_tensor(ids).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BadParameter(f"prompt={reprlib.repr(ids)}: give a text, messages, or token ids ({error}).") from None
-    size = model.config.get_text_config(decoder=True).vocab_size
-    if found.dim() != 1 or found.dtype.is_floating_point or found.dtype == torch.bool or not len(found):
-        raise BadParameter(f"prompt has shape {list(found.shape)} of {found.dtype}; give a list of token ids.")
-    if not 0 <= int(found.min()) <= int(found.max()) < size:
-        raise BadParameter(f"token ids are {int(found.min())} to {int(found.max())}; this model's are 0 to {size - 1}.")
-    return found.long()
 
 
 def too_long(request: Request) -> BaseException | None:

@@ -1,0 +1,71 @@
+"""What a prompt may be, and its token ids."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.engine.sequence import SequenceConfig
+from kvkeep.errors import BadParameter
+from kvkeep.model.chat import check_messages, encode, with_question
+
+Prompt = str | list[dict[str, Any]] | list[int] | Tensor  # a text, the messages of a chat, or token ids [n]
+
+
+def is_chat(prompt: Prompt) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+def prompt_ids(
+    config: SequenceConfig, prompt: Prompt, question: str | None = None, tools: list[dict[str, Any]] | None = None
+) -> Tensor:
+    """Through the chat template, but for token ids. -> [n]"""
+    if isinstance(prompt, str) and not tools:
+        return encode(config.tokenizer, with_question(prompt, question))[0]
+    if question is not None:
+        raise BadParameter(f"question={question!r} follows a text; put it into the messages or token ids.")
+    if isinstance(prompt, Tensor) or (prompt and isinstance(prompt[0], int)):
+        return check_ids(config.model, prompt)
+    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    check_messages(messages)
+    return encode(config.tokenizer, messages, tools)[0]
+
+
+def only_text(prompt: Prompt) -> str:
+    """A question about a context: a text, or the only message of a chat."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(message := prompt[0], dict):
+        check_messages(prompt)
+        return message["content"]
+    if not isinstance(prompt, str):
+        raise BadParameter("a question about a context is a text, or one message; put what was said before into it.")
+    return prompt
+
+
+def check_prompts(prompts: Any) -> list[str]:
+    """Refuse what is not a list of texts."""
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise BadParameter(f"prompt={reprlib.repr(prompts)} is a {kind}; give a text, or a list of texts.")
+    found = list(prompts)
+    for number, each in enumerate(found):
+        if not isinstance(each, str):
+            raise BadParameter(f"prompt {number} of {len(found)} is {reprlib.repr(each)}; give a list of texts.")
+    return found
+
+
+def check_ids(model: Any, ids: Any) -> Tensor:
+    """Refuse what are not token ids of this model. -> [n]"""
+    try:
+        found = torch.as_tensor(ids).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadParameter(f"prompt={reprlib.repr(ids)}: give a text, messages, or token ids ({error}).") from None
+    size = model.config.get_text_config(decoder=True).vocab_size
+    if found.dim() != 1 or found.dtype.is_floating_point or found.dtype == torch.bool or not len(found):
+        raise BadParameter(f"prompt has shape {list(found.shape)} of {found.dtype}; give a list of token ids.")
+    if not 0 <= int(found.min()) <= int(found.max()) < size:
+        raise BadParameter(f"token ids are {int(found.min())} to {int(found.max())}; this model's are 0 to {size - 1}.")
+    return found.long()
