@@ -210,6 +210,7 @@ def test_parameters_fit_in_the_name():
         ("streamingllm+sinks", "orders tokens by age"),
         ("protokv:votes=raw+values", "negative scores cannot be weighted"),
         ("protokv:votes=raw+adakv", "'protokv:votes=raw\\+adakv' cannot work: scores of different heads"),
+        ("snapkv+values+adakv+values", "has \\+values more than once"),
         ("protokv:chunks=0", "chunks=0 must be 1 or more, or None: one per 16 tokens"),
         ("protokv:chunks=many", "chunks='many' must be 1 or more"),
         ("protokv:buckets=5", "buckets=5: bits=2 gives 4; use 1 to 4, or more bits"),

@@ -32,6 +32,8 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
         raise BadParameter(f"method={spec!r} is neither a name such as 'snapkv+adakv' nor a Method.")
     (base, written), *more = (_settings(part) for part in spec.split("+"))
     modifiers = [name for name, _ in more]
+    if twice := [name for name in modifiers if modifiers.count(name) > 1]:
+        raise BadParameter(f"'{spec}' has +{twice[0]} more than once; write it once.")
     parts = [METHODS[base], *(MODIFIERS[name] for name in modifiers)]
     for part, settings in zip(parts, [written, *(settings for _, settings in more)], strict=True):
         _assign_parameters([part], settings, spec)

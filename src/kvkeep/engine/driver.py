@@ -117,6 +117,8 @@ class Driver:
             self.cancel([request])
         if request.error is not None:
             raise request.error
+        if len(sequence.token_ids) != len(ids):
+            raise CacheMisuse("this engine was closed before the text was prefilled; make a new one.")
 
     def settle(self, request: Request) -> None:
         """Of a request that is done: complete its cache, if it is kept."""
@@ -126,14 +128,14 @@ class Driver:
 
     def start(self) -> None:
         with self.thread_lock:
-            if self.thread is None:
+            if self.thread is None or not self.thread.is_alive():
                 atexit.register(_stop, weakref.ref(self))  # a thread in the middle of a step would crash Python's end
                 self.thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
                 self.thread.start()
 
     def _run(self) -> None:
         while True:
-            with suppress(Exception):  # every request has been told
+            with suppress(BaseException):  # every request has been told
                 while self.scheduler.busy and not self.closed:
                     self.step()
             with self.thread_lock:

@@ -6,6 +6,8 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from kvkeep.cache.report import format_bytes
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.fair_queue import FairQueue
@@ -99,8 +101,12 @@ class HeldRequests:
 
     def store_prefix(self, request: Request) -> None:
         """What its sequence is after a part of the prompt, if there is memory for a copy."""
-        if self.store is not None and (self.memory is None or self._room_for_copy(nbytes_of(request.sequence))):
+        if self.store is None or (self.memory and not self._room_for_copy(nbytes_of(request.sequence))):
+            return
+        try:
             self.store.add(request.key, request.sequence.fork())
+        except torch.OutOfMemoryError:
+            self.store.evict_oldest()
 
     def _room_for_copy(self, size: int) -> bool:
         """Older copies make room, and nobody else."""

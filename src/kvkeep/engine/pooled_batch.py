@@ -165,7 +165,11 @@ class PooledBatch:
     def admit(self, request: Request) -> None:
         cache = request.sequence.cache
         row = min(set(range(self.pool.rows)) - set(self.by_row))
-        self.pool.admit(row, cache, request.how.max_new_tokens)
+        try:
+            self.pool.admit(row, cache, request.how.max_new_tokens)
+        except BaseException:
+            self.pool.release(row)
+            raise
         self.by_row[row] = request
         self.tokens[row], self.positions[row] = request.answer.ids[-1], cache.seen
         self.sampling.set(row, request.how)
@@ -233,6 +237,7 @@ class PooledBatch:
         self.inflight.clear()
         for row in list(self.by_row):
             self.pool.release(row)
+            self.sampling.set(row, None)
         self.by_row = {}
 
     def runner(self, rows: int) -> CudaGraphRunner:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import shutil
 import threading
@@ -35,12 +36,13 @@ from kvkeep.cache import serialize
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import format_bytes
 from kvkeep.engine.sequence import Sequence, SequenceConfig
-from kvkeep.errors import BadCacheFile, KvkeepError, StoreFull
+from kvkeep.errors import BadCacheFile, StoreFull
 from kvkeep.storage import checkpoint
 
 LEAST_PART = 32  # tokens: parts are not shorter, but for the last
 LONGEST_PART = 1024  # of requests that share long texts
 PUBLIC = "public"  # everybody's
+ID, DRAFT = re.compile(r"[\w-]{32}"), re.compile(r"\.[\w-]{32}-\w{8}(-old)?")  # names of folders, of our making
 KINDS: dict[str, Any] = {  # of what is saved of an entry
     "id": str, "owner": str, "public": bool, "place": str, "nbytes": int, "pinned": bool, "text": str, "cuts": tuple,
     "ids": list,
@@ -91,7 +93,7 @@ class PrefixStore:
         self.lock = threading.RLock()
         self.config: SequenceConfig | None = None
         self.device_lock: AbstractContextManager[Any] = nullcontext()
-        self.to_save: Queue[Entry] = Queue()
+        self.to_save: Queue[str] = Queue()  # ids: who is dropped meanwhile is not held
         self.writer: threading.Thread | None = None
 
     @property
@@ -186,6 +188,8 @@ class PrefixStore:
         return True
 
     def _insert(self, entry: Entry) -> None:
+        if older := self.by_place.get(entry.key):  # saved by another process
+            self._drop(older)
         self.entries[entry.id] = self.by_place[entry.key] = entry
 
     def _drop(self, entry: Entry) -> None:
@@ -215,9 +219,10 @@ class PrefixStore:
         if not self.folder:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(".*"):  # of a process that was killed while it wrote
-            shutil.rmtree(leftover, ignore_errors=True)
-        for path in sorted(self.folder.iterdir(), key=lambda each: each.stat().st_mtime):
+        found = sorted(self.folder.iterdir(), key=lambda each: each.stat().st_mtime)
+        for draft in (each for each in found if DRAFT.fullmatch(each.name)):  # of a process that was killed meanwhile
+            shutil.rmtree(draft, ignore_errors=True)
+        for path in (each for each in found if ID.fullmatch(each.name)):  # nothing else here is ours
             try:
                 if entry := _described(path, config):
                     self._insert(entry)
@@ -246,22 +251,23 @@ class PrefixStore:
             if self.writer is None:
                 self.writer = threading.Thread(target=self._write_all, name="kvkeep-prefixes", daemon=True)
                 self.writer.start()
-        self.to_save.put(entry)
+        self.to_save.put(entry.id)
 
     def _write_all(self) -> None:
         while True:
-            entry = self.to_save.get()
+            id = self.to_save.get()
             try:
-                self._write(entry)
-            except (KvkeepError, OSError) as error:  # such as a full disk: it is in memory all the same
+                self._write(id)
+            except Exception as error:  # such as a full disk: it is in memory all the same
                 warnings.warn(f"a prefix could not be saved: {error}", stacklevel=1)
             finally:
                 self.to_save.task_done()
 
-    def _write(self, entry: Entry) -> None:
-        assert self.folder is not None and entry.sequence is not None
-        if entry.id not in self.entries:
+    def _write(self, id: str) -> None:
+        entry = self.entries.get(id)
+        if entry is None:
             return
+        assert self.folder is not None and entry.sequence is not None
         cache = entry.sequence.cache
         about = {name: getattr(entry, name) for name in KINDS} | {"frozen": cache.tracker.frozen}
         with self.device_lock:
@@ -287,8 +293,8 @@ def _described(path: Path, config: SequenceConfig) -> Entry | None:
         found = {name: kind(facts["prefix"][name]) for name, kind in KINDS.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise BadCacheFile(f"{path} is not a stored prefix ({error!r}); remove it.") from error
-    if found["id"] != path.name:
-        raise BadCacheFile(f"{path} is stored under another name; remove it.")
+    if found["id"] != path.name or facts.get("seen") != [len(found["ids"])]:
+        raise BadCacheFile(f"{path} is of another name, or of other tokens; remove it.")
     return Entry(**found, sequence=None, saved=True)
 
 

@@ -165,7 +165,7 @@ class RowPool(HFCacheAdapter):
         cache.append_decoded(count, decoded)
 
     def release(self, row: int) -> None:
-        for i, (start, size) in zip(self.compressed_layers, self.allocated.pop(row), strict=True):
+        for i, (start, size) in zip(self.compressed_layers, self.allocated.pop(row), strict=False):  # or cut short
             self.free[i].free(start, size)
         for table in self.slot_tables.values():
             table.starts[:, row], table.lengths[:, row], table.active[row] = self.tokens, 0, 0

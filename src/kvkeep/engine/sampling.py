@@ -67,7 +67,7 @@ class ConstraintState:
     def __init__(self, make: Callable[[], Constraint]) -> None:
         self.make, self.known = make, 0
         self.constraint: Constraint | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.over = False  # no token may follow
 
     def allowed(self, ids: Sequence[int]) -> Tensor:
@@ -78,7 +78,9 @@ class ConstraintState:
                 self.constraint.advance(token)
             self.known, allowed = len(ids), self.constraint.allowed()
             self.over = not bool(allowed.any())
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             self.error = error
         return torch.ones(1, dtype=torch.bool) if self.over or self.error else allowed
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.retrieval_pool import retrieval_plan
 from kvkeep.engine.sampling import SamplingRows, TokenLogprobs
 from kvkeep.engine.sequence import Sequence
-from kvkeep.errors import BadInput, StoreFull
+from kvkeep.errors import StoreFull
 from kvkeep.model.hf_cache import attention_cost, execution_device
 from kvkeep.storage.upload import upload
 
@@ -183,7 +185,8 @@ class Scheduler(HeldRequests):
             if not self._start(request, alone=first and not self.num_rows):
                 return
             if request.logits is not None and request.is_prefilled:
-                self._begin_answer(request, request.logits)
+                with self._fails_alone(request):
+                    self._begin_answer(request, request.logits)
                 continue
             cost = self._cost(request)
             ids = request.next_chunk(chunk_size(limit / cost) if beside else None)
@@ -228,7 +231,8 @@ class Scheduler(HeldRequests):
                 request.restart()
         else:
             for (request, _), after in zip(chunks, logits, strict=True):
-                self._advance(request, after[-1])
+                with self._fails_alone(request):
+                    self._advance(request, after[-1])
 
     def _decode_between_layers(self, chunks: list[Chunk], active: list[DecodeBatch]) -> AfterLayer | None:
         """What a pass calls after every layer, if it is a long one."""
@@ -241,6 +245,17 @@ class Scheduler(HeldRequests):
         every = max(1, int(layers * STEP_TOKENS / cost))
         return lambda index: self._replay(batches) if index % every == every - 1 and index < layers - 1 else None
 
+    @contextmanager
+    def _fails_alone(self, request: Request) -> Iterator[None]:
+        """What is raised within ends this request, wherever it stands, and no other."""
+        try:
+            yield
+        except Exception as error:
+            if request in list(self.waiting):
+                self.waiting.remove(request)
+            self.prefilled = deque(each for each in self.prefilled if each[0] is not request)
+            request.finish(error)
+
     def _fail(self, request: Request, error: Exception) -> None:
         """Out of memory beside others: try again when some of them are done."""
         if isinstance(error, OUT_OF_MEMORY) and self.num_rows:
@@ -251,10 +266,7 @@ class Scheduler(HeldRequests):
 
     def _advance(self, request: Request, logits: Tensor) -> None:
         """After a chunk: report progress; after the last, begin the answer."""
-        try:
-            request.report_progress()
-        except Exception as error:  # of the user's callback
-            return self._finish(request, error)
+        request.report_progress()
         if request.ends_part:
             request.sequence.cache.tracker.mark_prompt()
         if request.ends_part and not request.is_prefilled:
@@ -280,15 +292,13 @@ class Scheduler(HeldRequests):
     def _end_prefill(self, first: InflightStep) -> None:
         """When the first token of a prefilled request is there."""
         for request, token, logprobs in first.wait():
-            try:
+            with self._fails_alone(request):
                 request.sequence.cache.settle()
-            except Exception as error:
-                return request.finish(error)
-            request.count_kept()
-            request.add(token, self.eos_token_ids, logprobs)
-            if not request.done:
-                self.prefilled.append((request, self._batch_for(request)))
-                self._admit_prefilled()
+                request.count_kept()
+                request.add(token, self.eos_token_ids, logprobs)
+                if not request.done:
+                    self.prefilled.append((request, self._batch_for(request)))
+        self._admit_prefilled()
 
     def _sample_first(self, request: Request, rows: SamplingRows, logits: Tensor) -> Tensor:
         """logits [1, vocabulary] -> [1]"""
@@ -345,7 +355,7 @@ class Scheduler(HeldRequests):
                 if not self.has_room(request, batch, between_steps):
                     return
                 batch.admit(request)
-            except (BadInput, *OUT_OF_MEMORY) as error:
+            except Exception as error:
                 request.finish(error)
             self.prefilled.popleft()
 
