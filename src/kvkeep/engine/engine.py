@@ -32,6 +32,7 @@ from kvkeep.model.chat import (
     end_of_turn,
     eos_token_ids,
     question_ids,
+    with_question,
 )
 
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
@@ -372,7 +373,7 @@ class Engine:
 
     def encode(self, prompt: str, question: str | None = None) -> Tensor:
         """Input ids of a prompt, through the chat template. -> [n]"""
-        return prompt_ids(self.config, prompt, question)
+        return encode(self.tokenizer, with_question(prompt, question))[0]
 
     def length(self, prompt: str, question: str | None = None) -> int:
         """Tokens of a prompt, through the chat template."""

@@ -72,7 +72,7 @@ class SequenceConfig:
         """Tokens of one forward pass of a prefill of so many."""
         retrieval = self.method.retrieval
         if retrieval and retrieval.needs == "surprise":  # known only after a pass, needed before tokens are offloaded
-            near = retrieval.sizes(self.kept(tokens)).near
+            near = retrieval.sizes(self._budget.tokens(tokens)).near
             return min(self.prefill_chunk_size or PREFILL_CHUNK_SIZE, near)
         if self.prefill_chunk_size:
             return self.prefill_chunk_size
@@ -84,7 +84,11 @@ class SequenceConfig:
     def kept(self, tokens: int) -> int:
         """Of a text of so many tokens, per key head, on average; of a retrieval method, on the device."""
         keeps_all = self.method.scorer is None and not self.method.retrieval
-        return tokens if keeps_all else min(tokens, Budget(self.method.check(self.budget)).tokens(tokens))
+        return tokens if keeps_all else min(tokens, self._budget.tokens(tokens))
+
+    @property
+    def _budget(self) -> Budget:
+        return Budget(self.method.check(self.budget))
 
     def check_length(self, prompt: int, max_new_tokens: int) -> None:
         """Refuse what exceeds the model's context length, unless the method extends it."""

@@ -27,7 +27,7 @@ class RKVScorer:
     pool: int = 7
     importance: float = 0.1  # of the score, the rest is redundancy
     alike: float = 0.5  # cosine
-    signed = True
+    signed, one_scale = True, False
 
     def __post_init__(self) -> None:
         check_window(self.window, self.pool)
