@@ -1,5 +1,7 @@
 """Text decoded token by token is the text decoded at once."""
 
+import random
+
 import pytest
 import tiny_chat
 import torch
@@ -76,3 +78,20 @@ def test_a_token_costs_the_same_however_much_is_written():
 
     unfolded(Counting(), range(97, 1097))
     assert max(decoded[:-1]) <= 2 and sum(decoded) < 5000
+
+
+def test_a_text_is_held_from_where_a_stop_may_begin():
+    """As trying every place of the text's end against every stop says."""
+
+    def tried(text, stops):
+        places = range(len(text) + 1)
+        return next(
+            at for at in places if at == len(text) or any(s.startswith(text[at:]) and s != text[at:] for s in stops)
+        )
+
+    detokenizer, source = IncrementalDetokenizer(None), random.Random(0)
+    for _ in range(2000):
+        detokenizer.text, *stops = ("".join(source.choices("ab", k=source.randint(1, 7))) for _ in range(4))
+        if not any(stop in detokenizer.text for stop in stops):
+            assert detokenizer.held_from(stops) == tried(detokenizer.text, stops)
+    assert detokenizer.held_from([]) == len(detokenizer.text)

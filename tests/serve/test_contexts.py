@@ -54,6 +54,37 @@ def test_a_context_is_asked_about_as_the_engine_does(served, apis):
     assert made in call(served, "alice")[1]["data"]
 
 
+def test_a_context_is_asked_about_without_a_chat_and_without_a_number_of_tokens(served, apis):
+    _, made = call(served, "alice", "POST", body={"text": TEXT, "method": "knorm", "budget": 100})
+    about = {"extra_body": {"kvkeep": {"context": made["id"]}}}
+    whole = ask(apis[0], made["id"]).choices[0].message.content
+    assert apis[0].completions.create(prompt="How many geese?", **COLD, **about).choices[0].text == whole
+    asked = [{"role": "user", "content": "How many geese?"}]
+    stop = whole[3:5]
+    short = apis[0].chat.completions.create(model="tiny", temperature=0, messages=asked, stop=stop, **about)
+    assert short.choices[0].message.content == whole[: whole.index(stop, 1)]
+
+
+@pytest.mark.parametrize("more", [{"method": "full"}, {"budget": 9}, {"protocol": "aware"}])
+def test_what_a_context_has_already_is_refused_by_name(served, apis, more):
+    _, made = call(served, "alice", "POST", body={"text": TEXT})
+    asked = {"model": "tiny", "prompt": "How many?", "extra_body": {"kvkeep": {"context": made["id"], **more}}}
+    with pytest.raises(openai.BadRequestError, match=f"{next(iter(more))} cannot be given with a context"):
+        apis[0].completions.create(**asked)
+
+
+def test_a_context_deleted_while_its_request_waits_is_not_found(served, apis, monkeypatch):
+    _, made = call(served, "alice", "POST", body={"text": TEXT + "Gone."})
+
+    def gone(key, id):
+        raise KeyError(id)
+
+    monkeypatch.setattr(served.engine.prefixes, "get", gone)
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(apis[0], made["id"])
+    assert caught.value.code == "context_not_found"
+
+
 def test_a_context_is_its_keys_alone(served, apis):
     _, made = call(served, "alice", "POST", body={"text": TEXT + "Mine."})
     name = f"/{made['id']}"

@@ -1,17 +1,28 @@
 """Limits, keys, and clients that vanish or send rubbish: others do not notice."""
 
+import asyncio
 import http.client
 import json
 import logging
 import socket
+import threading
 import time
 import urllib.request
 from contextlib import closing
+from types import SimpleNamespace
 
 import openai
 import pytest
 import serving
+from pydantic import ValidationError
 from serving import wait_until
+
+from kvkeep.serve.answers import Answer, Answers
+from kvkeep.serve.gate import Gate
+from kvkeep.serve.keys import Keys
+from kvkeep.serve.metrics import Metrics
+from kvkeep.serve.routes import EventStream
+from kvkeep.serve.schemas import ChatRequest
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 LONG = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 200}
@@ -73,6 +84,24 @@ def test_a_key_is_needed(served, alice):
     assert alice.models.list().data and serving.is_up(served.url)
 
 
+def test_a_key_is_looked_at_before_the_body_comes(served):
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99000\r\n\r\n")
+        line.settimeout(10)
+        assert line.recv(100).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind"), [([{}] * 9_000, "missing"), ([{"role": "user", "content": "x"}] * 10_001, "too_long")]
+)
+def test_lists_without_an_end_are_refused_at_the_first_fault(messages, kind):
+    """Not with an error for every item."""
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate({"model": "tiny", "messages": messages})
+    assert [each["type"] for each in caught.value.errors()] == [kind]
+
+
 def test_a_client_that_vanishes_frees_its_row_at_the_next_step(served, alice):
     scheduler = served.engine._driver.scheduler
     stream = endless(alice)
@@ -86,6 +115,58 @@ def test_a_client_that_vanishes_frees_its_row_at_the_next_step(served, alice):
     wait_until(lambda: served.live)
     connection.close()
     wait_until(lambda: idle(served), 5)
+
+
+def test_nothing_is_submitted_for_a_client_that_has_gone(served, monkeypatch):
+    """While its request waits for others to be tokenized."""
+    submitted, busy = [], threading.Event()
+    monkeypatch.setattr(served.engine, "submit", lambda *_, **__: submitted.append(1))
+    served._thread.submit(busy.wait)
+    headers = {"Authorization": "Bearer alice", "Content-Type": "application/json"}
+    with closing(http.client.HTTPConnection(served.url.removeprefix("http://"))) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(LONG), headers)
+        wait_until(lambda: served.live)
+    wait_until(lambda: not served.live, 5)
+    busy.set()
+    served._thread.submit(lambda: None).result()
+    assert not submitted
+
+
+def test_what_is_submitted_when_its_client_goes_is_cancelled(served, monkeypatch):
+    handles, begun, go_on = [], threading.Event(), threading.Event()
+    submit = served.engine.submit
+
+    def slow(*given, **options):
+        begun.set()
+        go_on.wait()
+        handles.append(submit(*given, **options))
+        return handles[-1]
+
+    monkeypatch.setattr(served.engine, "submit", slow)
+    headers = {"Authorization": "Bearer alice", "Content-Type": "application/json"}
+    with closing(http.client.HTTPConnection(served.url.removeprefix("http://"))) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps({**ENDLESS, "n": 3}), headers)
+        begun.wait(10)
+    wait_until(lambda: not served.live, 5)
+    go_on.set()
+    wait_until(lambda: handles and idle(served), 5)
+    assert [each.request.finish_reason for each in handles] == ["cancelled"]
+
+
+def test_prompts_are_encoded_once_and_not_at_all_when_far_too_long(served, alice, bob, monkeypatch):
+    encoded, tokenizer = [], served.engine.tokenizer
+    call = type(tokenizer).__call__
+
+    def counted(self, text, **options):
+        encoded.append(text)
+        return call(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    assert len(alice.completions.create(model="tiny", prompt="once", n=3, max_tokens=2).choices) == 3
+    assert len(bob.chat.completions.create(model="tiny", messages=HELLO, n=3, max_tokens=2).choices) == 3
+    assert len(encoded) == 2
+    status, said = post(served, json.dumps({"model": "tiny", "prompt": "x" * 90_000}), path="/v1/completions")
+    assert status == 400 and "context_length_exceeded" in said and "90000 characters" in said and len(encoded) == 2
 
 
 def test_too_many_at_once_are_refused_for_one_key_and_not_for_others(served, alice, bob):
@@ -125,6 +206,12 @@ def test_a_slow_reader_holds_nobody_up(served, alice, bob):
     wait_until(lambda: idle(served), 5)
 
 
+def called(arguments):
+    """A message that called a tool."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
@@ -138,6 +225,9 @@ def test_a_slow_reader_holds_nobody_up(served, alice, bob):
         ('{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, ""),
         ('{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400, ""),
         ('{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "seed": 1e400}', 400, ""),
+        ('{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "kvkeep": {"budget": 1e999}}', 400, "budg"),
+        (json.dumps({"model": "tiny", "messages": [called("[" * 20_000), *HELLO]}), 400, "nested too deeply"),
+        (json.dumps({"model": "tiny", "messages": [called('{"a": "\\ud800"}'), *HELLO]}), 400, "surrogate"),
         (json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x" * 200_000}]}), 413, "100000 bytes"),
     ],
 )  # fmt: skip
@@ -173,7 +263,7 @@ def test_an_error_of_ours_shows_no_trace_and_the_log_no_prompt(served, alice, mo
     with caplog.at_level(logging.DEBUG), pytest.raises(openai.InternalServerError) as caught:
         alice.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "the secret prompt"}])
     assert "secret" not in caught.value.response.text and "RuntimeError" not in caught.value.response.text
-    assert "RuntimeError" in caplog.text and "in _submit" in caplog.text and "secret" not in caplog.text
+    assert "RuntimeError" in caplog.text and "in _submit_all" in caplog.text and "secret" not in caplog.text
     assert not served.live
 
 
@@ -188,6 +278,23 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(served, alice):
     served.engine._driver.cancel([answers.answers[0].request])
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/contexts"])
+def test_parameters_of_methods_are_the_operators_to_allow(path):
+    def asked(method):
+        if path == "/v1/contexts":
+            return json.dumps({"model": "tiny", "text": "x", "method": method})
+        return json.dumps({"model": "tiny", "prompt": "x", "kvkeep": {"method": method}})
+
+    with serving.thread(serving.engine(prefix_cache=10**7)) as served:
+        status, said = post(served, asked("snapkv:window=4+adakv"), path=path)
+        assert status == 400 and "--allow-parameters" in said
+        status, said = post(served, asked("snapkv" + "+adakv" * 40), path=path)
+        assert status == 400 and "at most 200 characters" in said
+        assert post(served, asked("snapkv+adakv"), path=path)[0] == 200
+    with serving.thread(serving.engine(prefix_cache=10**7), allow_parameters=True) as served:
+        assert post(served, asked("snapkv:window=4"), path=path)[0] == 200
+
+
 def test_an_answer_that_takes_too_long_is_ended():
     with serving.thread(serving.engine(), max_tokens=3000, max_seconds=0.3) as served, serving.client(served) as api:
         with pytest.raises(openai.APIError, match="longer than this server allows"):
@@ -198,6 +305,38 @@ def test_an_answer_that_takes_too_long_is_ended():
         assert caught.value.status_code == 408 and caught.value.code == "timeout"
         wait_until(lambda: idle(served), 5)
         assert api.completions.create(model="tiny", prompt="x", max_tokens=2).choices
+
+
+class Waiting:
+    """A request without an end."""
+
+    done = cancelled = False
+    deltas = logprobs = ()
+    error = None
+
+
+def test_a_reader_that_stops_reading_loses_its_places_and_its_answer(monkeypatch):
+    closed = []
+
+    async def stopped(message):
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(1000)
+
+    async def silent():
+        await asyncio.sleep(1000)
+
+    async def run():
+        answers = Answers("alice", 1, closed.append)
+        answers.begin([Answer(0, Waiting(), None)], 1, max_seconds=0.05)
+        stream = EventStream(answers, SimpleNamespace(begin=lambda: [{"text": "x"}]))
+        scope = {"type": "http", "path": "/", "headers": []}
+        reading = asyncio.ensure_future(Gate(stream, Metrics([], None), Keys(), 99)(scope, silent, stopped))
+        await asyncio.sleep(0.2)
+        assert closed == [answers] and answers.answers[0].request.cancelled and not reading.done()
+        await asyncio.wait_for(reading, 5)
+
+    monkeypatch.setattr("kvkeep.serve.gate.SEND_S", 0.5)
+    asyncio.run(run())
 
 
 def test_what_goes_on_is_counted(served, alice):

@@ -1,12 +1,17 @@
 """The official client, unchanged, on a real process."""
 
 import json
+from types import SimpleNamespace
 
 import openai
 import pytest
 import serving
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from kvkeep.engine.sampling import TokenLogprobs
+from kvkeep.serve.answers import Piece
+from kvkeep.serve.replies import CompletionReply
 
 HELLO = [{"role": "user", "content": "Hello there, what is the time?"}]
 COLD = {"model": "tiny", "temperature": 0, "max_tokens": 12}
@@ -128,6 +133,7 @@ def test_models_are_listed(api):
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role: Input should be 'system'"),
         ({"max_tokens": 513}, "max_tokens=513: this server allows 512"),
         ({"stop": ""}, "stop"),
+        ({"stop": "x" * 101}, "at most 100 characters"),
         ({"kvkeep": {"method": "snapvk"}}, "Did you mean 'snapkv'"),
         ({"kvkeep": {"budget": 3}}, "budget"),
         ({"kvkeep": {"budgt": 3}}, "Unrecognized request argument supplied: budgt"),
@@ -218,6 +224,21 @@ def test_a_tool_is_called(api, choice):
     assert chunks[-1].finish_reason == "tool_calls" and not any(chunk.delta.content for chunk in chunks)
 
 
+def test_tools_have_definitions_of_their_own(api):
+    """As pydantic writes them: by one name in both tools."""
+
+    def tool(name, unit):
+        parameters = {"type": "object", "properties": {"unit": {"$ref": "#/$defs/Unit"}}, "required": ["unit"]}
+        more = {"additionalProperties": False, "$defs": {"Unit": {"type": "string", "enum": [unit]}}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters | more}}
+
+    units = {"weather": "C", "clock": "s"}
+    how = {"model": "tiny", "messages": HELLO, "tools": [tool(*each) for each in units.items()], "seed": 2}
+    for name, choice in [*((n, {"type": "function", "function": {"name": n}}) for n in units), (None, "required")]:
+        call = api.chat.completions.create(**how, tool_choice=choice).choices[0].message.tool_calls[0].function
+        assert name in (None, call.name) and json.loads(call.arguments) == {"unit": units[call.name]}
+
+
 def test_the_loop_of_an_agent(api):
     """Call a tool, append the call and its result, ask again."""
     messages = [{"role": "system", "content": "Use tools."}, *HELLO]
@@ -285,3 +306,16 @@ def test_responses_follow_a_schema_and_the_clients_own_reader_takes_the_stream(a
                               tool_choice="required") as stream:  # fmt: skip
         (call,) = stream.get_final_response().output
     assert set(json.loads(call.arguments)) == {"name", "age"}
+
+
+def test_offsets_count_whole_characters():
+    raw = [b"a", b"\xc3", b"\xa9", b"\xff", "日".encode(), b"b"]
+    reply = CompletionReply(None, SimpleNamespace(answers=[None]), raw.__getitem__)
+    found = [
+        reply._logprobs(Piece(0, logprobs=[TokenLogprobs(token, -1.0, ()) for token in range(number)]))["text_offset"]
+        for number in range(1, 7)
+    ]
+    assert (
+        found[-1] == [len(b"".join(raw[:number]).decode(errors="ignore")) for number in range(6)] == [0, 1, 1, 2, 2, 3]
+    )
+    assert all(each == found[-1][: len(each)] for each in found)

@@ -40,6 +40,7 @@ class Options:
     drain_seconds: float
     device: str | None
     dtype: str | None
+    allow_parameters: bool = False
 
 
 def check_packages() -> None:
@@ -116,6 +117,7 @@ def _server(options: Options, engine: Any, keys: Any) -> Any:
         max_tokens=options.max_tokens,
         max_seconds=options.max_seconds,
         max_answers=options.max_answers,
+        allow_parameters=options.allow_parameters,
     )
     return Server(engine, options.name or model_name(options.model), keys, limits)
 

@@ -13,6 +13,11 @@ ENDS = (".", "!", "?", "…", "。", "！", "？")
 CLOSING = " \t\r\n\"'”’)]}»」』*_`"
 
 
+def overlap(text: str, mark: str) -> int:
+    """Characters at the end of a text that may be the beginning of a mark."""
+    return next(size for size in range(min(len(text), len(mark) - 1), -1, -1) if text.endswith(mark[:size]))
+
+
 class IncrementalDetokenizer:
     """The text of tokens one by one. An incomplete character is held back until it is complete.
 
@@ -51,11 +56,7 @@ class IncrementalDetokenizer:
 
     def held_from(self, stops: Sequence[str]) -> int:
         """Where a text at the end may be the beginning of a stop: it is not to be shown yet."""
-        longest = max(map(len, stops), default=1) - 1
-        for first in range(max(0, len(self.text) - longest), len(self.text)):
-            if any(stop.startswith(self.text[first:]) for stop in stops):
-                return first
-        return len(self.text)
+        return len(self.text) - max((overlap(self.text, stop) for stop in stops), default=0)
 
     def _decode(self, first: int) -> str:
         return self.tokenizer.decode(self.ids[first:], skip_special_tokens=True)

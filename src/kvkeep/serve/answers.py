@@ -10,7 +10,8 @@ from typing import Any
 
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import TokenLogprobs
-from kvkeep.serve.failure import Failure
+from kvkeep.errors import UnknownName
+from kvkeep.serve.failure import Failure, no_context
 from kvkeep.serve.tools import ToolCall, ToolParser
 
 
@@ -38,8 +39,8 @@ class Piece:
 class Answer:
     """A request of the engine, read by the event loop."""
 
-    def __init__(self, index: int, request: Request, parser: ToolParser | None) -> None:
-        self.index, self.request, self.parser = index, request, parser
+    def __init__(self, index: int, request: Request, parser: ToolParser | None, context: str | None = None) -> None:
+        self.index, self.request, self.parser, self.context = index, request, parser, context
         self.read = self.called = 0  # tokens whose logprobs were taken; tools that were called
         self.complete = False
 
@@ -48,7 +49,7 @@ class Answer:
         done = self.request.done  # before its text: then all of it is there
         text = "".join(self.request.deltas.popleft() for _ in range(len(self.request.deltas)))
         if done and self.request.error is not None:
-            raise self.request.error
+            raise self._error(self.request.error)
         if done and self.request.finish_reason == "cancelled":
             raise Failure(503, "the server is stopping.", "stopping")
         logprobs = self.request.logprobs[self.read :]
@@ -60,6 +61,10 @@ class Answer:
         self.complete = done
         reason = "tool_calls" if self.called else self.request.finish_reason
         return Piece(self.index, text, calls, logprobs, reason if done else None)
+
+    def _error(self, error: BaseException) -> BaseException:
+        """A context may be deleted while the request waits."""
+        return no_context(self.context) if self.context and isinstance(error, KeyError | UnknownName) else error
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,11 @@ class Answers:
             self._loop.call_soon_threadsafe(self._news.set)
 
     def _expire(self) -> None:
+        """Its places are free at once, also if its client reads nothing and never gets to `close`."""
         self.late = True
         self._cancel()
         self._news.set()
+        self.on_close(self)
 
     def _cancel(self) -> None:
         """Their rows are free after the engine's current step, for which nobody waits here."""

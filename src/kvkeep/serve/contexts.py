@@ -20,6 +20,7 @@ async def create(server: Server, owner: str, asked: ContextRequest) -> dict[str,
     job = asked.job()
     place = server.admit(owner, job)
     try:
+        server.check_characters(asked.text, job)
         pin = partial(server.engine.pin, asked.text, key=owner, public=asked.public, **job.options)
         return _object(server.find_context(owner, await asyncio.to_thread(pin)))
     finally:

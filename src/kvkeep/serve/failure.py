@@ -28,6 +28,10 @@ class Failure(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
+def no_context(name: str) -> Failure:
+    return Failure(404, f"there is no context {name!r}, or it is not yours.", "context_not_found", "context")
+
+
 def failure_of(error: BaseException) -> Failure:
     """What a client is told of an error: only what was written for people."""
     if isinstance(error, Failure):

@@ -1,18 +1,25 @@
-"""Around every HTTP request: an id, the limit of its body, its place in /metrics, and errors without traces."""
+"""Around every HTTP request: an id, its key, the limit of its body, its place in /metrics, errors without traces."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import secrets
 import traceback
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+
 from kvkeep.serve.failure import Failure, failure_of
+from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import Metrics
 
 log = logging.getLogger("kvkeep.serve")
 Scope = Any
+SEND_S = 60.0  # who takes nothing of an answer for so long is gone
+CLIENT_GONE = 499  # in /metrics alone, as nginx has it
+NEED_KEY = "/v1/"
 UNKNOWN = "unknown"  # paths we do not have are counted as one
 
 
@@ -25,9 +32,18 @@ def report(error: BaseException) -> Failure:
     return failure
 
 
+def owner_of(keys: Keys, headers: dict[bytes, bytes]) -> str:
+    """Whose key the request has."""
+    scheme, _, secret = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    found = keys.owner(secret.strip() if scheme.lower() == "bearer" else "")
+    if found is None:
+        raise Failure(401, "give one of this server's API keys: Authorization: Bearer KEY.", "invalid_api_key")
+    return found
+
+
 class Gate:
-    def __init__(self, app: Any, metrics: Metrics, max_body: int) -> None:
-        self.app, self.metrics, self.max_body = app, metrics, max_body
+    def __init__(self, app: Any, metrics: Metrics, keys: Keys, max_body: int) -> None:
+        self.app, self.metrics, self.keys, self.max_body = app, metrics, keys, max_body
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -47,10 +63,17 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
-            await send(message)
+            try:
+                await asyncio.wait_for(send(message), SEND_S)
+            except TimeoutError:
+                raise ClientDisconnect from None
 
         try:
+            if scope["path"].startswith(NEED_KEY):  # before anything of the body is read
+                scope.setdefault("state", {})["owner"] = owner_of(self.keys, dict(scope["headers"]))
             await self.app(scope, limited, named)
+        except ClientDisconnect:
+            status = status or CLIENT_GONE
         except Exception as error:
             failure = report(error)
             if not status:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeep.errors import BadParameter
+
 Prompt = str | list[int] | list[dict[str, Any]]  # a text as it is, token ids, or the messages of a chat
 
 
@@ -32,3 +34,10 @@ class Job:
     def calls_tools(self) -> bool:
         """If not, the template shows the tools all the same: requests before and after share its beginning."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    def check_context(self) -> None:
+        """A context was compressed before: refuse what would have to come earlier."""
+        given = {"protocol": "cache_prefix" in self.options, "tools": bool(self.tools)}
+        given |= {name: name in self.options for name in ("method", "budget")}
+        if wrong := sorted(name for name, is_given in given.items() if is_given):
+            raise BadParameter(f"{', '.join(wrong)} cannot be given with a context, which has its own; leave it out.")

@@ -10,13 +10,17 @@ from kvkeep.serve.job import Job
 
 @dataclass(frozen=True)
 class Limits:
-    max_body: int = 16_000_000  # bytes
+    max_body: int = 4_000_000  # bytes
     max_tokens: int = 4096  # of an answer; also of one that asks for no number
     max_seconds: float = 600.0  # until an answer is complete
     max_answers: int = 64  # under way for one key
+    allow_parameters: bool = False  # of methods, from clients: some values make one step take hours
 
     def check(self, job: Job, under_way: int) -> None:
         """under_way: answers of the same key"""
+        if ":" in job.options.get("method", "") and not self.allow_parameters:
+            said = "this server takes no parameters of methods from clients; give the names alone, as in snapkv+adakv, "
+            raise Failure(400, f"{said}or have it started with --allow-parameters.", param="kvkeep")
         if (job.max_tokens or 0) > self.max_tokens:
             raise Failure(
                 400, f"max_tokens={job.max_tokens}: this server allows {self.max_tokens}.", param="max_tokens"

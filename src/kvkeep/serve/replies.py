@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any, Protocol
 
 from kvkeep.engine.sampling import TokenLogprobs
@@ -89,12 +91,13 @@ class CompletionReply:
     def _logprobs(self, piece: Piece) -> Object:
         """Tokens side by side, with where each begins."""
         raw = [self.bytes_of(each.token) for each in piece.logprobs]
-        before = (b"".join(raw[:number]).decode(errors="ignore") for number in range(len(raw)))
+        decoder = getincrementaldecoder("utf-8")("ignore")
+        ends = accumulate((len(decoder.decode(each)) for each in raw), initial=self.offsets[piece.index])
         return {
             "tokens": [shown(each) for each in raw],
             "token_logprobs": [each.logprob for each in piece.logprobs],
             "top_logprobs": [{shown(self.bytes_of(t)): value for t, value in each.top} for each in piece.logprobs],
-            "text_offset": [self.offsets[piece.index] + len(text) for text in before],
+            "text_offset": list(ends)[:-1],
         }
 
 

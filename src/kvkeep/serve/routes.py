@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
@@ -35,14 +35,9 @@ def _server(request: Request) -> Server:
     return request.app.state.server
 
 
-def _owner(
-    server: Annotated[Server, Depends(_server)],
-    given: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
-) -> str:
-    found = server.keys.owner(given.credentials if given else "")
-    if found is None:
-        raise Failure(401, "give one of this server's API keys: Authorization: Bearer KEY.", "invalid_api_key")
-    return found
+def _owner(request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> str:
+    """As the gate found it; the bearer is for the OpenAPI page."""
+    return request.state.owner
 
 
 ServerOf = Annotated[Server, Depends(_server)]
@@ -54,7 +49,7 @@ def create_app(server: Server, local_only: bool = False) -> FastAPI:
     app = FastAPI(title="kvkeep", version=kvkeep.__version__, lifespan=_lifespan)
     app.state.server = server
     app.include_router(router)
-    app.add_middleware(Gate, metrics=server.metrics, max_body=server.limits.max_body)
+    app.add_middleware(Gate, metrics=server.metrics, keys=server.keys, max_body=server.limits.max_body)
     if local_only:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     for kind in (HTTPException, KvkeepError):
@@ -87,7 +82,7 @@ async def responses(request: Request, server: ServerOf, owner: Owner, body: Resp
 async def _answer(request: Request, server: Server, owner: str, body: Any, kind: Any) -> Response:
     """The life of a job: its answers under way, in the words of one API, to whoever still listens."""
     job = body.job()
-    answers = await server.submit(owner, job)
+    answers = await unless_gone(request.receive, server.submit(owner, job))
     reply: Reply = kind(body, answers, server.grammars.bytes_of)
     if job.stream:
         return EventStream(answers, reply)

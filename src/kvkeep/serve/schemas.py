@@ -7,9 +7,9 @@ changes no answer (IGNORED), else refused unless it has its default value (NEUTR
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvkeep.serve.job import Job, Prompt
@@ -26,11 +26,44 @@ NEUTRAL: dict[str, Any] = {
     "web_search_options": None,
 }  # fmt: skip
 MAX_N = 128
+MAX_ITEMS, MAX_TOKENS = 10_000, 2**20  # of a list, before anything else is looked at
 MIN_TOP_P = 1e-9  # the engine wants more than 0: the likeliest token alone
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stop = Annotated[str, Field(min_length=1, max_length=100)]
+T = TypeVar("T")
+Several = Annotated[list[T], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
+MethodName = Annotated[str, Field(max_length=200)]
+Budget = Annotated[float, Field(gt=0, le=2**31, allow_inf_nan=False)]
+
+
+def check_unicode(value: Any) -> Any:
+    """JSON can escape half a character, which no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except (UnicodeEncodeError, RecursionError):
+        raise PydanticCustomError("unicode", "a text has half of a surrogate pair, or is nested too deeply") from None
+    return value
+
+
+def from_json(text: str) -> Any:
+    """What a text says in JSON; the text itself where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+    except RecursionError:
+        raise PydanticCustomError("nested", "the JSON in this text is nested too deeply") from None
+
+
+def _check_json(text: str) -> str:
+    check_unicode(from_json(text))
+    return text
+
+
+JsonText = Annotated[str, AfterValidator(_check_json)]
 
 
 class Strict(BaseModel):
@@ -39,14 +72,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_unicode(cls, body: Any) -> Any:
-        """JSON can escape half a character, which no tokenizer takes."""
-        try:
-            json.dumps(body, ensure_ascii=False, default=str).encode()
-        except (UnicodeEncodeError, RecursionError):
-            raise PydanticCustomError(
-                "unicode", "a text has half of a surrogate pair, or is nested too deeply"
-            ) from None
-        return body
+        return check_unicode(body)
 
 
 class Lenient(BaseModel):
@@ -58,8 +84,8 @@ class Lenient(BaseModel):
 class Extension(Strict):
     """Fields of ours."""
 
-    method: str | None = None  # another one than the server's, for this request
-    budget: Annotated[float, Field(gt=0)] | None = None
+    method: MethodName | None = None  # another one than the server's, for this request
+    budget: Budget | None = None
     protocol: Literal["agnostic", "aware"] | None = None  # agnostic: what comes before the last message is compressed
     # without it, so that other requests may share it; aware: all of the prompt at once
     context: str | None = None  # the id of a text given to /v1/contexts
@@ -133,7 +159,7 @@ class TextPart(Lenient):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 
 def text_of(content: Content | None) -> str:
@@ -142,15 +168,11 @@ def text_of(content: Content | None) -> str:
 
 class CalledFunction(Lenient):
     name: str
-    arguments: str = "{}"
+    arguments: JsonText = "{}"
 
     def as_template(self) -> dict[str, Any]:
         """Chat templates take the arguments as an object."""
-        try:
-            arguments = json.loads(self.arguments)
-        except ValueError:
-            arguments = self.arguments
-        return {"name": self.name, "arguments": arguments}
+        return {"name": self.name, "arguments": from_json(self.arguments)}
 
 
 class CalledTool(Lenient):
@@ -166,7 +188,7 @@ class Message(Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     def as_template(self) -> dict[str, Any]:
@@ -227,7 +249,7 @@ class SchemaFormat(Lenient):
 class ChatRequest(Sampled):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Several[Message]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -256,12 +278,7 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """POST /v1/completions"""
 
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
-    )
+    prompt: str | TokenIds | Several[str] | Several[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
     def job(self) -> Job:
@@ -294,7 +311,7 @@ class InputCall(Lenient):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: JsonText
 
     def as_message(self) -> Message:
         call = CalledTool(id=self.call_id, function=CalledFunction(name=self.name, arguments=self.arguments))
@@ -332,7 +349,7 @@ class FlatNamedTool(NamedFunction):
 class ResponseRequest(Body):
     """POST /v1/responses, of text. Nothing is stored: give the whole conversation."""
 
-    input: str | Annotated[list[InputMessage | InputCall | InputCallOutput], Field(min_length=1)]
+    input: str | Several[InputMessage | InputCall | InputCallOutput]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
@@ -367,8 +384,8 @@ class ContextRequest(Strict):
     model: str = Field(examples=["default"])
     text: Annotated[str, Field(min_length=1)]
     public: bool = False  # requests with any key may ask about it
-    method: str | None = None
-    budget: Annotated[float, Field(gt=0)] | None = None
+    method: MethodName | None = None
+    budget: Budget | None = None
 
     def job(self) -> Job:
         """Without an answer."""

@@ -5,27 +5,28 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
+from starlette.requests import ClientDisconnect
+
+from kvkeep.compress.parse import parse
 from kvkeep.engine.driver import Handle
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.prefix_store import Entry, PrefixStore
-from kvkeep.errors import BadInput
-from kvkeep.model.chat import encode, eos_token_ids
+from kvkeep.engine.prompts import only_text, prompt_ids
+from kvkeep.errors import BadInput, UnknownName
+from kvkeep.model.chat import encode, eos_token_ids, question_ids
 from kvkeep.model.hf_cache import context_length
 from kvkeep.serve.answers import Answer, Answers
-from kvkeep.serve.failure import Failure
+from kvkeep.serve.failure import Failure, no_context
 from kvkeep.serve.grammar import Grammars
 from kvkeep.serve.job import Job, Prompt
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.tools import ToolParser, tool_format
-
-T = TypeVar("T")
 
 
 class Server:
@@ -41,18 +42,24 @@ class Server:
         eos = sorted(eos_token_ids(engine.model, engine.tokenizer))
         vocabulary = engine.model.config.get_text_config(decoder=True).vocab_size
         self.grammars = Grammars(engine.tokenizer, vocabulary, eos)
+        self.longest_token = max(map(len, engine.tokenizer.get_vocab()))  # in characters, or bytes, which are more
         self._thread = ThreadPoolExecutor(1, "kvkeep-submit")  # one: tokenizers are not for several threads
 
     async def submit(self, owner: str, job: Job) -> Answers:
         """The answers under way; raises why there will be none."""
         answers = self.admit(owner, job)
+        work = self._thread.submit(self._submit_all, owner, job, answers)
         try:
-            handles = await self.in_thread(self._submit_all, owner, job)
+            handles = await asyncio.wrap_future(work)
         except BaseException:
-            self.live.discard(answers)
+            self.live.discard(answers)  # who submits them sees that nobody waits
+            work.add_done_callback(_cancel)
             raise
         parsers = [ToolParser(self.tool_format) if job.calls_tools and self.tool_format else None for _ in handles]
-        found = [Answer(i, each.request, parser) for i, (each, parser) in enumerate(zip(handles, parsers, strict=True))]
+        found = [
+            Answer(i, each.request, parser, job.context)
+            for i, (each, parser) in enumerate(zip(handles, parsers, strict=True))
+        ]
         answers.begin(found, len(job.prompts), self.limits.max_seconds)
         self.metrics.watch(answers)
         return answers
@@ -64,10 +71,6 @@ class Server:
         answers = Answers(owner, job.num_answers, self._close)
         self.live.add(answers)
         return answers
-
-    async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
-        """The one in which requests are tokenized and submitted."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
     def check_model(self, name: str) -> None:
         if name != self.name:
@@ -85,36 +88,66 @@ class Server:
         with suppress(KeyError):
             if (entry := self.store().entry(owner, name)).pinned:
                 return entry
-        raise Failure(404, f"there is no context {name!r}, or it is not yours.", "context_not_found", "context")
+        raise no_context(name)
 
-    def _submit_all(self, owner: str, job: Job) -> list[Handle]:
-        """All or none."""
+    def _submit_all(self, owner: str, job: Job, answers: Answers) -> list[Handle]:
+        """All or none: in the thread where requests are tokenized and submitted."""
         if job.context is not None:
+            job.check_context()
             self.find_context(owner, job.context)
         options = job.options | self._constraint(job) | {"key": owner, "context": job.context}
         first = secrets.randbits(62) if job.seed is None else job.seed
         handles: list[Handle] = []
         try:
-            for number, prompt in enumerate(prompt for prompt in job.prompts for _ in range(job.n)):
-                handles.append(self._submit(prompt, job, options | {"seed": (first + number % job.n) % 2**63}))
+            for prompt in job.prompts:
+                encoded = self._encode(prompt, job)
+                most = job.max_tokens or self._most_tokens(encoded, job.tools or None, options)
+                for number in range(job.n):
+                    if answers not in self.live:
+                        raise ClientDisconnect
+                    how = options | {"seed": (first + number) % 2**63, "max_new_tokens": most}
+                    handles.append(self.engine.submit(encoded, tools=job.tools or None, **how))
+        except (KeyError, UnknownName):
+            _cancel_all(handles)
+            if job.context is not None:  # it was deleted just now
+                raise no_context(job.context) from None
+            raise
         except BaseException:
-            for handle in handles:
-                handle.request.cancelled = True
+            _cancel_all(handles)
             raise
         return handles
 
-    def _submit(self, prompt: Prompt, job: Job, options: dict[str, Any]) -> Handle:
-        if isinstance(prompt, str):
+    def _encode(self, prompt: Prompt, job: Job) -> Prompt:
+        """Once for all its answers; but the engine cuts stored chats by their messages."""
+        self.check_characters(prompt, job)
+        if isinstance(prompt, str) and job.context is None:
             prompt = self.engine.tokenizer(prompt, verbose=False).input_ids
         if not prompt:
             raise BadInput("the prompt is empty; give the model something to read.")
-        tools = job.tools or None
-        most = job.max_tokens or self._most_tokens(prompt, tools)
-        return self.engine.submit(prompt, max_new_tokens=most, tools=tools, **options)
+        is_shared = job.context is not None or (self.engine.prefixes is not None and "cache_prefix" not in job.options)
+        if is_shared or job.n == 1 or not isinstance(prompt[0], dict):
+            return prompt
+        return prompt_ids(self.engine.config, prompt, tools=job.tools or None).tolist()
 
-    def _most_tokens(self, prompt: Any, tools: Any) -> int:
+    def check_characters(self, prompt: Prompt, job: Job) -> None:
+        """Refuse what has more tokens than the context length by far, before it is tokenized."""
+        texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt if isinstance(each, dict)]
+        method = parse(job.options["method"]) if "method" in job.options else self.engine.method
+        length = context_length(self.engine.model)
+        if sum(map(len, texts)) > length * self.longest_token and not method.extends_context:
+            raise BadInput(
+                f"the prompt has {sum(map(len, texts))} characters, far more than the model's context length of "
+                f"{length} tokens; shorten it, or use a method for any length, such as streamingllm."
+            )
+
+    def _most_tokens(self, prompt: Any, tools: Any, options: dict[str, Any]) -> int:
         """Of an answer that asks for no number: what the context length leaves, within the limit."""
-        length = len(prompt) if isinstance(prompt[0], int) else encode(self.engine.tokenizer, prompt, tools).shape[1]
+        tokenizer = self.engine.tokenizer
+        if options["context"] is not None:
+            entry = self.store().entry(options["key"], options["context"])
+            length = len(entry.ids) + len(question_ids(tokenizer, entry.text, only_text(prompt), entry.ids))
+        else:
+            length = len(prompt) if isinstance(prompt[0], int) else encode(tokenizer, prompt, tools).shape[1]
         left = context_length(self.engine.model) - length
         return min(left, self.limits.max_tokens) if left > 0 else self.limits.max_tokens
 
@@ -140,3 +173,14 @@ class Server:
     def close(self) -> None:
         self._thread.shutdown()
         self.engine.close()
+
+
+def _cancel(work: Future[list[Handle]]) -> None:
+    """What was submitted for a client that has gone."""
+    if not work.cancelled() and work.exception() is None:
+        _cancel_all(work.result())
+
+
+def _cancel_all(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.request.cancelled = True

@@ -7,6 +7,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeep.engine.detokenizer import overlap
 from kvkeep.serve.grammar import FEW_BLANKS
 
 
@@ -20,15 +21,21 @@ class ToolFormat:
 
     def grammar(self, functions: list[dict[str, Any]]) -> str:
         """Of an answer that is one call of one of these functions, in llguidance's Lark."""
-        calls = [self._schema(each["function"]) for each in functions]
+        parts = [self._schema(each["function"]) for each in functions]
+        named = {name: part for _, definitions in parts for name, part in definitions.items()}
         before, after = (json.dumps(mark) for mark in (self.begin + "\n", "\n" + self.end))
-        schema = json.dumps({"anyOf": calls} | FEW_BLANKS)
+        schema = json.dumps({"anyOf": [call for call, _ in parts], "$defs": named} | FEW_BLANKS)
         return f"start: {before} call {after}\ncall: %json {schema}" if self.begin else f"start: %json {schema}"
 
-    def _schema(self, function: dict[str, Any]) -> dict[str, Any]:
-        arguments = function.get("parameters") or {"type": "object", "properties": {}}
+    def _schema(self, function: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of a call, and the definitions it refers to, which have to be at the root: by the function's name there."""
+        text = json.dumps(function.get("parameters") or {"type": "object", "properties": {}})
+        arguments = json.loads(text.replace('"$ref": "#/$defs/', f'"$ref": "#/$defs/{function["name"]}:'))
+        definitions = arguments.pop("$defs") if isinstance(arguments.get("$defs"), dict) else {}
+        named = {f"{function['name']}:{name}": part for name, part in definitions.items()}
         fields = {"name": {"const": function["name"]}, self.arguments: arguments}
-        return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+        call = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+        return call, named
 
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>", "arguments")
@@ -58,7 +65,7 @@ class ToolCall:
                 if isinstance(arguments, dict)
                 else None
             )
-        except (ValueError, AttributeError, KeyError, TypeError):
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
             return None
 
 
@@ -97,10 +104,3 @@ class ToolParser:
         text, self.held = self.held, ""
         call = None if self.shown else ToolCall.parse(text)
         return ("", [call]) if call else (text, [])
-
-
-def overlap(text: str, mark: str) -> int:
-    """Characters at the end of a text that may be the beginning of a mark."""
-    return next(
-        size for size in range(min(len(text), len(mark) - 1), -1, -1) if mark.startswith(text[len(text) - size :])
-    )
