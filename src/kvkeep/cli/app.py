@@ -170,9 +170,12 @@ def serve(
     prefix_cache: Annotated[str, typer.Option(help="Of compressed prefixes that requests share; 0: none.")] = "1GB",
     prefix_folder: Annotated[str | None, typer.Option(help="Where they survive a restart.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 4096,
-    max_body: Annotated[str, typer.Option(help="Of a request.")] = "16MB",
+    max_body: Annotated[str, typer.Option(help="Of a request.")] = "4MB",
     max_seconds: Annotated[float, typer.Option(min=0.1, help="Until an answer is complete.")] = 600.0,
     max_answers: Annotated[int, typer.Option(min=1, help="Under way for one key.")] = 64,
+    allow_parameters: Annotated[
+        bool, typer.Option("--allow-parameters", help="Clients may give methods' parameters; some take hours.")
+    ] = False,
     drain_seconds: Annotated[float, typer.Option(min=0, help="For answers under way, after SIGTERM.")] = 60.0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
