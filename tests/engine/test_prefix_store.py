@@ -263,14 +263,15 @@ def test_a_damaged_one_is_skipped_and_others_are_found(chat, tmp_path):
     tensors, facts = tmp_path / ids[1] / "cache.safetensors", tmp_path / ids[2] / "cache.json"
     tensors.write_bytes(tensors.read_bytes()[:-9])
     facts.write_text(facts.read_text()[:-50])
-    shutil.move(tmp_path / ids[3], tmp_path / "renamed")
+    shutil.move(tmp_path / ids[3], tmp_path / ("x" * 32))
     other = json.loads((tmp_path / ids[4] / "cache.json").read_text()) | {"sha256": ""}
     (tmp_path / ids[4] / "cache.json").write_text(json.dumps(other))
-    (tmp_path / ".leftover-xyz").mkdir()
+    draft = tmp_path / f".{ids[0]}-a1b2c3d4"
+    draft.mkdir()
     with pytest.warns(UserWarning, match="a stored prefix is skipped") as told:
         one = engine(chat, store=PrefixStore(PLENTY, tmp_path))
     assert len(told) == 3 and set(one.prefixes.entries) == set(ids[:2])
-    assert not (tmp_path / ".leftover-xyz").exists()
+    assert not draft.exists()
     assert answered(one, "which?", context=ids[0]).answer.ids == want
     with pytest.warns(UserWarning, match="truncated or was changed"), pytest.raises(UnknownName):
         one.submit("which?", context=ids[1])
