@@ -40,3 +40,16 @@ def retrieving():
     for layer in made.model.layers:
         layer.self_attn.q_proj.weight.data *= 20
     return made, tokenizer()
+
+
+def held_after_steps(engine):
+    """A list that the engine's scheduler adds to after every step: the bytes it holds."""
+    scheduler, held = engine._driver.scheduler, []
+    step = scheduler.step
+
+    def watched():
+        step()
+        held.append(scheduler.held_bytes)
+
+    scheduler.step = watched
+    return held

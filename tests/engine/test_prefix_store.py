@@ -315,16 +315,9 @@ def test_a_full_disk_costs_no_answer(chat, tmp_path, monkeypatch, recwarn):
 def test_memory_caps_the_store_too(chat):
     cap = memory.row_bytes(chat[0], 900)
     with engine(chat, store=PLENTY, memory=cap) as one:
-        scheduler, most = one._driver.scheduler, [0]
-        step = scheduler.step
-
-        def watched():
-            step()
-            most.append(scheduler.held_bytes)
-
-        scheduler.step = watched
+        held = tiny_chat.held_after_steps(one)
         prefixes(one, 12)
         assert 0 < one.prefixes.nbytes < cap and len(one.prefixes) < 12
         answered(one, TALK[3] * 2, method="full")  # the store makes room
         assert len(one.prefixes) < 5
-    assert 0.5 * cap < max(most) <= cap
+    assert 0.5 * cap < max(held) <= cap

@@ -195,17 +195,10 @@ def test_memory_is_a_hard_cap_over_pools_and_prefills(chat, spec):
     want = [engine(chat, others[n % 4] or spec, 64).generate(prompt, **how) for n, prompt in enumerate(prompts)]
     cap = memory.row_bytes(model, 450)
     with engine(chat, spec, 64, memory=cap) as one:
-        scheduler, most = one._driver.scheduler, [0]
-        step = scheduler.step
-
-        def watched():
-            step()
-            most.append(scheduler.held_bytes)
-
-        scheduler.step = watched
+        held = tiny_chat.held_after_steps(one)
         handles = [one.submit(prompt, method=others[n % 4], key=str(n % 3), **how) for n, prompt in enumerate(prompts)]
         assert [handle.result() for handle in handles] == want
-    assert 0.3 * cap < max(most) <= cap
+    assert 0.3 * cap < max(held) <= cap
 
 
 def test_chats_of_many_threads(chat):
