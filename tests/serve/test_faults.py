@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from serving import wait_until
 
 from kvkeep.serve.answers import Answer, Answers
-from kvkeep.serve.gate import Gate
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import Metrics
+from kvkeep.serve.middleware import RequestMiddleware
 from kvkeep.serve.routes import EventStream
 from kvkeep.serve.schemas import ChatRequest
 
@@ -330,12 +330,14 @@ def test_a_reader_that_stops_reading_loses_its_places_and_its_answer(monkeypatch
         answers.begin([Answer(0, Waiting(), None)], 1, max_seconds=0.05)
         stream = EventStream(answers, SimpleNamespace(begin=lambda: [{"text": "x"}]))
         scope = {"type": "http", "path": "/", "headers": []}
-        reading = asyncio.ensure_future(Gate(stream, Metrics([], None), Keys(), 99)(scope, silent, stopped))
+        reading = asyncio.ensure_future(
+            RequestMiddleware(stream, Metrics([], None), Keys(), 99)(scope, silent, stopped)
+        )
         await asyncio.sleep(0.2)
         assert closed == [answers] and answers.answers[0].request.cancelled and not reading.done()
         await asyncio.wait_for(reading, 5)
 
-    monkeypatch.setattr("kvkeep.serve.gate.SEND_S", 0.5)
+    monkeypatch.setattr("kvkeep.serve.middleware.SEND_S", 0.5)
     asyncio.run(run())
 
 

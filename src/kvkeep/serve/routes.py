@@ -20,7 +20,7 @@ from kvkeep.errors import KvkeepError
 from kvkeep.serve import contexts
 from kvkeep.serve.answers import Answers
 from kvkeep.serve.failure import Failure, failure_of, invalid
-from kvkeep.serve.gate import Gate, report
+from kvkeep.serve.middleware import RequestMiddleware, report
 from kvkeep.serve.replies import ChatReply, CompletionReply, Reply, stream
 from kvkeep.serve.response_reply import ResponseReply
 from kvkeep.serve.schemas import ChatRequest, CompletionRequest, ContextRequest, ResponseRequest
@@ -36,7 +36,7 @@ def _server(request: Request) -> Server:
 
 
 def _owner(request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> str:
-    """As the gate found it; the bearer is for the OpenAPI page."""
+    """As the middleware found it; the bearer is for the OpenAPI page."""
     return request.state.owner
 
 
@@ -49,7 +49,7 @@ def create_app(server: Server, local_only: bool = False) -> FastAPI:
     app = FastAPI(title="kvkeep", version=kvkeep.__version__, lifespan=_lifespan)
     app.state.server = server
     app.include_router(router)
-    app.add_middleware(Gate, metrics=server.metrics, keys=server.keys, max_body=server.limits.max_body)
+    app.add_middleware(RequestMiddleware, metrics=server.metrics, keys=server.keys, max_body=server.limits.max_body)
     if local_only:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     for kind in (HTTPException, KvkeepError):

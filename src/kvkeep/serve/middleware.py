@@ -41,7 +41,7 @@ def owner_of(keys: Keys, headers: dict[bytes, bytes]) -> str:
     return found
 
 
-class Gate:
+class RequestMiddleware:
     def __init__(self, app: Any, metrics: Metrics, keys: Keys, max_body: int) -> None:
         self.app, self.metrics, self.keys, self.max_body = app, metrics, keys, max_body
 
