@@ -53,6 +53,15 @@ def test_the_answer_is_the_one_without_capture(spec, rows, captures, monkeypatch
     assert torch.equal(*(model.generate(more, past_key_values=each, **how) for each in (cache, plain)))
 
 
+@pytest.mark.parametrize("spec", ["snapkv", *STEPPING])
+def test_what_was_decoded_in_inference_mode_is_read_outside_of_it(spec, captures):
+    model = make_llama().to(DEVICE)
+    _, plain = answer(model, spec, IDS[:1])
+    with torch.inference_mode():
+        _, cache = answer(model, spec, IDS[:1])
+    assert captures and [cache.kept(i) for i in range(2)] == [plain.kept(i) for i in range(2)]
+
+
 def test_what_evicts_or_retrieves_while_decoding_is_not_captured(captures):
     for spec in ("h2o+adakv", "quest", "snapkv"):
         model, storage = make_llama().to(DEVICE), "int8" if spec == "snapkv" else None

@@ -85,6 +85,7 @@ class CapturedDecode:
     def __init__(self, cache: CacheState, forward: Callable[..., Any], room: int) -> None:
         model, store, rows = cache.model, cache.backend.store, len(cache.tracker.seen)
         self.room, self.steps, self.settled, self.store = room, 0, 0, store
+        self.inference = torch.is_inference_mode_enabled()  # only in this mode may its tensors be changed
         self.pool = EvictingRows(cache, room) if step_rule(cache) else AppendedRows(cache, room)
         self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=model.device)
         weak = weakref.proxy(self)  # the runner is ours: a cache that nobody holds is freed at once
@@ -123,7 +124,8 @@ class CapturedDecode:
         """Tell the layers of the tokens decoded since the last time. seen: tokens of each row by now"""
         count, self.settled = self.steps - self.settled, self.steps
         if count:
-            self.pool.settle(seen, self.steps, count)
+            with torch.inference_mode(self.inference or torch.is_inference_mode_enabled()):
+                self.pool.settle(seen, self.steps, count)
             self._remember()
 
 
