@@ -13,7 +13,7 @@ from kvkeep.compress.retrieval import index, topk
 from kvkeep.compress.retrieval import query as probing
 from kvkeep.kernels.dispatch import KernelDispatch
 from kvkeep.kernels.torch import reference
-from kvkeep.kernels.triton import representatives, retrieval_attention, unit_scores, weighted_query
+from kvkeep.kernels.triton import representatives, retrieval_attention, unit_scores, unit_select, weighted_query
 from kvkeep.storage.offload.pinned import HostBlockTable
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
@@ -182,7 +182,7 @@ def test_select_uniform_units(heads, units, size, quota):
     few = torch.randint(-2, 3, (heads, units), device=DEVICE).float()  # hardly any two are different
     for worth in (drawn(heads, units), few, -few, few * 0, drawn(heads, units, scale=1e-20), drawn(heads, units).abs()):
         want = topk._select_uniform_units(worth, size, quota)
-        assert unit_scores.select_uniform_units(worth, size, quota).equal(want)
+        assert unit_select.select_uniform_units(worth, size, quota).equal(want)
 
 
 READING = {"two_region_attention", "score_representatives", "unit_representatives", "select_uniform_units"}

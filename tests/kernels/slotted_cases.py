@@ -6,7 +6,7 @@ from decode_cases import DEVICE
 
 from kvkeep.compress.retrieval import index, query, topk
 from kvkeep.kernels.torch import slotted
-from kvkeep.kernels.triton import row_queries, slotted_attention, unit_fetch, unit_scores
+from kvkeep.kernels.triton import row_queries, slotted_attention, unit_fetch, unit_scores, unit_select
 from kvkeep.storage.offload.device_lru import Pair
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore
 from kvkeep.storage.offload.pinned import HostBlockTable
@@ -60,13 +60,15 @@ def test_heads_vote_for_tokens(heads, kv_heads, most, dim, units, kind):
             assert off(got[row, :n], want[row, :n]) <= 1e-5
 
 
+@pytest.mark.parametrize("few", [unit_select.FEW, 0], ids=["one program", "many"])
 @pytest.mark.parametrize("lists", [1, 3])
-def test_as_many_units_as_each_row_has_room_for(lists):
+def test_as_many_units_as_each_row_has_room_for(lists, few, monkeypatch):
     torch.manual_seed(lists)
+    monkeypatch.setattr(unit_select, "FEW", few)
     units, counts = whole(5000, 7, 0, 64), whole(600, 9, 3, 0)
     for scores in (drawn(4, lists, 5000), torch.randint(-2, 3, (4, lists, 5000), device=DEVICE).float()):
         got, want = (torch.full((4, lists, 600), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
-        unit_scores.select_counted(scores, units, counts.clamp_max(units), got)
+        unit_select.select_counted(scores, units, counts.clamp_max(units), got)
         topk._select_counted(scores, units, counts.clamp_max(units), want)
         assert got.equal(want) and (got[2:] == -7).all()
 

@@ -296,6 +296,7 @@ def test_kernels_of_reading_and_writing_are_quick():
     for name in (
         *names,
         "unit_scores",
+        "unit_select",
         "weighted_query",
         "column_mass",
         "column_maximum",

@@ -26,7 +26,7 @@ def _select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
 
 
 select_uniform_units = KernelDispatch(
-    "select_uniform_units", "unit_scores", lambda scores, *_: scores.dtype == torch.float32, _select_uniform_units
+    "select_uniform_units", "unit_select", lambda scores, *_: scores.dtype == torch.float32, _select_uniform_units
 )
 
 
@@ -40,7 +40,7 @@ def _select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Ten
             selected[row, :, :count] = best_first(scores[row, :, :n])[:, :count].sort(1).values
 
 
-select_counted = KernelDispatch("select_counted", "unit_scores", reference=_select_counted)
+select_counted = KernelDispatch("select_counted", "unit_select", reference=_select_counted)
 
 
 def select_units(scores: Tensor, sizes: Tensor, quota: int, neighbours: float = 0.0) -> Selection:

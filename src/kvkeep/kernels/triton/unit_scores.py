@@ -1,8 +1,7 @@
-"""Scores of offloaded units for a query, and the selection of the best.
+"""Scores of offloaded units for a query.
 
-Each unit's description is read once. One program per head selects: it finds the lowest selected score digit by digit,
-then takes all units above it, and of its equals the later ones. How many units there are may be known to the device
-alone (`units`, for each row of a pool): blocks beyond are not read, and their scores not written.
+Each unit's description is read once. How many units there are may be known to the device alone (`units`, for each row
+of a pool): blocks beyond are not read, and their scores not written.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from torch import Tensor
 from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2
 
 UNITS, CHANNELS = 16, 128  # per block
-COMPARED = 4096  # units per block of the selection
 VOTED = 128  # tokens per block of the votes
 
 
@@ -62,24 +60,6 @@ def score_tokens(queries: Tensor, keys: Tensor, scale: float, units: Tensor) -> 
     _log_sums[rows * heads,](parts, units, heads, blocks, VOTED, pow2(blocks), num_warps=1)
     _votes[blocks, rows](logits, parts, scores, units, most, heads, blocks, VOTED, num_warps=4)
     return scores
-
-
-def select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
-    """As in the reference. scores [heads, units] float32"""
-    heads, units = scores.shape
-    count = min(units, quota // size)
-    index = torch.empty(heads, count * size, dtype=torch.int64, device=scores.device)
-    if count:
-        _select_uniform_units[heads,](scores.contiguous(), index, units, count, size, COMPARED, num_warps=16)
-    return index
-
-
-def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tensor) -> None:
-    """As in the reference."""
-    rows, lists, most = scores.shape
-    _select_counted[rows * lists,](
-        scores, selected, units, counts, most, selected.shape[2], lists, COMPARED, num_warps=16
-    )
 
 
 @fast_launch
@@ -162,64 +142,6 @@ def _votes(logits, parts, scores, units, most, heads, blocks, TOKENS: tl.constex
             logit = tl.load(logits + (row * heads + head) * most + tokens, mask=tokens < end, other=0.0)
             total += tl.exp(logit - log_sum)
         tl.store(scores + row * most + tokens, total, mask=tokens < end)
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["units", "count"])
-def _select_uniform_units(scores, index, units, count, size, COMPARED: tl.constexpr):
-    head = tl.program_id(0).to(tl.int64)
-    _select(scores + head * units, index + head * count * size, units, count, size, COMPARED)
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["most", "room"])
-def _select_counted(scores, selected, units, counts, most, room, lists, COMPARED: tl.constexpr):
-    head = tl.program_id(0).to(tl.int64)
-    end, count = tl.load(units + head // lists).to(tl.int32), tl.load(counts + head // lists).to(tl.int32)
-    if (end > 0) & (count > 0):
-        _select(scores + head * most, selected + head * room, end, count, 1, COMPARED)
-
-
-@triton.jit
-def _select(scores, index, units, count, size, COMPARED: tl.constexpr):
-    digits = tl.arange(0, 256)
-    last, left = tl.full([], 0, tl.int64), count + tl.full([], 0, tl.int32)
-    num_equal = tl.full([], 0, tl.int32)
-    for i in range(0, 4):  # `last`: the first digits of the highest rank that at least `count` units reach
-        shift = 24 - 8 * i
-        num = tl.zeros([256], tl.int32)
-        for start in range(0, units, COMPARED):
-            unit_ids = start + tl.arange(0, COMPARED)
-            rank = _rank(scores + unit_ids, unit_ids < units)
-            same = (unit_ids < units) & ((rank >> (shift + 8)) == last)
-            num += tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=same)
-        reached = tl.sum(num, 0) - tl.cumsum(num, 0) + num
-        digit = tl.sum((reached >= left).to(tl.int32), 0) - 1
-        num_equal = tl.sum(tl.where(digits == digit, num, 0), 0)
-        left -= tl.sum(tl.where(digits == digit, reached, 0), 0) - num_equal  # those above are selected
-        last = last * 256 + digit
-    skip = num_equal - left  # of the equals, the first are not selected
-    num_selected, num_equal_seen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    for start in range(0, units, COMPARED):
-        unit_ids = start + tl.arange(0, COMPARED)
-        rank = _rank(scores + unit_ids, unit_ids < units)
-        same = ((rank == last) & (unit_ids < units)).to(tl.int32)
-        is_late = num_equal_seen + tl.cumsum(same, 0) > skip
-        is_selected = (unit_ids < units) & ((rank > last) | ((same > 0) & is_late))
-        slot = num_selected + tl.cumsum(is_selected.to(tl.int32), 0) - 1
-        for j in range(0, size):
-            number = (unit_ids.to(tl.int64) * size + j).to(index.dtype.element_ty)
-            tl.store(index + slot.to(tl.int64) * size + j, number, mask=is_selected)
-        num_selected += tl.sum(is_selected.to(tl.int32), 0)
-        num_equal_seen += tl.sum(same, 0)
-
-
-@triton.jit
-def _rank(scores, valid):
-    """float32 scores as numbers 0 … 2**32 - 1 in the same order."""
-    value = tl.load(scores, mask=valid, other=0.0)
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
 
 @fast_launch

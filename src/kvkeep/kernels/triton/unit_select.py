@@ -1,0 +1,180 @@
+"""The best of offloaded units, ascending: the lowest selected score is found digit by digit; then all units above it
+are taken, and of its equals the later ones.
+
+One program does so for a few thousand units of a head; of more, each program has a block, and they meet in histograms.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+
+COMPARED = 4096  # units per block of one program's selection
+FEW = 2 * COMPARED  # units of a head that one program selects from
+SPREAD = 1024  # units per program, of more
+DIGITS = 4  # of 8 bits
+
+
+def select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
+    """As in the reference. scores [heads, units] float32"""
+    heads, units = scores.shape
+    count = min(units, quota // size)
+    index = torch.empty(heads, count * size, dtype=torch.int64, device=scores.device)
+    if count:
+        _select_uniform_units[heads,](scores.contiguous(), index, units, count, size, COMPARED, num_warps=16)
+    return index
+
+
+def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tensor) -> None:
+    """As in the reference."""
+    rows, lists, most = scores.shape
+    sizes = most, selected.shape[2], lists
+    if most <= FEW:
+        _select_counted[rows * lists,](scores, selected, units, counts, *sizes, COMPARED, num_warps=16)
+        return
+    grid = blocks, lines = cdiv(most, SPREAD), rows * lists
+    histograms = torch.zeros(lines, DIGITS, 256, dtype=torch.int32, device=scores.device)
+    found = torch.empty(lines, blocks, 2, dtype=torch.int32, device=scores.device)  # above and equal to the lowest
+    for digit in range(DIGITS):
+        _count_digits[grid](scores, histograms, units, counts, most, lists, digit, DIGITS, SPREAD, num_warps=4)
+    _count_selected[grid](scores, histograms, found, units, counts, most, lists, DIGITS, SPREAD, num_warps=4)
+    _write_selected[grid](
+        scores, histograms, found, selected, units, counts, *sizes, DIGITS, SPREAD, pow2(blocks), num_warps=4
+    )
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["units", "count"])
+def _select_uniform_units(scores, index, units, count, size, COMPARED: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    _select(scores + head * units, index + head * count * size, units, count, size, COMPARED)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["most", "room"])
+def _select_counted(scores, selected, units, counts, most, room, lists, COMPARED: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    end, count = tl.load(units + head // lists).to(tl.int32), tl.load(counts + head // lists).to(tl.int32)
+    if (end > 0) & (count > 0):
+        _select(scores + head * most, selected + head * room, end, count, 1, COMPARED)
+
+
+@triton.jit
+def _select(scores, index, units, count, size, COMPARED: tl.constexpr):
+    digits = tl.arange(0, 256)
+    last, left = tl.full([], 0, tl.int64), count + tl.full([], 0, tl.int32)
+    num_equal = tl.full([], 0, tl.int32)
+    for i in range(0, 4):  # `last`: the first digits of the highest rank that at least `count` units reach
+        shift = 24 - 8 * i
+        num = tl.zeros([256], tl.int32)
+        for start in range(0, units, COMPARED):
+            unit_ids = start + tl.arange(0, COMPARED)
+            rank = _rank(scores + unit_ids, unit_ids < units)
+            same = (unit_ids < units) & ((rank >> (shift + 8)) == last)
+            num += tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=same)
+        reached = tl.sum(num, 0) - tl.cumsum(num, 0) + num
+        digit = tl.sum((reached >= left).to(tl.int32), 0) - 1
+        num_equal = tl.sum(tl.where(digits == digit, num, 0), 0)
+        left -= tl.sum(tl.where(digits == digit, reached, 0), 0) - num_equal  # those above are selected
+        last = last * 256 + digit
+    skip = num_equal - left  # of the equals, the first are not selected
+    num_selected, num_equal_seen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for start in range(0, units, COMPARED):
+        unit_ids = start + tl.arange(0, COMPARED)
+        rank = _rank(scores + unit_ids, unit_ids < units)
+        same = ((rank == last) & (unit_ids < units)).to(tl.int32)
+        is_late = num_equal_seen + tl.cumsum(same, 0) > skip
+        is_selected = (unit_ids < units) & ((rank > last) | ((same > 0) & is_late))
+        slot = num_selected + tl.cumsum(is_selected.to(tl.int32), 0) - 1
+        for j in range(0, size):
+            number = (unit_ids.to(tl.int64) * size + j).to(index.dtype.element_ty)
+            tl.store(index + slot.to(tl.int64) * size + j, number, mask=is_selected)
+        num_selected += tl.sum(is_selected.to(tl.int32), 0)
+        num_equal_seen += tl.sum(same, 0)
+
+
+@triton.jit
+def _lowest(histograms, count, KNOWN: tl.constexpr):
+    """-> the first `KNOWN` digits of the lowest selected rank, units that begin with them, and how many are selected"""
+    digits = tl.arange(0, 256)
+    last, left = tl.full([], 0, tl.int64), count + tl.full([], 0, tl.int32)
+    num_equal = tl.full([], 0, tl.int32)
+    for i in tl.static_range(KNOWN):
+        num = tl.load(histograms + i * 256 + digits)
+        reached = tl.sum(num, 0) - tl.cumsum(num, 0) + num
+        digit = tl.sum((reached >= left).to(tl.int32), 0) - 1
+        num_equal = tl.sum(tl.where(digits == digit, num, 0), 0)
+        left -= tl.sum(tl.where(digits == digit, reached, 0), 0) - num_equal
+        last = last * 256 + digit
+    return last, num_equal, left
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["most"])
+def _count_digits(
+    scores, histograms, units, counts, most, lists, DIGIT: tl.constexpr, DIGITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of the units of a block whose first digits are those of the lowest selected rank: the next digit."""
+    block, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
+    if (block * BLOCK < end) & (count > 0):
+        mine = histograms + line * DIGITS * 256
+        last, _, _ = _lowest(mine, count, DIGIT)
+        unit_ids = block * BLOCK + tl.arange(0, BLOCK)
+        rank = _rank(scores + line * most + unit_ids, unit_ids < end)
+        same = (unit_ids < end) & ((rank >> (32 - 8 * DIGIT)) == last)
+        num = tl.histogram(((rank >> (24 - 8 * DIGIT)) & 255).to(tl.int32), 256, mask=same)
+        tl.atomic_add(mine + DIGIT * 256 + tl.arange(0, 256), num, mask=num > 0)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["most"])
+def _count_selected(
+    scores, histograms, found, units, counts, most, lists, DIGITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    block, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
+    if (block * BLOCK < end) & (count > 0):
+        last, _, _ = _lowest(histograms + line * DIGITS * 256, count, DIGITS)
+        unit_ids = block * BLOCK + tl.arange(0, BLOCK)
+        rank = _rank(scores + line * most + unit_ids, unit_ids < end)
+        mine = found + (line * tl.num_programs(0) + block) * 2
+        tl.store(mine, tl.sum(((unit_ids < end) & (rank > last)).to(tl.int32), 0))
+        tl.store(mine + 1, tl.sum(((unit_ids < end) & (rank == last)).to(tl.int32), 0))
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["most", "room"])
+def _write_selected(
+    scores, histograms, found, selected, units, counts, most, room, lists, DIGITS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
+    if (block * BLOCK < end) & (count > 0):
+        last, num_equal, left = _lowest(histograms + line * DIGITS * 256, count, DIGITS)
+        before = tl.arange(0, BLOCKS)
+        others = found + (line * tl.num_programs(0) + before) * 2
+        num_above = tl.sum(tl.load(others, mask=before < block, other=0), 0)
+        num_equal_before = tl.sum(tl.load(others + 1, mask=before < block, other=0), 0)
+        skip = num_equal - left  # of the equals, the first are not selected
+        unit_ids = block * BLOCK + tl.arange(0, BLOCK)
+        rank = _rank(scores + line * most + unit_ids, unit_ids < end)
+        same = ((rank == last) & (unit_ids < end)).to(tl.int32)
+        is_late = num_equal_before + tl.cumsum(same, 0) > skip
+        is_selected = (unit_ids < end) & ((rank > last) | ((same > 0) & is_late))
+        first = num_above + tl.maximum(num_equal_before - skip, 0)
+        slot = first + tl.cumsum(is_selected.to(tl.int32), 0) - 1
+        tl.store(selected + line * room + slot, unit_ids, mask=is_selected)
+
+
+@triton.jit
+def _rank(scores, valid):
+    """float32 scores as numbers 0 … 2**32 - 1 in the same order."""
+    value = tl.load(scores, mask=valid, other=0.0)
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
