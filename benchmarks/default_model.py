@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -33,6 +33,7 @@ from kvkeep.evaluate import suite
 from kvkeep.evaluate.grid import Grid, run
 from kvkeep.evaluate.prompt import PROTOCOLS
 from kvkeep.evaluate.results import Results
+from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.summary import Z_95, interval, normalized_score, write_csv
 from kvkeep.model.load import load_tokenizer
 
@@ -69,11 +70,21 @@ def main() -> None:
     places = {name: Path(value) if (value := getattr(options, name)) else None for name in FOLDERS}
     sources = suite.Sources(**places, lengths=eval_options.length, limit=options.limit)
     samples, skipped = suite.load(tasks, load_tokenizer(options.model), sources)
+    samples = _task_by_task(samples)
     print(f"{len(samples)} samples, {len(grid.configs)} configs; left out: {skipped}", flush=True)
     make = partial(load_worker, eval_options, tuple(grid.configs))
     show = partial(print, flush=True)  # rows done, rows in all
     rows = run(map_in_processes(make, options.workers), samples, grid, options.out, show, about(eval_options))
     write_csv(rows, Path(options.out) / "results.csv")
+
+
+def _task_by_task(samples: Sequence[Sample]) -> list[Sample]:
+    """The first sample of every task, then the second: a run that is stopped has some of all."""
+    number, place = Counter[str](), {}
+    for sample in samples:
+        place[sample.task, sample.id] = number[sample.task]
+        number[sample.task] += 1
+    return sorted(samples, key=lambda sample: place[sample.task, sample.id])
 
 
 def _allowed(name: str, budgets: Iterable[int | float]) -> bool:

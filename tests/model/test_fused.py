@@ -117,6 +117,25 @@ def test_a_sum_in_place_in_chunks_and_the_hidden_states_a_hook_keeps(monkeypatch
         assert (model(ids).logits - want).abs().max() < 1e-4 * want.abs().max()
 
 
+@pytest.mark.parametrize("name, last", [("qwen2", True), ("qwen3", True), ("llama", False)])
+@pytest.mark.parametrize("shown", [1, 3, torch.tensor([4, 11]), 0], ids=str)
+@torch.no_grad()
+def test_the_last_mlp_runs_for_the_logits_that_are_shown(name, last, shown, monkeypatch):
+    model, ids, seen = build(name, "eager"), prompt(12), []
+    want, all_of = model(ids, logits_to_keep=shown).logits, fused_layer.GatedMLP.add_to
+    monkeypatch.setattr(
+        fused_layer.GatedMLP, "add_to", lambda mlp, total, x: seen.append(x.shape[1]) or all_of(mlp, total, x)
+    )
+    with fused.fused_ops(model, shown):
+        got = model(ids, logits_to_keep=shown).logits
+        with fused.fused_ops(model):  # a step between two layers, say
+            assert model(ids).logits.shape[1] == 12
+        assert (model(ids, logits_to_keep=shown).logits - want).abs().max() < 1e-4 * want.abs().max()
+    assert got.shape == want.shape and (got - want).abs().max() < 1e-4 * want.abs().max()
+    few = shown if isinstance(shown, int) and shown else 12 if isinstance(shown, int) else len(shown)
+    assert seen == ([12, few, 12, 12, 12, few] if last else [])
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 @torch.no_grad()
 def test_hidden_states_that_are_asked_for_inside_are_those_of_each_layer(name):

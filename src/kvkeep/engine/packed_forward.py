@@ -61,7 +61,7 @@ class PackedForward(HFCacheAdapter):
         positions = torch.cat([torch.arange(each.cache.seen, each.cache.seen + len(new)) for each, new in chunks])[None]
         device = execution_device(self.model)
         every = 0 if len(shown) == ids.shape[1] else upload(shown, device)
-        with torch.inference_mode(), fused_ops(self.model), long_prompt(self.model, ids.shape[1]):
+        with torch.inference_mode(), fused_ops(self.model, every), long_prompt(self.model, ids.shape[1]):
             return self.model(
                 upload(ids, device), position_ids=upload(positions, device), past_key_values=self, logits_to_keep=every
             ).logits[0]

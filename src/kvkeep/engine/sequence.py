@@ -171,9 +171,9 @@ class Sequence:
         """One forward pass."""
         model = self.config.model
         self.before_forward(ids)
-        with torch.inference_mode(), fused_ops(model), long_prompt(model, len(ids)):
+        shown = 0 if self.needs_all_logits else keep
+        with torch.inference_mode(), fused_ops(model, shown), long_prompt(model, len(ids)):
             batch = upload(ids[None], execution_device(model))
-            shown = 0 if self.needs_all_logits else keep
             logits = model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]
         self.after_forward(ids, logits)
         return logits[-keep:]

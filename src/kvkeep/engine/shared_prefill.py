@@ -44,7 +44,7 @@ class SharedPrefillCache(HFCacheAdapter):
 def prefill_shared(model: Any, ids: Tensor, caches: Sequence[Cache]) -> Tensor:
     """One forward pass for all of them. ids [1, n] -> logits after the last token [vocabulary]"""
     shared = SharedPrefillCache(model, caches)
-    with torch.inference_mode(), fused_ops(model), long_prompt(model, ids.shape[1]):
+    with torch.inference_mode(), fused_ops(model, 1), long_prompt(model, ids.shape[1]):
         logits = model(ids, past_key_values=shared, logits_to_keep=1).logits[0, -1]
     for cache in caches:
         cache.copy_hf_layers(shared)

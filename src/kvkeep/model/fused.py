@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvkeep.kernels.dispatch import rms_norm, rotate_heads
-from kvkeep.model.fused_layer import fused_layer, fused_mlp
+from kvkeep.model.fused_layer import Layer, fused_layer, fused_mlp
 from kvkeep.model.modules import attention_modules
 from kvkeep.model.projections import SharedInput, can_join
 from kvkeep.model.replacement import LOCK, SAME, Forward, Replacement, difference, output_of, random, same
@@ -33,18 +33,25 @@ _prepared: WeakKeyDictionary[PreTrainedModel, Prepared] = WeakKeyDictionary()
 
 
 @contextmanager
-def fused_ops(model: PreTrainedModel) -> Iterator[None]:
-    """Within, and for inference, the model's layers run with fused operations where that is faster: on a GPU."""
+def fused_ops(model: PreTrainedModel, shown: int | Tensor = 0) -> Iterator[None]:
+    """Within, and for inference, the model's layers run with fused operations where that is faster: on a GPU.
+
+    shown: whose logits are needed, as in transformers' `logits_to_keep`: the last tokens, or those at these places; 0:
+    all. The last layer's MLP runs for these alone.
+    """
     if torch.is_grad_enabled() or model.training or not is_faster(model):
         yield
         return
     with LOCK:
         if model not in _prepared:
             _prepared[model] = _prepare(model)
-        used = _prepared[model].used()
+        prepared = _prepared[model]
+        used = prepared.used()
     with ExitStack() as stack:
         for replacement in used:
             stack.enter_context(replacement)
+        if prepared.last:
+            stack.enter_context(prepared.last.only(shown))
         yield
 
 
@@ -59,6 +66,7 @@ class Prepared:
 
     operations: list[Replacement]
     layers: list[Replacement]
+    last: Layer | None  # the model's last one, if it is fused
     watched: list[nn.Module]  # a hook on one may keep a tensor that layers change in place
 
     def used(self) -> list[Replacement]:
@@ -71,7 +79,9 @@ class Prepared:
 def _prepare(model: PreTrainedModel) -> Prepared:
     forwards: dict[nn.Module, Forward] = {}
     layers: dict[nn.Module, Forward] = {}
+    last = None
     known: dict[Any, Any] = {}  # class of modules -> what it computes
+    *_, final = attention_modules(model)
     for module in reversed(list(model.modules())):  # parts first
         if "forward" in vars(module):  # accelerate's hooks, say
             continue
@@ -82,11 +92,12 @@ def _prepare(model: PreTrainedModel) -> Prepared:
             forwards[module] = forward
         elif layer := fused_layer(module, parts, forwards, known):
             layers[module], layers[layer.output] = layer, layer.output_projection
+            last = layer if layer.attention is final else last
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # where weights lay before
     rope = [found for file in _attention_files(model) if (found := _rope(file))]
     watched = [module for layer in layers for module in layer.modules()]
-    return Prepared(_all_forwards(forwards) + rope, _all_forwards(layers), watched)
+    return Prepared(_all_forwards(forwards) + rope, _all_forwards(layers), last, watched)
 
 
 def _all_forwards(forwards: dict[nn.Module, Forward]) -> list[Replacement]:

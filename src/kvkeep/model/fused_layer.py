@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import local
@@ -78,8 +80,24 @@ class Layer:
             self.attention(*args, hidden_states=self.norms[0](hidden_states), **kwargs)
         finally:
             self.now.total = None
-        self.mlp.add_to(hidden_states, self.norms[1](hidden_states))
+        self._add_mlp(hidden_states)
         return hidden_states
+
+    @contextmanager
+    def only(self, shown: int | Tensor) -> Iterator[None]:
+        """Within, the MLP runs for the last `shown` tokens alone, or for those at these places; 0: for all."""
+        before, self.now.shown = getattr(self.now, "shown", 0), shown
+        try:
+            yield
+        finally:
+            self.now.shown = before
+
+    def _add_mlp(self, total: Tensor) -> None:
+        shown = getattr(self.now, "shown", 0) if len(total) == 1 else 0
+        part = total[:, shown] if isinstance(shown, Tensor) else total[:, -shown:]
+        self.mlp.add_to(part, self.norms[1](part))
+        if isinstance(shown, Tensor):
+            total[:, shown] = part
 
     def _can_add_to(self, total: Tensor) -> bool:
         if self.module._forward_hooks:  # with output_hidden_states, transformers hooks every layer during the call
