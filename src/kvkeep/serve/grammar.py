@@ -1,4 +1,4 @@
-"""Answers that are JSON: which token may come next, by llguidance."""
+"""Answers that are JSON: which token may come next, by llguidance, which is imported when somebody asks for one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-import llguidance
-import llguidance.hf
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ FEW_BLANKS = {"x-guidance": {"whitespace_pattern": r"[ \n\t]{0,20}"}}  # small m
 class JsonConstraint:
     """A `Constraint` of the engine: the grammar's state after the tokens so far."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, size: int) -> None:
+    def __init__(self, matcher: Any, size: int) -> None:
         self.matcher, self.size = matcher, size
 
     def allowed(self) -> Tensor:
@@ -42,22 +40,28 @@ class Grammars:
         self.tokenizer, self.vocabulary, self.eos = tokenizer, vocabulary, eos
 
     @cached_property
-    def tokens(self) -> llguidance.LLTokenizer:
-        return llguidance.hf.from_tokenizer(self.tokenizer, n_vocab=self.vocabulary, eos_token=self.eos)
+    def llguidance(self) -> Any:
+        import llguidance.hf
+
+        return llguidance
+
+    @cached_property
+    def tokens(self) -> Any:
+        return self.llguidance.hf.from_tokenizer(self.tokenizer, n_vocab=self.vocabulary, eos_token=self.eos)
 
     def bytes_of(self, token: int) -> bytes:
         """A token may be part of a character."""
         return self.tokens.decode_bytes([token])
 
     def of_schema(self, schema: dict[str, Any]) -> Callable[[], JsonConstraint]:
-        return self._constraints(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema | FEW_BLANKS)))
+        return self._constraints(self.llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema | FEW_BLANKS)))
 
     def of_lark(self, lark: str) -> Callable[[], JsonConstraint]:
-        return self._constraints(llguidance.LLMatcher.grammar_from_lark(lark))
+        return self._constraints(self.llguidance.LLMatcher.grammar_from_lark(lark))
 
     def _constraints(self, grammar: str) -> Callable[[], JsonConstraint]:
         """A new one for every answer."""
-        first = llguidance.LLMatcher(self.tokens, grammar, log_level=0)
+        first = self.llguidance.LLMatcher(self.tokens, grammar, log_level=0)
         if first.is_error():
             reason = first.get_error().splitlines()[0]
             raise BadParameter(f"this JSON schema cannot be used ({reason}); leave out what it names.")
