@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvkeep.kernels.torch import reference
-from kvkeep.kernels.triton import column_mass, column_maximum, decode
+from kvkeep.kernels.triton import column_mass, column_maximum, decode, extend_attention
 from kvkeep.types import PAD_POSITION
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,6 +62,31 @@ def test_padded_attention(shape, capped, kind):
     unused = torch.arange(size, device=DEVICE) >= lengths.repeat_interleave(heads // kv_heads, 1)[..., None]
     assert torch.equal(logits[0].isinf(), unused)
     assert off(*(each.masked_fill(unused, 0.0) for each in logits)) <= BOUND[kind]
+
+
+@pytest.mark.parametrize(
+    "shape, capped, kind",
+    pairs([(1, 1, 1, 1, 16), (2, 4, 2, 9, 16), (2, 9, 3, 70, 64), (1, 80, 1, 5, 24), (3, 8, 4, 17, 40)], KINDS, BOUND),
+    ids=str,
+)
+def test_several_new_tokens_over_heads_of_any_length(shape, capped, kind):
+    """Padding gives zeros; a head may hold nothing but the new tokens."""
+    (rows, heads, kv_heads, q, dim), (softcap, sunk) = shape, capped
+    torch.manual_seed(q)
+    counts = torch.randint(1, q + 1, (rows,), device=DEVICE)
+    counts[-1] = q
+    lengths = torch.randint(0, 150, (rows, kv_heads), device=DEVICE) + counts[:, None]
+    lengths[-1, -1] = q
+    room = (lengths + 3).flatten()
+    starts = (room.cumsum(0) - room).view_as(lengths)
+    queries, extra = drawn(rows, q, heads, dim, kind=kind).transpose(1, 2), drawn(heads) if sunk else None
+    keys, values = (drawn(int(room.sum()), d, kind=kind) for d in (dim, 2 * dim))
+    given = starts, lengths, counts, 0.3, softcap, extra
+    got = extend_attention.extend_attention(queries, keys, values, *given)
+    want = reference.extend_attention(queries.float(), keys.float(), values.float(), *given)
+    assert got.dtype == kind and off(got, want) <= BOUND[kind] + (torch.finfo(kind).eps if kind != torch.float32 else 0)
+    for row, count in enumerate(counts.tolist()):
+        assert not got[row, :, : q - count].any()
 
 
 @pytest.mark.parametrize("kind", BOUND, ids=str)

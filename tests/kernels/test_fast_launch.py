@@ -297,6 +297,7 @@ def test_kernels_of_reading_and_writing_are_quick():
         *names,
         "unit_scores",
         "unit_select",
+        "extend_attention",
         "weighted_query",
         "column_mass",
         "column_maximum",

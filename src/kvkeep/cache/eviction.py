@@ -23,7 +23,6 @@ from kvkeep.cache.step_eviction import StepEvictor
 from kvkeep.compress.method import Method
 from kvkeep.compress.step_rule import StepRule
 from kvkeep.kernels.dispatch import ragged_attention
-from kvkeep.kernels.torch.reference import segment_attention
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
@@ -180,10 +179,7 @@ class EvictingBackend:
             return codes.attend(call.query, *how)
         if layout.is_step and not call.query.requires_grad and ragged_attention.uses_kernel(call.query):
             return layer.attend_step(call.query, *how)
-        output = segment_attention(
-            layout.pack(call.query), layer.flat.keys, layer.flat.values, layer.segments, layout.counts, *how
-        )
-        return layout.unpack(output)
+        return layout.unpack(layer.attend_chunk(layout.pack(call.query), layout.counts, *how))
 
     @torch.no_grad()  # kept tokens carry no graph; with learned sinks, scores would
     def _evict(

@@ -31,6 +31,7 @@ two_region_attention = KernelDispatch("two_region_attention", "retrieval_attenti
 slotted_attention = KernelDispatch("slotted_attention", "slotted_attention", reference=slotted)
 padded_attention = KernelDispatch("padded_attention", "decode", _single_query)
 ragged_attention = KernelDispatch("ragged_attention", "decode", _single_query)
+extend_attention = KernelDispatch("extend_attention", "extend_attention")
 append_quantized = KernelDispatch("append_quantized", "quantized_decode", reference=quantization)
 quantized_attention = KernelDispatch("quantized_attention", "quantized_decode", _single_query, quantization)
 column_mass = KernelDispatch("column_mass", "column_mass")

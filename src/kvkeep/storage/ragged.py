@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvkeep.kernels.dispatch import append_ragged, ragged_attention
+from kvkeep.kernels.dispatch import append_ragged, extend_attention, ragged_attention
 from kvkeep.kernels.torch.quantization import GROUP_SIZE
+from kvkeep.kernels.torch.reference import segment_attention, uniform_stride
 from kvkeep.storage.quantized import QuantizedLayer, whole_groups
 from kvkeep.storage.upload import upload
 from kvkeep.types import NOTHING, PAD_POSITION, Tokens
@@ -293,6 +294,15 @@ class RaggedLayer:
         longest = 1 << (max(self.lengths) - 1).bit_length()  # rounded up: what is compiled for it serves many steps
         output = ragged_attention(queries.to(keys.dtype), keys, values, *self.device_segments, longest, *how)
         return output.to(queries.dtype)
+
+    def attend_chunk(self, queries: Tensor, counts: Sequence[int], *how: Any) -> Tensor:
+        """Several queries per row, of which the last `counts` are tokens, the others padding. As `attend_step`"""
+        keys, values, plain = self.flat.keys, self.flat.values, how[1:] == (None, None)
+        dense = plain and set(counts) == {queries.shape[2]} and uniform_stride(self.segments)
+        if dense or queries.requires_grad or not extend_attention.uses_kernel(queries):
+            return segment_attention(queries, keys, values, self.segments, counts, *how)
+        placed = (*self.device_segments, upload(list(counts), keys.device))
+        return extend_attention(queries.to(keys.dtype), keys, values, *placed, *how).to(queries.dtype)
 
     def update_ends(self) -> None:
         """The first free slot of every segment, on the device, so that decoding never synchronizes with the host."""

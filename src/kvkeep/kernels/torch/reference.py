@@ -228,7 +228,7 @@ def segment_attention(
     kv_heads = len(segments) // rows
     dtype, queries, values = queries.dtype, queries.to(keys.dtype), values.to(keys.dtype)
     sdpa_suffices = softcap is None and sink_logits is None
-    if sdpa_suffices and (stride := _uniform_stride(segments)) and all(count == q for count in new_counts):
+    if sdpa_suffices and (stride := uniform_stride(segments)) and all(count == q for count in new_counts):
         length = segments[0][1]
         dense_keys, dense_values = (
             t[segments[0][0] :][: len(segments) * stride].view(rows, kv_heads, stride, -1)[:, :, :length]
@@ -309,6 +309,22 @@ def ragged_attention(
     return torch.cat([segment_attention(row, keys, values, mine, row.shape[2:3], *how) for row, mine in segments])
 
 
+def extend_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """`segment_attention` where segments and counts are known to the device. starts, lengths [rows, kv_heads]"""
+    segments = list(zip(starts.flatten().tolist(), lengths.flatten().tolist(), strict=True))
+    return segment_attention(queries, keys, values, segments, counts.tolist(), scale, softcap, sink_logits)
+
+
 def append_ragged(
     keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, lengths: Tensor, active: Tensor
 ) -> None:
@@ -337,7 +353,7 @@ def copy_segments(
         buffer.index_copy_(0, put, other[taken].to(buffer.dtype))
 
 
-def _uniform_stride(segments: Sequence[tuple[int, int]]) -> int:
+def uniform_stride(segments: Sequence[tuple[int, int]]) -> int:
     """Distance between segments when all are equally long and equally spaced, else 0."""
     (first, length), *rest = segments
     if not rest:
