@@ -146,7 +146,7 @@ class ReplayPass:
 
     instruction: str
     lead: int  # tokens before the part
-    start: int  # of the part, counted from the first token that is fed again
+    start: int  # of the part, counted from the first token that is fed again, behind the template's beginning
     end: int
 
 

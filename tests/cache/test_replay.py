@@ -47,7 +47,7 @@ def read(model, spec="kvzip", budget=20, ids=IDS, **how):
     return cache
 
 
-def expected_scores(model, ids, chunk, words, sinks=4, plus=False):
+def expected_scores(model, ids, chunk, words, sinks=4, plus=False, begun=0):
     """Of every layer, from transformers' own attention weights."""
     model, text, n = copy.deepcopy(model), ids[0].tolist(), ids.shape[1]
     model.set_attn_implementation("eager")
@@ -55,7 +55,7 @@ def expected_scores(model, ids, chunk, words, sinks=4, plus=False):
     model(ids, past_key_values=full)
     heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
     group, scores = heads // kv_heads, [np.zeros((kv_heads, n)) for _ in model.model.layers]
-    for start, end, fed in oracle.parts(n, chunk, words, text):
+    for start, end, fed in oracle.parts(n, chunk, words, text, begun=begun):
         out = model(torch.tensor([fed]), past_key_values=copy.deepcopy(full), output_attentions=True,
                     output_hidden_states=True)  # fmt: skip
         for i, layer in enumerate(model.model.layers):
@@ -84,6 +84,20 @@ def test_the_best_of_all_layers_are_kept(spec, chunk, tokenizer):
     for i in range(3):
         state = whole.backend.store[i].dense(0).token_state[..., 0].numpy()
         np.testing.assert_allclose(state, scores[i], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [5, 40, 200])
+def test_the_beginning_of_the_chat_template_is_scored_but_not_repeated(chunk):
+    """As the authors' code feeds it: the text alone, its softmax over the template's keys, too."""
+    model, chat = sharp(), tiny_chat.tokenizer("Be brief." + tiny_chat.TEMPLATE)
+    begun = ids_of(chat, "Be brief.<s>")
+    ids = torch.cat([torch.tensor([begun]), IDS[:, : 90 - len(begun)]], 1)
+    scores = expected_scores(model, ids, chunk, WORDS, begun=len(begun))
+    forced = [[[0, 1, 2, 3]] * 4] * 3
+    assert kept(read(model, ids=ids, chunk=chunk, tokenizer=chat)) == frontier.shared(scores, forced, 20)
+    alone = torch.tensor([begun])  # nothing follows the template's beginning: it is the text
+    whole = frontier.shared(expected_scores(model, alone, 2048, WORDS), forced, 8)
+    assert kept(read(model, budget=8, ids=alone, tokenizer=chat)) == whole
 
 
 def test_what_is_said_changes_what_is_kept():

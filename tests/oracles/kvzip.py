@@ -10,14 +10,17 @@ import numpy as np
 from .common import dots, softmax
 
 
-def parts(n, chunk, words, text, lead=8):
-    """(start, end, ids that are fed) of every part. words: ids of the two instructions, and of a message's end."""
+def parts(n, chunk, words, text, lead=8, begun=0):
+    """(start, end, ids that are fed) of every part. words: ids of the two instructions, and of a message's end.
+
+    begun: tokens of the chat template before the text, which are scored with the first part and never fed.
+    """
     first, later, end_of_message = words
     found = []
-    for start in range(0, n, chunk):
+    for start in range(begun, n, chunk):
         end = min(n, start + chunk)
-        asked = first if start == 0 else later + text[max(0, start - lead) : start]
-        found.append((start, end, asked + end_of_message + text[start:end]))
+        asked = first if start == begun else later + text[max(begun, start - lead) : start]
+        found.append((0 if start == begun else start, end, asked + end_of_message + text[start:end]))
     return found
 
 

@@ -23,7 +23,7 @@ from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.protocols import ReplayMemory
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.kernels.torch.reference import segment_attention
-from kvkeep.model.chat import end_of_message, ids_of
+from kvkeep.model.chat import common_prefix_length, end_of_message, ids_of, start_of_message
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, context_length, execution_device
 from kvkeep.model.output_projection import hidden_norms, output_weight
@@ -98,19 +98,30 @@ class ReplayForward(HFCacheAdapter):
         """Scores of all tokens of these texts. [kv_heads, tokens]"""
         with hidden_norms(self.model, self.compressed_layers if self.memory.needs_output else []) as self.norms:
             for self.row, text in enumerate(rows):
-                for part in self.memory.passes(len(text.ids), context_length(self.model) - text.position):
+                tokens, room = len(text.ids) - self._begun(text), context_length(self.model) - text.position
+                for part in self.memory.passes(tokens, room):
                     self._feed(text, part)
         return self.scores
 
     def _feed(self, text: RowText, part: ReplayPass) -> None:
-        self.behind = slice(part.start - len(text.ids), part.end - len(text.ids) or None)
-        lead, repeated = text.ids[part.start - part.lead : part.start], text.ids[part.start : part.end]
+        start, end = (self._begun(text) + each for each in (part.start, part.end))
+        self.behind = slice((start if part.start else 0) - len(text.ids), end - len(text.ids) or None)
+        lead, repeated = text.ids[start - part.lead : start], text.ids[start:end]
         ids = torch.tensor([self._say(part.instruction) + lead + self._end + repeated])
         positions, device = text.position + torch.arange(ids.shape[1]), execution_device(self.model)
         self.model(ids.to(device), position_ids=positions[None].to(device), past_key_values=self, logits_to_keep=1)
 
+    def _begun(self, text: RowText) -> int:
+        """Tokens that the chat template puts before a message: scored with the first part, but not repeated."""
+        begun = common_prefix_length(self._start, text.ids)
+        return begun if begun < len(text.ids) else 0
+
     def _say(self, text: str) -> list[int]:
         return ids_of(self.tokenizer, text) if self.tokenizer else []
+
+    @cached_property
+    def _start(self) -> list[int]:
+        return start_of_message(self.tokenizer) if self.tokenizer else []
 
     @cached_property
     def _end(self) -> list[int]:

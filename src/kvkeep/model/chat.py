@@ -126,6 +126,11 @@ def split_template(tokenizer: Any, text: str = "", **options: Any) -> tuple[str,
     return before, after
 
 
+def start_of_message(tokenizer: Any) -> list[int]:
+    """Ids of what the template puts before a user's first message."""
+    return ids_of(tokenizer, split_template(tokenizer)[0])
+
+
 def end_of_message(tokenizer: Any) -> list[int]:
     """Ids of what the template puts between a user's message and the answer; without one, of a line's end."""
     return ids_of(tokenizer, split_template(tokenizer)[1] or "\n")
