@@ -138,6 +138,12 @@ def reached(scores, forced, kept):
 POOLS = {"head": (EqualHeads(), 0.0), "layer": (AdaptiveHeads(0.0), 0.0), "floor": (AdaptiveHeads(0.5), 0.5)}
 
 
+def test_epsilon_is_the_authors_where_heads_compete():
+    epsilon = {"": None, "+adakv": 0.02, "+shared": 0.02, ":epsilon=0.0+adakv": 0.0, ":epsilon=0.01+adakv": 0.01}
+    for rest, want in epsilon.items():
+        assert parse(f"expected_attention{rest}").scorer.epsilon == want
+
+
 @pytest.mark.parametrize("pool", POOLS)
 @many(80)
 def test_coverage_of_one_layer(pool, seed):

@@ -14,6 +14,7 @@ from kvkeep.compress.grouping.prototypes import Prototypes
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Draft, Method, Preset
 from kvkeep.compress.positions import Capped, Contiguous, Gap
+from kvkeep.compress.protocols import HeadAllocator
 from kvkeep.compress.retrieval.chunking import Chunks, Clusters, Events, MethodClusters, SentenceChunks
 from kvkeep.compress.retrieval.config import RetrievalConfig, check_probe
 from kvkeep.compress.retrieval.index import Bounds, Centres, EachToken, Representatives
@@ -186,7 +187,7 @@ def replayed(name: str, replay: Replay, layerwise: bool):
     return Method(name, RepetitionScorer(), Guard(replay.sinks), heads=heads, memory=replay)
 
 
-def expected_attention(future=512, sinks=4, epsilon=0.0, covariance=True, value_norms=True):
+def expected_attention(future=512, sinks=4, epsilon: float | None = None, covariance=True, value_norms=True):
     scorer = ExpectedAttentionScorer(future, sinks, epsilon, covariance, value_norms)
     return Method("expected_attention", scorer, Guard(sinks), summary=QueryMoments(sinks))
 
@@ -314,6 +315,11 @@ def weight_by_values(power=1.0, value_pool=5):
     return lambda method: {"scorer": ValueNormScorer(method.scorer, power, value_pool)}
 
 
+def among_heads(heads: HeadAllocator):
+    """Heads compete for a budget; a scorer may have another scale for that."""
+    return lambda method: {"heads": heads, "scorer": getattr(method.scorer, "among_heads", lambda: method.scorer)()}
+
+
 def keep_above(tau=0.001):
     """Keep no more than what scores above tau."""
     return lambda method: {"heads": Threshold(method.heads, tau)}
@@ -419,7 +425,7 @@ METHODS = Registry("method", {
     ),
     "expected_attention": Preset(
         expected_attention, "arXiv:2510.00636", "keys that the next queries, if distributed as the text's, attend to",
-        "epsilon 0; the authors have .02 with +adakv",
+        "epsilon is 0, and .02 where heads compete (+adakv, +shared), as the authors have it",
     ),
     "compactor": Preset(
         compactor, "arXiv:2507.08143", "keys that others cannot stand for, and that their neighbourhood attends to",
@@ -472,11 +478,11 @@ METHODS = Registry("method", {
 
 MODIFIERS = Registry("modifier", {
     "adakv": Preset(
-        lambda alpha=0.2: {"heads": AdaptiveHeads(alpha)}, "arXiv:2407.11550", "head budgets by score",
+        lambda alpha=0.2: among_heads(AdaptiveHeads(alpha)), "arXiv:2407.11550", "head budgets by score",
         "units compete by their score; each head's floor is set aside first; the authors' code mixes counts afterwards",
     ),
     "shared": Preset(
-        lambda floor=0.0: {"heads": SharedBudget(floor)}, "arXiv:2505.23416", "one budget for all heads of all layers",
+        lambda floor=0.0: among_heads(SharedBudget(floor)), "arXiv:2505.23416", "one budget for all heads and layers",
         "for any method's scores; a token that is not among the best of the layers so far is evicted at once",
     ),
     "critical": Preset(

@@ -6,7 +6,7 @@ their mean and covariance give every key's expected attention in closed form. It
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from kvkeep.compress.attention import norms, token_mask
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation, Rotate
+
+AMONG_HEADS = 0.02
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,19 @@ class ExpectedAttentionScorer:
 
     future: int = 512
     sinks: int = 4
-    epsilon: float = 0.0
+    epsilon: float | None = None  # None: 0, or AMONG_HEADS where heads compete for a budget
     covariance: bool = True
     value_norms: bool = True
 
     def __post_init__(self) -> None:
         if self.future < 1:
             raise BadParameter(f"future={self.future}: expect at least one query; use 1 or more.")
-        if self.epsilon < 0:
+        if self.epsilon is not None and self.epsilon < 0:
             raise BadParameter(f"epsilon={self.epsilon} is negative; use 0 or more.")
+
+    def among_heads(self) -> ExpectedAttentionScorer:
+        """As the authors have it where heads compete: a head whose attention is spread keeps some tokens."""
+        return replace(self, epsilon=AMONG_HEADS) if self.epsilon is None else self
 
     def cache_key(self, budget: int) -> int:
         return 1
@@ -66,7 +72,7 @@ class ExpectedAttentionScorer:
             if self.covariance:
                 logits += torch.linalg.vecdot(keys @ covariance, keys) * (seen.scale**2 / 2)
             scores += logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num_(0.0) / len(means)
-        return (scores + self.epsilon) * norms(seen.values).float() if self.value_norms else scores
+        return (scores + (self.epsilon or 0.0)) * norms(seen.values).float() if self.value_norms else scores
 
     def _expected(self, seen: Observation) -> tuple[Tensor, Tensor]:
         """Mean and covariance of the next `future` queries. [heads, dim] and [heads, dim, dim]"""
