@@ -88,7 +88,8 @@ async def load(url: str, jobs: list[dict], clients: int, seconds: float) -> Wait
 
     async def client(seed: int) -> None:
         draw = random.Random(seed)
-        async with httpx.AsyncClient(base_url=url, timeout=600) as line:
+        # verify: each reads all certificates else, 50 ms in which no other client of this process sees its answer
+        async with httpx.AsyncClient(base_url=url, timeout=600, verify=False) as line:
             while time.monotonic() < end:
                 number = draw.randrange(len(jobs))
                 await ask(line, number, jobs[number], waits, draw.random() < VANISHING)

@@ -51,14 +51,14 @@ def is_up(url):
 
 
 @contextmanager
-def process(folder, *options, double=False, env=()):
+def process(folder, *options, double=False, env=(), **popen):
     """`kvkeep serve` of this model, named tiny; double: in float64. Gives the process, with its `url`."""
     made, tokenizer = model()
     (made.double() if double else made).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     command = [sys.executable, "-m", "kvkeep.cli", "serve", "--model", folder, "--name", "tiny", "--budget", "64"]
     how = {"stderr": subprocess.PIPE, "text": True, "env": {**os.environ, "OMP_NUM_THREADS": "1", **dict(env)}}
-    started = subprocess.Popen([*map(str, command), "--port", "0", *options], **how)
+    started = subprocess.Popen([*map(str, command), "--port", "0", *options], **how, **popen)
     try:
         started.said = []
         for line in started.stderr:

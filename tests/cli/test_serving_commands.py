@@ -36,6 +36,9 @@ def tiny(monkeypatch):
         (["--prefix-cache", "much"], "'much' is not a size"),
         (["--memory", "1XB"], "'1XB' is not a size"),
         (["--method", "snapvk"], "Did you mean 'snapkv'"),
+        (["--replicas", "2"], "give --ray, too"),
+        (["--autoscale", "max_replicas=3"], "give --ray, too"),
+        (["--ray", "--autoscale", "max_replicas"], "give name=value"),
     ],
 )
 def test_a_server_that_cannot_be_is_refused_before_a_model_is_loaded(no_model, options, said):

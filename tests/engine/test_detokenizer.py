@@ -95,3 +95,33 @@ def test_a_text_is_held_from_where_a_stop_may_begin():
         if not any(stop in detokenizer.text for stop in stops):
             assert detokenizer.held_from(stops) == tried(detokenizer.text, stops)
     assert detokenizer.held_from([]) == len(detokenizer.text)
+
+
+def test_a_stop_is_found_where_it_ends_whatever_was_searched_before():
+    draw = random.Random(0)
+    for _ in range(300):
+        one, stops = IncrementalDetokenizer(None), ["ab", "b\n", " ", "aba"][draw.randrange(4) :]
+        for _ in range(12):
+            before = len(one.text)
+            one.text += "".join(draw.choice("ab \n") for _ in range(draw.randrange(3)))
+            found = any(stop in one.text.lstrip() for stop in stops)
+            assert one.has_stop(stops, before) == found
+            if found:
+                break
+
+
+def test_stops_are_searched_for_at_the_end_alone():
+    """A text that says how much of it was looked at."""
+
+    class Text(str):
+        looked = 0
+
+        def find(self, stop, start):
+            Text.looked += len(self) - start
+            return super().find(stop, start)
+
+    one = IncrementalDetokenizer(None)
+    for _ in range(2000):
+        before, one.text = len(one.text), Text(one.text + "word ")
+        assert not one.has_stop(["###", "stop"], before)
+    assert Text.looked < 2000 * 2 * 10

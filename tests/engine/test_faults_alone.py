@@ -122,3 +122,24 @@ def test_what_two_processes_saved_of_one_prefix_is_one_entry(chat, tmp_path):
     while again.evict_oldest():
         pass
     assert len(again) == 0 and not list(tmp_path.iterdir())
+
+
+class Odd(RuntimeError):
+    """One that cannot be made of what it shows."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one}{two}")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), Odd("bro", "ken"), torch.OutOfMemoryError("broken")])
+def test_each_request_of_a_broken_step_has_an_error_of_its_own(chat, monkeypatch, error):
+    with engine(chat) as one:
+        fails_once(monkeypatch, one._driver.scheduler, "_next_chunks", error)
+        with one._driver.lock:  # no step before all of them are there
+            handles = [one.submit(TEXT, **NEW) for _ in range(3)]
+        for handle in handles:
+            with pytest.raises(RuntimeError, match="broken"):
+                handle.result()
+        found = [handle.request.error for handle in handles]
+        assert len({id(each) for each in found}) == 3 and {each.__cause__ for each in found} == {error}
+        assert one.submit(TEXT, **NEW).result()

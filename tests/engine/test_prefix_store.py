@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from conftest import EVICTING, RETRIEVING
 
 import kvkeep
+from kvkeep.cache import serialize
 from kvkeep.engine import memory
 from kvkeep.engine.prefix_store import LEAST_PART, LONGEST_PART, PrefixStore, cuts_of, nbytes_of
 from kvkeep.errors import BadParameter, StoreFull, UnknownName
+from kvkeep.storage import checkpoint
 
 PLENTY = 10**9
 TALK = ["".join(chr(97 + i * i * (k + 2) % 23) for i in range(90 + 31 * k)) for k in range(4)]
@@ -247,6 +251,50 @@ def test_a_pinned_text_is_found_after_a_restart_by_its_key_alone(chat, tmp_path)
             one.submit("which?", key="secret-b", context=id)
         one.unpin(id, key="secret-a")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_another_process_saved_since_is_found_by_its_id(chat, tmp_path):
+    """By its owner alone; removed there, it is gone here."""
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        early = engine(chat, store=PrefixStore(PLENTY, tmp_path))
+        id = one.pin(TALK[0] * 3, key="alice")
+        one.prefixes.flush()
+        expected = one.submit("why", context=id, key="alice", **SHORT).result()
+        with early as other:
+            with pytest.raises(UnknownName):
+                other.submit("why", context=id, key="bob", **SHORT)
+            assert other.submit("why", context=id, key="alice", **SHORT).result() == expected
+            with pytest.raises(KeyError):
+                other.prefixes.entry("alice", "../" + id)
+
+
+def test_a_disk_is_read_before_a_step_and_the_device_is_nobody_elses_meanwhile(chat, tmp_path, monkeypatch):
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        expected = answered(one, say(*TALK[:1], "So.", "why")).text
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as other:
+        read, restored, lock, seen = checkpoint.read, serialize.restored, other._driver.lock, []
+
+        def is_held():
+            """By a step, or by us: another thread cannot have it."""
+            with ThreadPoolExecutor(1) as pool:
+                free = pool.submit(lock.acquire, blocking=False).result()
+                if free:
+                    pool.submit(lock.release).result()
+            return not free
+
+        def reading(path):
+            seen.append(("read", threading.current_thread() is threading.main_thread(), is_held()))
+            return read(path)
+
+        def restoring(*given):
+            seen.append(("restored", threading.current_thread() is threading.main_thread(), is_held()))
+            return restored(*given)
+
+        monkeypatch.setattr(checkpoint, "read", reading)
+        monkeypatch.setattr(serialize, "restored", restoring)
+        request = answered(other, say(*TALK[:1], "So.", "why"))
+        assert request.text == expected and request.num_cached
+        assert seen == [("read", True, False), ("restored", True, True)]
 
 
 def test_no_key_is_written(chat, tmp_path):

@@ -121,6 +121,20 @@ def test_an_agents_loop_pays_for_new_tokens_only(apis):
     assert other.choices[0].message.content == reply.choices[0].message.content
 
 
+def test_a_chat_is_encoded_once_for_all_its_answers(served, apis, monkeypatch):
+    """And is cut into stored parts all the same."""
+    calls, tokenizer = [], type(served.engine.tokenizer)
+    call_it = tokenizer.__call__
+    monkeypatch.setattr(tokenizer, "__call__", lambda *given, **how: calls.append(1) or call_it(*given, **how))
+    said = [{"role": "user", "content": "Once. " + TEXT}, {"role": "assistant", "content": "So."}]
+    said = [*said, {"role": "user", "content": "Why?"}]
+    for cached in (0, len(TEXT)):
+        calls.clear()
+        reply = apis[0].chat.completions.create(model="tiny", messages=said, n=3, max_tokens=4, seed=1)
+        assert len(reply.choices) == 3 and len(calls) == 1
+        assert reply.usage.prompt_tokens_details.cached_tokens >= cached
+
+
 def test_what_is_stored_is_counted(served):
     with urllib.request.urlopen(f"{served.url}/metrics") as reply:
         lines = reply.read().decode().splitlines()
@@ -133,3 +147,21 @@ def test_without_a_store_there_are_no_contexts():
     with serving.thread(serving.engine()) as served:
         status, said = call(served, "", "POST", body={"text": TEXT})
         assert status == 400 and "--prefix-cache" in said["error"]["message"]
+
+
+def test_a_key_may_have_so_many_contexts_and_bytes():
+    """Others are not affected; whoever removes one has room again, and what was too much is not kept."""
+    limits = {"max_contexts": 2, "max_context_bytes": 40_000}
+    with serving.thread(serving.engine("knorm", 64, prefix_cache=10**7), ["alice", "bob"], **limits) as served:
+        first = call(served, "alice", "POST", body={"text": TEXT})[1]
+        assert 10_000 < first["bytes"] < 20_000
+        assert call(served, "alice", "POST", body={"text": TEXT + "2"})[0] == 200
+        status, said = call(served, "alice", "POST", body={"text": TEXT + "3"})
+        assert status == 429 and said["error"]["code"] == "too_many_contexts"
+        assert "2 contexts" in said["error"]["message"] and "DELETE /v1/contexts/ID" in said["error"]["message"]
+        assert call(served, "bob", "POST", body={"text": TEXT})[0] == 200
+        call(served, "alice", "DELETE", f"/{first['id']}")
+        status, said = call(served, "alice", "POST", body={"text": TEXT, "budget": 500})
+        assert status == 429 and "40.0 kB" in said["error"]["message"]
+        assert len(call(served, "alice")[1]["data"]) == 1
+        assert call(served, "alice", "POST", body={"text": TEXT})[0] == 200

@@ -331,7 +331,7 @@ def test_a_reader_that_stops_reading_loses_its_places_and_its_answer(monkeypatch
         stream = EventStream(answers, SimpleNamespace(begin=lambda: [{"text": "x"}]))
         scope = {"type": "http", "path": "/", "headers": []}
         reading = asyncio.ensure_future(
-            RequestMiddleware(stream, Metrics([], None), Keys(), 99)(scope, silent, stopped)
+            RequestMiddleware(stream, Metrics([], None).requests, Keys(), 99)(scope, silent, stopped)
         )
         await asyncio.sleep(0.2)
         assert closed == [answers] and answers.answers[0].request.cancelled and not reading.done()

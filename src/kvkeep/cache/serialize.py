@@ -137,6 +137,11 @@ def load_context(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[
 def load_with_facts(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
     """A cache, and all that was saved about it."""
     tensors, facts = checkpoint.read(path)
+    return restored(kind, path, model, tensors, facts), facts
+
+
+def restored(kind: Callable[..., C], path: str | Path, model: Any, tensors: dict[str, Tensor], facts: Any) -> C:
+    """What was read from a path, as a cache on the model's devices."""
     if facts.get("dtype") != str(model.dtype):
         raise BadCacheFile(
             f"{path} was saved with {facts.get('dtype')}, this model has {model.dtype}; load the model like that."
@@ -152,7 +157,7 @@ def load_with_facts(kind: Callable[..., C], path: str | Path, model: Any) -> tup
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, KvkeepError) as e:
         raise BadCacheFile(f"{path} does not describe a cache this version understands ({e}); save it again.") from e
     _restore(cache, tensors, facts)
-    return cache, facts
+    return cache
 
 
 def _parse(path: str | Path, facts: dict[str, Any]) -> Method:

@@ -150,7 +150,9 @@ def chat(
 
 @app.command(epilog=EPILOG)
 def serve(
-    model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
+    model: Annotated[
+        str, typer.Option(envvar="KVKEEP_MODEL", help="`default`, a hub id, or a local folder.")
+    ] = "default",
     method: Annotated[
         str | None, typer.Option(help="See `kvkeep methods`; a request may name another. kvkeep, kvkeep_context.")
     ] = None,
@@ -173,10 +175,21 @@ def serve(
     max_body: Annotated[str, typer.Option(help="Of a request.")] = "4MB",
     max_seconds: Annotated[float, typer.Option(min=0.1, help="Until an answer is complete.")] = 600.0,
     max_answers: Annotated[int, typer.Option(min=1, help="Under way for one key.")] = 64,
+    max_contexts: Annotated[int, typer.Option(min=0, help="Texts of POST /v1/contexts, for one key.")] = 64,
+    max_context_bytes: Annotated[
+        str | None, typer.Option(help="Of these; else half of --prefix-cache, where there are several keys.")
+    ] = None,
     allow_parameters: Annotated[
         bool, typer.Option("--allow-parameters", help="Clients may give methods' parameters; some take hours.")
     ] = False,
     drain_seconds: Annotated[float, typer.Option(min=0, help="For answers under way, after SIGTERM.")] = 60.0,
+    ray: Annotated[
+        str | None, typer.Option(metavar="[ADDRESS]", help="Replicas on Ray: of this address, or this machine.")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="With --ray: so many engines, each with all these limits.")] = 1,
+    autoscale: Annotated[
+        list[str] | None, typer.Option(help="With --ray: of Ray Serve, name=value: max_replicas=8.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
 ) -> None:
@@ -187,7 +200,7 @@ def serve(
     how = given.pop("budget"), given.pop("settings") or [], given.pop("storage")
     plan = inputs.plans(method or "kvkeep", *how)[0]
     with show.busy("starting") as say:
-        serving.run(serving.Options(**given), plan, say.note)
+        serving.run(serving.Options(**given | {"autoscale": tuple(autoscale or ())}), plan, say.note)
 
 
 @app.command("eval", epilog=EPILOG)

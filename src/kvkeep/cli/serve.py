@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvkeep.cli.inputs import Plan, byte_count
 from kvkeep.errors import BadInput, BadParameter, MissingExtra
 
 PACKAGES = "fastapi", "uvicorn", "prometheus_client", "llguidance"  # of the extra
+LOCAL = "local"  # an embedded Ray on this machine
 KEEP_ALIVE_S = 75  # of a connection between two requests: longer than clients keep theirs
 
 
@@ -40,7 +42,12 @@ class Options:
     drain_seconds: float
     device: str | None
     dtype: str | None
+    max_contexts: int = 64
+    max_context_bytes: str | None = None
     allow_parameters: bool = False
+    ray: str | None = None  # the address of a cluster, or LOCAL
+    replicas: int = 1
+    autoscale: tuple[str, ...] = ()
 
 
 def check_packages() -> None:
@@ -56,9 +63,14 @@ def run(options: Options, plan: Plan, say: Callable[[str], None]) -> None:
 
     keys = Keys.load(options.keys)
     check_access(options, bool(keys))
+    autoscaling_settings(options)
     with bind(options.host, options.port) as listening:
-        engine = _engine(options, plan, say)
-        _serve(options, _server(options, engine, keys), listening, say)
+        if options.ray:
+            return _serve_replicas(options, plan, keys, listening, say)
+        server = make_server(options, plan, keys, say)
+        from kvkeep.serve.routes import create_app
+
+        _serve(options, create_app(server, _local_only(options, keys)), server.name, listening, say)
 
 
 def check_access(options: Options, has_keys: bool) -> None:
@@ -108,7 +120,7 @@ def _engine(options: Options, plan: Plan, say: Callable[[str], None]) -> Any:
     return load_engine(options.model, options.device, options.dtype, plan, say, **how)
 
 
-def _server(options: Options, engine: Any, keys: Any) -> Any:
+def make_server(options: Options, plan: Plan, keys: Any, say: Callable[[str], None] = lambda text: None) -> Any:
     from kvkeep.serve.limits import Limits
     from kvkeep.serve.server import Server
 
@@ -117,9 +129,18 @@ def _server(options: Options, engine: Any, keys: Any) -> Any:
         max_tokens=options.max_tokens,
         max_seconds=options.max_seconds,
         max_answers=options.max_answers,
+        max_contexts=options.max_contexts,
+        max_context_bytes=_context_bytes(options, keys),
         allow_parameters=options.allow_parameters,
     )
-    return Server(engine, options.name or model_name(options.model), keys, limits)
+    return Server(_engine(options, plan, say), options.name or model_name(options.model), keys, limits)
+
+
+def _context_bytes(options: Options, keys: Any) -> int | None:
+    """None: all of the store. Several keys do not let one have it all."""
+    if options.max_context_bytes:
+        return byte_count("--max-context-bytes", options.max_context_bytes)
+    return byte_count("--prefix-cache", options.prefix_cache) // 2 if len(keys) > 1 else None
 
 
 def model_name(model: str) -> str:
@@ -130,17 +151,67 @@ def model_name(model: str) -> str:
     return DEFAULT if model in DEFAULT_NAMES else folder.resolve().name if folder.is_dir() else model
 
 
-def _serve(options: Options, server: Any, listening: socket.socket, say: Callable[[str], None]) -> None:
+def _serve_replicas(
+    options: Options, plan: Plan, keys: Any, listening: socket.socket, say: Callable[[str], None]
+) -> None:
+    """The same on Ray Serve: this process is the way in, the replicas are wherever Ray has room."""
+    from kvkeep.evaluate.ray_pool import check_ray, connected
+
+    ray = check_ray()
+    try:
+        from kvkeep.serve.front import Front
+        from kvkeep.serve.replica import Deployment
+    except ImportError as error:
+        raise MissingExtra(f"--ray needs ray[serve] ({error}); install it with `pip install 'kvkeep[ray]'`.") from None
+    with connected(ray, None if options.ray == LOCAL else options.ray):
+        has_gpus = ray.cluster_resources().get("GPU") and not (options.device or "").startswith("cpu")
+        how = Deployment(
+            name=f"kvkeep-{socket.gethostname()}-{listening.getsockname()[1]}",
+            replicas=options.replicas,
+            autoscaling=autoscaling_settings(options),
+            max_ongoing=options.max_rows,
+            max_queued=options.max_waiting,
+            drain_seconds=options.drain_seconds,
+            resources={"num_cpus": 1, "num_gpus": 1 if has_gpus else 0},
+        )
+        say(f"starting {options.replicas} replicas on Ray")
+        try:
+            handle = how.start(partial(make_server, options, plan, keys))
+            most = byte_count("--max-body", options.max_body)
+            front = Front(handle, keys, most, _local_only(options, keys))
+            _serve(options, front, options.name or model_name(options.model), listening, say, lifespan="off")
+        finally:
+            how.stop()
+
+
+def autoscaling_settings(options: Options) -> dict[str, Any]:
+    """Of Ray Serve, by name."""
+    import yaml
+
+    pairs = [each.partition("=") for each in options.autoscale]
+    wrong = [name for name, _, value in pairs if not (name and value)]
+    if wrong:
+        raise BadParameter(f"--autoscale {' '.join(options.autoscale)}: give name=value, such as max_replicas=8.")
+    if (pairs or options.replicas > 1) and not options.ray:
+        raise BadParameter("--replicas and --autoscale are for Ray; give --ray, too.")
+    return {name: yaml.safe_load(value) for name, _, value in pairs}
+
+
+def _local_only(options: Options, keys: Any) -> bool:
+    """Refuse pages of other sites that a browser here shows."""
+    return is_local(options.host) and not keys
+
+
+def _serve(
+    options: Options, app: Any, name: str, listening: socket.socket, say: Callable[[str], None], lifespan: Any = "on"
+) -> None:
     import uvicorn
 
-    from kvkeep.serve.routes import create_app
-
-    local_only = is_local(options.host) and not server.keys
     config = uvicorn.Config(
-        create_app(server, local_only), timeout_graceful_shutdown=round(options.drain_seconds),
-        timeout_keep_alive=KEEP_ALIVE_S, server_header=False, log_level="warning", lifespan="on",
+        app, timeout_graceful_shutdown=round(options.drain_seconds), timeout_keep_alive=KEEP_ALIVE_S,
+        server_header=False, log_level="warning", lifespan=lifespan,
     )  # fmt: skip
     host, port = listening.getsockname()[:2]
-    say(f"serving {server.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+    say(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, then sends the signal again
     uvicorn.Server(config).run(sockets=[listening])

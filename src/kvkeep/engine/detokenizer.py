@@ -49,6 +49,11 @@ class IncrementalDetokenizer:
         new, self.text = text[len(self.text) :], text
         return new
 
+    def has_stop(self, stops: Sequence[str], before: int) -> bool:
+        """Whether one of these texts ends after the first `before` characters, which were searched before."""
+        found = [stop for stop in stops if self.text.find(stop, max(0, before - len(stop) + 1)) >= 0]
+        return bool(found) and any(stop in self.text.lstrip() for stop in found)
+
     def cut(self, stops: Sequence[str]) -> None:
         """End the text before the first of these texts; one at the very beginning does not count."""
         begin = len(self.text) - len(self.text.lstrip())

@@ -226,7 +226,9 @@ class Engine:
             end = end_of_turn(self.tokenizer, template) if isinstance(template, str) else None
             request.cuts = () if asked else cuts_of(request.ids, end, bool(cache_prefix))
             if store is not None and request.cuts:
-                request.find_stored = partial(store.longest, request.key, request.config, request.ids, request.cuts)
+                which = request.key, request.config, request.ids, request.cuts
+                store.prepare(*which)
+                request.find_stored = partial(store.longest, *which)
 
     def pin(
         self, text: str, *, key: str = "", public: bool = False, progress: ProgressCallback = None, **how: Any

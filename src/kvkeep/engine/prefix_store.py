@@ -22,7 +22,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -86,7 +86,7 @@ class PrefixStore:
     """Keyed by owner, method, budget, storage and tokens. The least recently used go first. From any thread."""
 
     def __init__(self, max_bytes: int, folder: str | Path | None = None) -> None:
-        """folder: where prefixes are saved, to be found again after a restart"""
+        """folder: where prefixes are saved, to be found again after a restart, or by id by another process"""
         self.max_bytes, self.folder = max_bytes, None if folder is None else Path(folder)
         self.entries: OrderedDict[str, Entry] = OrderedDict()  # by id, the least recently used first
         self.by_place: dict[tuple[str, str], Entry] = {}
@@ -95,6 +95,7 @@ class PrefixStore:
         self.device_lock: AbstractContextManager[Any] = nullcontext()
         self.to_save: Queue[str] = Queue()  # ids: who is dropped meanwhile is not held
         self.writer: threading.Thread | None = None
+        self.num_unsaved = 0  # that could not be written
 
     @property
     def nbytes(self) -> int:
@@ -106,37 +107,50 @@ class PrefixStore:
 
     def longest(self, owner: str, config: SequenceConfig, ids: Tensor, cuts: Seq[int]) -> Sequence | None:
         """A copy of the one that has seen most of these ids, in parts that end at these cuts."""
-        with self.lock:
-            for place in reversed(list(_places(config, ids, cuts))):
-                for who in (_hashed(owner), PUBLIC):
-                    entry = self.by_place.get((who, place))
-                    if entry and (found := self._copy(entry)):
-                        found.config = config
-                        return found
+        with self.device_lock, self.lock:
+            for entry in self._matching(owner, config, ids, cuts):
+                if found := self._copy(entry):
+                    found.config = config
+                    return found
         return None
+
+    def _matching(self, owner: str, config: SequenceConfig, ids: Tensor, cuts: Seq[int]) -> Iterator[Entry]:
+        """The longest first."""
+        for place in reversed(list(_places(config, ids, cuts))):
+            found = [self.by_place.get((who, place)) for who in (_hashed(owner), PUBLIC)]
+            yield from (entry for entry in found if entry)
 
     def get(self, owner: str, id: str) -> Sequence:
         """A copy; KeyError: there is none of this owner."""
-        with self.lock:
+        with self.device_lock, self.lock:
             if not (found := self._copy(self.entry(owner, id))):
                 raise KeyError(id)
             return found
 
     def config_of(self, owner: str, id: str) -> SequenceConfig:
-        """Of a sequence that `get` copies."""
+        """Of a sequence that `get` copies, which is in memory then."""
         entry = self.entry(owner, id)
-        with self.lock:
-            if entry.sequence is None and not self._copy(entry):
-                raise KeyError(id)
-            assert entry.sequence is not None
-            return entry.sequence.config
+        self._load(entry)
+        if entry.sequence is None:
+            raise KeyError(id)
+        return entry.sequence.config
+
+    def prepare(self, owner: str, config: SequenceConfig, ids: Tensor, cuts: Seq[int]) -> None:
+        """Load what `longest` will copy, in the thread that submits a request: steps wait for no disk."""
+        for entry in self._matching(owner, config, ids, cuts) if self.folder else ():
+            self._load(entry)
+            if entry.sequence:
+                return
 
     def entry(self, owner: str, id: str) -> Entry:
         """KeyError: there is none of this owner, or public."""
-        entry = self.entries[id]
+        entry = self.entries.get(id) or self._saved_since(id)
         if not entry.public and entry.owner != _hashed(owner):
             raise KeyError(id)
         return entry
+
+    def pinned_by(self, owner: str) -> list[Entry]:
+        return [each for each in list(self.entries.values()) if each.pinned and each.owner == _hashed(owner)]
 
     def add(self, owner: str, sequence: Sequence, pinned: bool = False, *, public: bool = False, text: str = "") -> str:
         """Keep a sequence, which nobody else may change from now on. -> its id; empty: there is no room for it
@@ -193,17 +207,16 @@ class PrefixStore:
         self.entries[entry.id] = self.by_place[entry.key] = entry
 
     def _drop(self, entry: Entry) -> None:
-        del self.entries[entry.id], self.by_place[entry.key]
+        del self.entries[entry.id]
+        if self.by_place.get(entry.key) is entry:
+            del self.by_place[entry.key]
         if self.folder and entry.saved:
             shutil.rmtree(self.folder / entry.id, ignore_errors=True)
 
     def _copy(self, entry: Entry) -> Sequence | None:
         """None: it could not be read from disk."""
-        try:
-            entry.sequence = entry.sequence or self._load(entry)
-        except BadCacheFile as error:
-            warnings.warn(f"a stored prefix is skipped: {error}", stacklevel=2)
-            self._drop(entry)
+        self._load(entry)
+        if entry.sequence is None:
             return None
         self.entries.move_to_end(entry.id)
         return entry.sequence.fork()
@@ -213,7 +226,8 @@ class PrefixStore:
     def open(self, config: SequenceConfig, device_lock: AbstractContextManager[Any]) -> None:
         """Find what was saved with this model before; the newest that fit. Damaged ones are skipped.
 
-        device_lock: held while tensors are copied from the device; a CUDA graph cannot be captured meanwhile
+        device_lock: held while tensors are copied to or from the device; a CUDA graph cannot be captured meanwhile.
+        Always taken before the store's own.
         """
         self.config, self.device_lock = config, device_lock
         if not self.folder:
@@ -231,10 +245,35 @@ class PrefixStore:
         while self.nbytes > self.max_bytes and self.evict_oldest():
             pass
 
-    def _load(self, entry: Entry) -> Sequence:
+    def _saved_since(self, id: str) -> Entry:
+        """By another process that has the same folder; KeyError: by nobody."""
+        if self.folder and self.config and ID.fullmatch(id) and (self.folder / id).is_dir():
+            with suppress(BadCacheFile), self.lock:
+                entry = _described(self.folder / id, self.config)
+                if entry and self._make_room(entry.nbytes):
+                    self.by_place.setdefault(entry.key, entry)
+                    return self.entries.setdefault(id, entry)
+        raise KeyError(id)
+
+    def _load(self, entry: Entry) -> None:
+        """What is on disk alone; one that is damaged is dropped. Others wait only while it is copied to the device."""
+        if entry.sequence is not None:
+            return
+        assert self.folder is not None
+        try:
+            saved = checkpoint.read(self.folder / entry.id)
+            with self.device_lock, self.lock:
+                entry.sequence = entry.sequence or self._sequence_of(entry, *saved)
+        except BadCacheFile as error:
+            warnings.warn(f"a stored prefix is skipped: {error}", stacklevel=2)
+            with self.lock:
+                if entry.id in self.entries:
+                    self._drop(entry)
+
+    def _sequence_of(self, entry: Entry, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Sequence:
         config = self.config
         assert self.folder is not None and config is not None
-        cache, facts = serialize.load_with_facts(Cache, self.folder / entry.id, config.model)
+        cache = serialize.restored(Cache, self.folder / entry.id, config.model, tensors, facts)
         cache.tokenizer = config.tokenizer
         sequence = Sequence(replace(config, method=cache.method, budget=cache.budget), cache, list(entry.ids))
         sequence.cuts = entry.cuts
@@ -259,6 +298,7 @@ class PrefixStore:
             try:
                 self._write(id)
             except Exception as error:  # such as a full disk: it is in memory all the same
+                self.num_unsaved += 1
                 warnings.warn(f"a prefix could not be saved: {error}", stacklevel=1)
             finally:
                 self.to_save.task_done()

@@ -16,8 +16,12 @@ from kvkeep.model.chat import check_messages, encode, with_question
 Prompt = str | list[dict[str, Any]] | list[int] | Tensor  # a text, the messages of a chat, or token ids [n]
 
 
+class ChatIds(list[int]):
+    """Token ids of the messages of a chat, for several requests."""
+
+
 def is_chat(prompt: Prompt) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+    return isinstance(prompt, ChatIds) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))
 
 
 def prompt_ids(

@@ -177,7 +177,7 @@ class Request:
         if self._constraint and self._constraint.error:
             return self.finish(self._constraint.error)
         self.first_token_s = self.first_token_s or time.perf_counter() - self.created_s
-        answer, stop = self.answer.detokenizer, self.how.stop
+        answer, stop, before = self.answer.detokenizer, self.how.stop, len(self.text)
         ends = token in eos_token_ids or bool(self._constraint and self._constraint.over)
         if not ends:
             answer.add(token)
@@ -185,7 +185,8 @@ class Request:
         self.finish_reason = "stop" if ends else "length" if len(answer.ids) >= self.how.max_new_tokens else ""
         if self.finish_reason:
             answer.finish()
-        if any(text in answer.text.lstrip() for text in stop):
+            before = 0  # all of it is decoded again
+        if answer.has_stop(stop, before):
             answer.cut(stop)
             self.finish_reason = "stop"
         ends = bool(self.finish_reason)

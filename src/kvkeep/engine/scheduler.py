@@ -120,7 +120,7 @@ class Scheduler(HeldRequests):
     def abort(self, error: BaseException) -> None:
         """All requests fail: a step was cut short, and may have left anything."""
         for request in self.requests:
-            request.finish(error)
+            request.finish(own_error(error))
         for queue in (self.submitted, self.waiting, self.sampled, self.prefilled, self.finished):
             queue.clear()
         for batch in self.batches.values():
@@ -137,7 +137,7 @@ class Scheduler(HeldRequests):
             self.row_limit = max(1, len(requests) // 2)
             lost = [each for each in requests if len(requests) == 1 or each.continues]
             for request in lost:
-                request.finish(error)
+                request.finish(own_error(error))
             restarted = [each for each in requests if each not in lost]
             for request in restarted:
                 request.restart()
@@ -358,6 +358,16 @@ class Scheduler(HeldRequests):
             except Exception as error:
                 request.finish(error)
             self.prefilled.popleft()
+
+
+def own_error(error: BaseException) -> BaseException:
+    """One for each of several requests: threads that raise it add their own ways to it."""
+    try:
+        made = type(error)(*error.args)
+    except Exception:  # it is made of other things than it shows
+        made = RuntimeError(str(error))
+    made.__cause__ = error
+    return made
 
 
 def chunk_size(most: float) -> int:

@@ -36,7 +36,7 @@ def map_on_ray(
     if not items:
         return
     ray = check_ray()
-    with _connected(ray, address):
+    with connected(ray, address):
         resources, room = _actor_resources(ray.nodes(), torch.get_num_threads())
         if workers is not None and not 1 <= workers <= room:
             raise BadParameter(f"workers={workers}, but Ray has room for {room}; use 1 to {room}.")
@@ -141,7 +141,7 @@ def _actor_resources(nodes: Sequence[dict[str, Any]], threads: int) -> tuple[dic
 
 
 @contextmanager
-def _connected(ray: Any, address: str | None) -> Iterator[None]:
+def connected(ray: Any, address: str | None) -> Iterator[None]:
     """A Ray that was initialized before stays so."""
     if ray.is_initialized():
         yield

@@ -15,14 +15,24 @@ from kvkeep.serve.server import Server
 
 
 async def create(server: Server, owner: str, asked: ContextRequest) -> dict[str, Any]:
-    """Its prefill takes turns with the answers under way, and counts as one of them."""
-    server.store()
+    """Its prefill takes turns with the answers under way, and counts as one of them.
+
+    A key's limits are checked again when its size is known: others may have been made meanwhile.
+    """
+    before = [each.nbytes for each in server.store().pinned_by(owner)]
+    server.limits.check_contexts([*before, 0])
     job = asked.job()
     place = server.admit(owner, job)
     try:
         server.check_characters(asked.text, job)
         pin = partial(server.engine.pin, asked.text, key=owner, public=asked.public, **job.options)
-        return _object(server.find_context(owner, await asyncio.to_thread(pin)))
+        made = server.find_context(owner, await asyncio.to_thread(pin))
+        try:
+            server.limits.check_contexts([each.nbytes for each in server.store().pinned_by(owner)])
+        except Failure:
+            server.engine.unpin(made.id, key=owner)
+            raise
+        return _object(made)
     finally:
         place.close()
 

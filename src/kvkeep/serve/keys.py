@@ -28,8 +28,8 @@ class Keys:
             raise BadInput(f"there is no key in {path!r}; write one on every line, e.g. of `openssl rand -hex 32`.")
         return cls(found)
 
-    def __bool__(self) -> bool:
-        return bool(self.digests)
+    def __len__(self) -> int:
+        return len(self.digests)
 
     def owner(self, secret: str) -> str | None:
         """A name for whoever has this key; None: nobody has. Takes as long for any key."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvkeep.cache.report import format_bytes
 from kvkeep.serve.failure import BUSY, Failure
 from kvkeep.serve.job import Job
 
@@ -14,7 +15,19 @@ class Limits:
     max_tokens: int = 4096  # of an answer; also of one that asks for no number
     max_seconds: float = 600.0  # until an answer is complete
     max_answers: int = 64  # under way for one key
+    max_contexts: int = 64  # of one key
+    max_context_bytes: int | None = None  # of one key; None: as many as the store has
     allow_parameters: bool = False  # of methods, from clients: some values make one step take hours
+
+    def check_contexts(self, sizes: list[int]) -> None:
+        """sizes: in bytes, of all contexts that a key has, or would have"""
+        if len(sizes) > self.max_contexts:
+            said = f"this key has {self.max_contexts} contexts, and may have no more"
+        elif sum(sizes) > (self.max_context_bytes or sum(sizes)):
+            said = f"the contexts of this key may have {format_bytes(self.max_context_bytes or 0)}, and would have more"
+        else:
+            return
+        raise Failure(429, f"{said}; remove one: DELETE /v1/contexts/ID.", "too_many_contexts")
 
     def check(self, job: Job, under_way: int) -> None:
         """under_way: answers of the same key"""

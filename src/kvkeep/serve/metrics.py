@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.serve.answers import Answer, Answers, Piece
@@ -33,6 +36,11 @@ class Metrics:
             "kvkeep_kept_bytes": ("Keys and values kept of the prompts under way.", lambda: self._kept_bytes()),
             "kvkeep_kept_tokens": ("The same in tokens per key head.", lambda: self._kept_tokens()),
             "kvkeep_prefix_bytes": ("Compressed prefixes in the store.", lambda: prefixes.nbytes if prefixes else 0),
+            "kvkeep_prefixes": ("How many these are.", lambda: len(prefixes) if prefixes else 0),
+            "kvkeep_unsaved_prefixes": (
+                "Prefixes that could not be saved, as on a full disk.",
+                lambda: prefixes.num_unsaved if prefixes else 0,
+            ),
             "kvkeep_seen_tokens": ("Tokens of these prompts.", lambda: self._seen_tokens()),
         }
         for name, (text, count) in gauges.items():
@@ -77,3 +85,35 @@ class Metrics:
 
     def _seen_tokens(self) -> int:
         return sum(len(each.request.ids) for each in self._running() if each.request.first_token_s)
+
+
+class FrontMetrics:
+    """Of the way in to several replicas."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        how: Any = {"registry": self.registry}
+        self.requests = Counter("kvkeep_front_requests", "HTTP requests, to all replicas.", ["path", "status"], **how)
+        self.lost = Counter("kvkeep_lost_replicas", "Requests whose replica died.", **how)
+
+    def page(self, replicas: Iterable[tuple[int, str]]) -> bytes:
+        """replicas: number and page of each"""
+        merged = CollectorRegistry()
+        merged.register(_Merged(replicas))
+        return generate_latest(merged) + generate_latest(self.registry)
+
+
+class _Merged(Collector):
+    """The pages of several replicas as one, each with its number."""
+
+    def __init__(self, pages: Iterable[tuple[int, str]]) -> None:
+        self.pages = sorted(pages)
+
+    def collect(self) -> Iterable[Metric]:
+        found: dict[str, Metric] = {}
+        for number, page in self.pages:
+            for family in text_string_to_metric_families(page):
+                merged = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    merged.add_sample(sample.name, {**sample.labels, "replica": str(number)}, sample.value)
+        return found.values()

@@ -6,14 +6,16 @@ import asyncio
 import json
 import logging
 import secrets
+import time
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
+from prometheus_client import Counter
 from starlette.requests import ClientDisconnect
 
 from kvkeep.serve.failure import Failure, failure_of
 from kvkeep.serve.keys import Keys
-from kvkeep.serve.metrics import Metrics
 
 log = logging.getLogger("kvkeep.serve")
 Scope = Any
@@ -42,13 +44,15 @@ def owner_of(keys: Keys, headers: dict[bytes, bytes]) -> str:
 
 
 class RequestMiddleware:
-    def __init__(self, app: Any, metrics: Metrics, keys: Keys, max_body: int) -> None:
-        self.app, self.metrics, self.keys, self.max_body = app, metrics, keys, max_body
+    def __init__(self, app: Any, requests: Counter, keys: Keys, max_body: int) -> None:
+        """requests: by path and status"""
+        self.app, self.requests, self.keys, self.max_body = app, requests, keys, max_body
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         request_id, size, status = secrets.token_hex(12), 0, 0
+        scope.setdefault("state", {})["began"] = time.perf_counter()  # clients wait from here on
 
         async def limited() -> Any:
             nonlocal size
@@ -62,7 +66,8 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if b"x-request-id" not in dict(message["headers"]):  # of a replica
+                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             try:
                 await asyncio.wait_for(send(message), SEND_S)
             except TimeoutError:
@@ -70,7 +75,7 @@ class RequestMiddleware:
 
         try:
             if scope["path"].startswith(NEED_KEY):  # before anything of the body is read
-                scope.setdefault("state", {})["owner"] = owner_of(self.keys, dict(scope["headers"]))
+                scope["state"]["owner"] = owner_of(self.keys, dict(scope["headers"]))
             await self.app(scope, limited, named)
         except ClientDisconnect:
             status = status or CLIENT_GONE
@@ -80,11 +85,15 @@ class RequestMiddleware:
                 await _send(failure, named)
         finally:
             path = getattr(scope.get("route"), "path", UNKNOWN)
-            self.metrics.requests.labels(path, str(status)).inc()
+            self.requests.labels(path, str(status)).inc()
 
 
 async def _send(failure: Failure, send: Any) -> None:
     body = json.dumps(failure.as_dict()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": failure.status_code, "headers": headers})
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **(failure.headers or {})}
+    await send({"type": "http.response.start", "status": failure.status_code, "headers": _encoded(headers)})
     await send({"type": "http.response.body", "body": body})
+
+
+def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode(), value.encode()) for name, value in headers.items()]

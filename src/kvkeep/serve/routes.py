@@ -49,7 +49,9 @@ def create_app(server: Server, local_only: bool = False) -> FastAPI:
     app = FastAPI(title="kvkeep", version=kvkeep.__version__, lifespan=_lifespan)
     app.state.server = server
     app.include_router(router)
-    app.add_middleware(RequestMiddleware, metrics=server.metrics, keys=server.keys, max_body=server.limits.max_body)
+    app.add_middleware(
+        RequestMiddleware, requests=server.metrics.requests, keys=server.keys, max_body=server.limits.max_body
+    )
     if local_only:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     for kind in (HTTPException, KvkeepError):
@@ -83,6 +85,7 @@ async def _answer(request: Request, server: Server, owner: str, body: Any, kind:
     """The life of a job: its answers under way, in the words of one API, to whoever still listens."""
     job = body.job()
     answers = await unless_gone(request.receive, server.submit(owner, job))
+    answers.began = request.state.began
     reply: Reply = kind(body, answers, server.grammars.bytes_of)
     if job.stream:
         return EventStream(answers, reply)

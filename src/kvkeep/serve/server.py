@@ -15,9 +15,9 @@ from kvkeep.compress.parse import parse
 from kvkeep.engine.driver import Handle
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.prefix_store import Entry, PrefixStore
-from kvkeep.engine.prompts import only_text, prompt_ids
+from kvkeep.engine.prompts import ChatIds, only_text, prompt_ids
 from kvkeep.errors import BadInput, UnknownName
-from kvkeep.model.chat import encode, eos_token_ids, question_ids
+from kvkeep.model.chat import eos_token_ids, question_ids
 from kvkeep.model.hf_cache import context_length
 from kvkeep.serve.answers import Answer, Answers
 from kvkeep.serve.failure import Failure, no_context
@@ -101,12 +101,12 @@ class Server:
         try:
             for prompt in job.prompts:
                 encoded = self._encode(prompt, job)
-                most = job.max_tokens or self._most_tokens(encoded, job.tools or None, options)
+                most = job.max_tokens or self._most_tokens(encoded, options)
                 for number in range(job.n):
                     if answers not in self.live:
                         raise ClientDisconnect
                     how = options | {"seed": (first + number) % 2**63, "max_new_tokens": most}
-                    handles.append(self.engine.submit(encoded, tools=job.tools or None, **how))
+                    handles.append(self.engine.submit(encoded, **how))
         except (KeyError, UnknownName):
             _cancel_all(handles)
             if job.context is not None:  # it was deleted just now
@@ -118,16 +118,15 @@ class Server:
         return handles
 
     def _encode(self, prompt: Prompt, job: Job) -> Prompt:
-        """Once for all its answers; but the engine cuts stored chats by their messages."""
+        """Once for all its answers; but a question about a context is the engine's to put behind it."""
         self.check_characters(prompt, job)
         if isinstance(prompt, str) and job.context is None:
             prompt = self.engine.tokenizer(prompt, verbose=False).input_ids
         if not prompt:
             raise BadInput("the prompt is empty; give the model something to read.")
-        is_shared = job.context is not None or (self.engine.prefixes is not None and "cache_prefix" not in job.options)
-        if is_shared or job.n == 1 or not isinstance(prompt[0], dict):
+        if job.context is not None or not isinstance(prompt[0], dict):
             return prompt
-        return prompt_ids(self.engine.config, prompt, tools=job.tools or None).tolist()
+        return ChatIds(prompt_ids(self.engine.config, prompt, tools=job.tools or None).tolist())
 
     def check_characters(self, prompt: Prompt, job: Job) -> None:
         """Refuse what has more tokens than the context length by far, before it is tokenized."""
@@ -140,14 +139,13 @@ class Server:
                 f"{length} tokens; shorten it, or use a method for any length, such as streamingllm."
             )
 
-    def _most_tokens(self, prompt: Any, tools: Any, options: dict[str, Any]) -> int:
+    def _most_tokens(self, prompt: Any, options: dict[str, Any]) -> int:
         """Of an answer that asks for no number: what the context length leaves, within the limit."""
-        tokenizer = self.engine.tokenizer
+        length = len(prompt)
         if options["context"] is not None:
             entry = self.store().entry(options["key"], options["context"])
-            length = len(entry.ids) + len(question_ids(tokenizer, entry.text, only_text(prompt), entry.ids))
-        else:
-            length = len(prompt) if isinstance(prompt[0], int) else encode(tokenizer, prompt, tools).shape[1]
+            question = question_ids(self.engine.tokenizer, entry.text, only_text(prompt), entry.ids)
+            length = len(entry.ids) + len(question)
         left = context_length(self.engine.model) - length
         return min(left, self.limits.max_tokens) if left > 0 else self.limits.max_tokens
 

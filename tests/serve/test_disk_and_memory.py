@@ -1,0 +1,102 @@
+"""A server that is killed, whose disk is full, or that has no memory for a request."""
+
+import resource
+import threading
+import urllib.request
+
+import openai
+import pytest
+import serving
+import torch
+from serving import wait_until
+
+TEXT = "The keeper of the lighthouse counted geese over the calm grey sea. " * 12
+COLD = {"model": "tiny", "temperature": 0, "max_tokens": 12}
+
+
+def turns(number):
+    """The history of a conversation, whose first part is stored."""
+    texts = f"{number}: {TEXT}", "So they say.", "And then?"
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), texts, strict=True)]
+
+
+def ask(api, number, **how):
+    return api.chat.completions.create(messages=turns(number), **(COLD | how))
+
+
+def metric(served, name):
+    with urllib.request.urlopen(f"{served.url}/metrics") as reply:
+        (line,) = [line for line in reply.read().decode().splitlines() if line.startswith(f"{name} ")]
+    return float(line.split()[1])
+
+
+def test_a_store_is_whole_and_warm_after_kill_9_under_load(tmp_path):
+    """Whatever was being written; answers are as before."""
+    kept = tmp_path / "kept"
+    options = ["--prefix-folder", str(kept), "--dtype", "auto"]
+
+    def asks(api, number):
+        with pytest.raises(openai.APIError):
+            while True:
+                ask(api, number)
+                number += 100
+
+    with serving.process(tmp_path, *options, double=True) as first, serving.client(first) as api:
+        before = {number: ask(api, number).choices for number in range(3)}
+        wait_until(lambda: len([*kept.glob("[!.]*")]) >= 3)
+        clients = [threading.Thread(target=asks, args=(api, 1000 + number)) for number in range(4)]
+        for client in clients:
+            client.start()
+        wait_until(lambda: len([*kept.glob("[!.]*")]) >= 8)
+        first.kill()
+        for client in clients:
+            client.join()
+    with serving.process(tmp_path, *options, double=True) as second, serving.client(second) as api:
+        assert not [*kept.glob(".*")]
+        for number, choices in before.items():
+            again = ask(api, number)
+            assert again.usage.prompt_tokens_details.cached_tokens > len(TEXT)
+            assert again.choices == choices
+        assert metric(second, "kvkeep_prefix_bytes") > 0
+        second.kill()
+        assert "skipped" not in "".join(second.said) + second.stderr.read()
+
+
+def test_a_full_disk_costs_no_answer_and_is_said(tmp_path):
+    def no_room():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+
+    kept = tmp_path / "kept"
+    how = {"double": True, "preexec_fn": no_room}
+    options = "--prefix-folder", str(kept), "--dtype", "auto"
+    with serving.process(tmp_path, *options, **how) as served, serving.client(served) as api:
+        assert [ask(api, number).choices for number in range(3)] == [ask(api, number).choices for number in range(3)]
+        assert ask(api, 0).usage.prompt_tokens_details.cached_tokens > len(TEXT)  # of memory
+        wait_until(lambda: metric(served, "kvkeep_unsaved_prefixes") == metric(served, "kvkeep_prefixes"))
+        served.kill()
+        assert "could not be saved" in served.stderr.read() and not [*kept.iterdir()]
+
+
+def test_out_of_memory_for_one_request_is_its_own(monkeypatch):
+    """It is tried again when others are done, and then told; they do not notice."""
+    engine = serving.engine()
+    forward = engine._driver.scheduler.forward
+    too_much = torch.tensor(engine.tokenizer("#" * 20).input_ids[:20])
+
+    def short_of_memory(chunks, *rest):
+        if any(ids.equal(too_much) for _, whole in chunks for ids in whole.unfold(0, 20, 1)[:40]):
+            raise torch.OutOfMemoryError("CUDA out of memory: the secret prompt")
+        return forward(chunks, *rest)
+
+    short_of_memory.shares_forward, short_of_memory.compressed_layers = forward.shares_forward, ()
+    with serving.thread(engine) as served, serving.client(served) as api:
+        alone = [ask(api, number, max_tokens=80).choices for number in range(3)]
+        monkeypatch.setattr(engine._driver.scheduler, "forward", short_of_memory)
+        streams = [ask(api, number, max_tokens=80, stream=True) for number in range(3)]
+        with pytest.raises(openai.InternalServerError) as caught:
+            api.completions.create(model="tiny", prompt="#" * 100, max_tokens=5)
+        assert caught.value.status_code == 503 and caught.value.code == "out_of_memory"
+        assert "secret" not in caught.value.response.text and "retry-after" in caught.value.response.headers
+        texts = ["".join(each.choices[0].delta.content or "" for each in stream) for stream in streams]
+        assert texts == [choices[0].message.content for choices in alone]
+        assert ask(api, 0, max_tokens=80).choices == alone[0]
