@@ -26,7 +26,10 @@ MAY_IMPORT = {
     "serve": LOW | {"compress", "model", "cache", "engine"},
     "bench": LOW | {"compress", "model", "cache", "engine"},
     "evaluate": LOW | {"compress", "model", "cache", "engine"},
-    "cli": LOW | {"kernels", "storage", "compress", "model", "cache", "engine", "serve", "bench", "evaluate"},
+    "plots": {"errors", "cache"},
+    "pages": LOW | {"kernels", "compress", "model", "cache", "engine", "evaluate", "plots"},
+    "cli": LOW
+    | {"kernels", "storage", "compress", "model", "cache", "engine", "serve", "bench", "evaluate", "plots", "pages"},
     "__main__": {"cli"},
 }
 

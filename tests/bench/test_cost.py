@@ -158,7 +158,7 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize("contexts", [(8,), (8, 16), (8, 64)])
 def test_pictures(tmp_path, contexts):
     pytest.importorskip("matplotlib")
-    from kvkeep.cli.plots import draw
+    from kvkeep.cli.bench_plots import draw
 
     found = [
         Cost(by, "m", None, n, b, 1.0, 1.0, None if (by, b) == ("static", 4) else 0.1 * n, kv_bytes=n, note="no memory")
@@ -190,7 +190,7 @@ def test_costs_of_others_are_shown_beside(tmp_path):
 
 
 def test_what_is_missing_is_said_once(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvkeep.cli.plots", None)  # as where matplotlib is not installed
+    monkeypatch.setitem(sys.modules, "kvkeep.cli.bench_plots", None)  # as where matplotlib is not installed
     args = [*TINY, "--length", "100", "--baselines", "transformers,kvpress", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.output

@@ -593,3 +593,32 @@ def test_eval_with_nothing_to_do(tiny, tmp_path, monkeypatch):
     other = tmp_path / "other"
     assert "--data 'nowhere' is not there" in refused("eval", "--tasks", "wic", "--out", other, "--data", "nowhere")
     assert not other.exists()
+
+
+# --- inspect ---
+
+
+def test_inspect_writes_a_page(tiny, document, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvkeep.cli.inspect_page.load", kvkeep.cli.run.load)
+    args = ("inspect", document, "How many?", "--max-new-tokens", 3, "-o", tmp_path / "page.html")
+    done = kvkeep_(*args, "--methods", "snapkv, full,streamingllm,snapkv", "--budget", 100)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith(f"{tmp_path / 'page.html'}: ") and "snapkv: prefill" in done.stderr
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert re.findall(r'"name":"(\w+)","budget"', html) == ["full", "snapkv", "streamingllm"]
+    again = kvkeep_(*args, "--methods", "kvkeep_context", "--budget", 0.5, "--protocol", "agnostic")
+    assert again.exit_code == 0 and '"protocol":"agnostic"' in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (("--methods", "snapvk"), "Did you mean 'snapkv'"),
+        (("--protocol", "both"), "use aware or agnostic"),
+        (("--budget", "many"), "is not a number"),
+        (("-o", "/nowhere/page.html"), "make it first"),
+    ],
+)
+def test_mistakes_of_inspect_are_said_before_a_model_is_loaded(tiny, document, args, says):
+    done = kvkeep_("inspect", document, "How many?", *args)
+    assert done.exit_code == 2 and says in done.stderr and not tiny

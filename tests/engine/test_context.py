@@ -318,3 +318,23 @@ def test_what_is_no_text(chat, wrong):
         one.read("text").stream("Why?", max_new_tokens=0)
     with pytest.raises(BadParameter, match="'max_tokens' is not an option"):
         one.read("text").ask("Why?", max_tokens=3)
+
+
+@pytest.mark.parametrize("method", ["snapkv", "kvkeep_context", "h2o", "actqkv", "quest"])
+@pytest.mark.filterwarnings("ignore::kvkeep.errors.QueryAwareWarning")
+def test_a_submitted_question_keeps_its_cache(chat, method):
+    """The answer and the report are those of `ask`; the context itself stays as it was."""
+    context = engine(chat, method, 64).read(TEXT)
+    before = [context.sequence.cache.kept(layer) for layer in (0, 1)]
+    said = quietly(context, QUESTIONS[0])
+    handle = context.submit(QUESTIONS[0], **SHORT)
+    assert handle.result() == said
+    held, asked = handle.cache.report(), context.report()
+    assert (held.tokens, held.kept, held.bytes, held.host_bytes) == (
+        asked.tokens,
+        asked.kept,
+        asked.bytes,
+        asked.host_bytes,
+    )
+    assert handle.cache is not context.sequence.cache and handle.cache.seen > context.tokens
+    assert [context.sequence.cache.kept(layer) for layer in (0, 1)] == before

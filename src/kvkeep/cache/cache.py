@@ -29,6 +29,7 @@ from kvkeep.cache.replay import Unreplayed, check_can_replay, replay_scores
 from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.self_check import AttentionCheck
+from kvkeep.cache.shaded_text import ShadedText
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse_budget
 from kvkeep.compress.schedule import Schedule, as_schedule
@@ -41,6 +42,7 @@ from kvkeep.model.hf_guesses import count_guesses
 from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
 from kvkeep.model.output_projection import output_weight
 from kvkeep.model.rope import rotations
+from kvkeep.model.token_texts import token_texts
 from kvkeep.storage.offload.disk import DiskStore
 from kvkeep.storage.offload.host import HostMemoryBudget
 from kvkeep.types import Budget
@@ -265,6 +267,15 @@ class Cache(HFCacheAdapter):
         if layer not in self.compressed_layers:
             raise CacheMisuse(f"layer {layer} is not compressed; the compressed ones are {self.compressed_layers}.")
         return [[head.tolist() for head in row] for row in self.backend.positions(layer)]
+
+    def show(self, tokenizer: Any, ids: Sequence[int] | Tensor, row: int = 0) -> ShadedText:
+        """The text, shaded by how many heads hold each token, for a notebook. ids: the row's tokens, without padding
+
+        A cache holds keys and values, not the tokens they are of: give those that `generate` returned.
+        """
+        layers = [self.kept(layer)[row] for layer in self.compressed_layers]
+        known = torch.as_tensor(ids).flatten().tolist()[: self.tracker.seen[row]]
+        return ShadedText.of(repr(self), token_texts(tokenizer, known), layers)
 
     @property
     def nbytes(self) -> int:

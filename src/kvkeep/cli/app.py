@@ -1,4 +1,4 @@
-"""The commands: `kvkeep run`, `chat`, `serve`, `eval`, `bench`, `reproduce`, `methods`, `models`."""
+"""The commands: `run`, `inspect`, `chat`, `serve`, `eval`, `report`, `bench`, `reproduce`, `methods`, `models`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ offloads      what is not attended to lies in host memory or on disk
 can be saved  Cache.save writes what was kept to a file
 Modifiers change none of this, but for +recall (retrieves, offloads) and
 +cake, +entropy (query-aware)."""
+INSPECTED = "kvkeep", "snapkv", "kvkeep_context"
 EPILOG = "Exit status: 0 done · 2 bad usage or input, said in one line on stderr · 130 interrupted · 1 anything else."
 
 
@@ -120,6 +121,39 @@ def run(
         show.print_json(show.outcomes_as_dict(model, outcomes))
     else:
         show.print_outcomes(outcomes)
+
+
+@app.command(epilog=EPILOG)
+def inspect(
+    document: Annotated[str, typer.Argument(help="A text file, or - for standard input.")],
+    question: Annotated[str, typer.Argument(help="What to ask about it.")],
+    methods: Annotated[str, typer.Option(help="Methods by commas; `full` is always among them.")] = ",".join(INSPECTED),
+    budget: Annotated[
+        str, typer.Option(help="Tokens kept per key head, a fraction of the prompt (0.1), or auto.")
+    ] = "256",
+    out: Annotated[str, typer.Option("--out", "-o", help="The page, one HTML file.")] = "inspect.html",
+    protocol: Annotated[
+        str, typer.Option(help="aware: the question is known before anything is evicted; agnostic: it is not.")
+    ] = "aware",
+    model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop an answer after this many tokens.")] = 64,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+) -> None:
+    """See which words of a document several methods keep: a page that needs no network."""
+    text, question = inputs.prompt(document, question)
+    names = list(dict.fromkeys(name.strip() for name in methods.split(",")))
+    plans = [plan for name in names for plan in inputs.plans(name, budget.split(",")[0], [])]
+    from kvkeep.cli import inspect_page
+    from kvkeep.model.load import check_device
+    from kvkeep.pages.inspector import check_protocol
+
+    check_protocol(protocol)
+    options = inspect_page.Options(model, protocol, max_new_tokens, device, dtype, out)
+    with show.busy("starting") as say:
+        check_device(device, dtype)
+        written = inspect_page.run(text, question, plans, options, say)
+    typer.echo(written)
 
 
 @app.command(epilog=EPILOG)
@@ -253,6 +287,17 @@ def evaluate(
     for name, why in skipped.items():
         typer.echo(f"left out: {name} {why}", err=True)
     typer.echo(f"{len(rows)} rows in {options.out}: rows.jsonl, times.jsonl, results.csv")
+
+
+@app.command(epilog=EPILOG)
+def report(folder: Annotated[str, typer.Argument(help="Of rows that `kvkeep eval --out` wrote.")]) -> None:
+    """Show the scores of an evaluation: one page with tables, curves and maps; pictures and CSV files beside it."""
+    from kvkeep.cli import report_page
+
+    written, missing = report_page.run(folder)
+    if missing:
+        typer.echo(missing, err=True)
+    typer.echo(written)
 
 
 @app.command(epilog=EPILOG)

@@ -93,7 +93,7 @@ def _others(path: str) -> list[Any]:
 def _plotter() -> Any:
     """None without matplotlib."""
     try:
-        from kvkeep.cli.plots import draw
+        from kvkeep.cli.bench_plots import draw
     except ImportError:
         return None
     return draw

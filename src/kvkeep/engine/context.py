@@ -72,24 +72,36 @@ class Context:
     def stream(self, question: str, *, progress: ProgressCallback = None, **options: Any) -> Iterator[str]:
         """The same, detokenized incrementally."""
         how = Generation.of(options)
+        return self._stream(question, self._prompt(question, how), how, progress)
+
+    def submit(self, question: str, *, progress: ProgressCallback = None, **options: Any) -> Handle:
+        """The same, as a handle, whose `cache` holds text, question and answer when that is complete."""
+        how = Generation.of(options)
+        return self._submit(question, self._prompt(question, how), how, progress)
+
+    def _prompt(self, question: str, how: Generation) -> Tensor:
+        """Ids of the text and a question that both fit the model."""
         check_text("question", question)
         ids = self._sequence.token_ids + question_ids(
             self._sequence.config.tokenizer, self.text, question, self._sequence.token_ids
         )
         self._sequence.config.check_length(len(ids), how.max_new_tokens)
         self._warn(question)
-        return self._stream(question, torch.tensor(ids), how, progress)
+        return torch.tensor(ids)
 
-    def _stream(self, question: str, ids: Tensor, how: Generation, progress: ProgressCallback) -> Iterator[str]:
+    def _submit(self, question: str, ids: Tensor, how: Generation, progress: ProgressCallback) -> Handle:
         with self._driver.lock:
             sequence = self._sequence.fork()
             sequence.set_question(question, self.tokens)
         request = Request(sequence.config, ids, how, sequence, progress=progress, interactive=True, keeps_cache=True)
+        return Handle(self._driver.submit(request), self._driver)
+
+    def _stream(self, question: str, ids: Tensor, how: Generation, progress: ProgressCallback) -> Iterator[str]:
+        handle = self._submit(question, ids, how, progress)
         try:
-            yield from Handle(self._driver.submit(request), self._driver)
+            yield from handle
         finally:
-            self._driver.settle(request)
-            self.answer, self._report = request.answer, sequence.cache.report()
+            self.answer, self._report = handle.request.answer, handle.cache.report()
 
     def _warn(self, question: str) -> None:
         """Once, where tokens were evicted without knowing this question."""
@@ -101,7 +113,7 @@ class Context:
             f"'{method.name}' kept {kept:,.0f} of {self.tokens:,} tokens before it knew this question, by the last "
             "queries of the text; what is asked for may be evicted. Give a question that is known to engine.read(text, "
             "question=…), or use a method that evicts nothing, such as 'tokenselect' or 'sentencekv'.",
-            QueryAwareWarning, stacklevel=4,
+            QueryAwareWarning, stacklevel=5,
         )  # fmt: skip
 
     def fork(self) -> Context:

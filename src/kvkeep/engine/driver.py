@@ -14,6 +14,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from kvkeep.cache.cache import Cache
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
@@ -197,6 +198,13 @@ class Handle:
     @property
     def done(self) -> bool:
         return self.request.done
+
+    @property
+    def cache(self) -> Cache:
+        """Of an answer that is complete and keeps its cache, as `Context.submit`'s do."""
+        self._driver.settle(self.request)
+        assert self.request.sequence is not None
+        return self.request.sequence.cache
 
     def result(self) -> str:
         """The whole answer, when it is complete."""

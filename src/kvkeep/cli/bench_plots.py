@@ -13,27 +13,18 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from kvkeep.cache.report import format_bytes
+from kvkeep.plots import COLOURS, STYLE, save
 
 GREYS = {"transformers": "#333333", "static": "#8c8c8c"}
-COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#882255", "#44aa99"]
 DOTS = (0, (1, 2))
 APART = 14  # points between names
-STYLE: dict[Any, Any] = {
-    "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#999999",
-    "xtick.color": "#555555", "ytick.color": "#555555", "axes.labelcolor": "#333333", "figure.dpi": 125,
-    "lines.linewidth": 1.8,
-}  # fmt: skip
 
 
 def draw(found: Sequence[Any], folder: Path) -> list[str]:
     """-> names of the files written"""
     with plt.rc_context(STYLE):
         shades = _shades(found)
-        pictures = {"decode.png": _decode(found, shades), "memory.png": _memory(found, shades)}
-        for file, figure in pictures.items():
-            figure.savefig(folder / file, bbox_inches="tight", pad_inches=0.15)
-            plt.close(figure)
-    return list(pictures)
+        return save({"decode.png": _decode(found, shades), "memory.png": _memory(found, shades)}, folder)
 
 
 def _shades(found: Sequence[Any]) -> dict[str, str]:

@@ -1,0 +1,44 @@
+"""`kvkeep inspect`: a page that shows which words several methods kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvkeep.cache.report import format_bytes
+from kvkeep.cli.inputs import Plan
+from kvkeep.errors import BadInput
+from kvkeep.model.load import load, quiet_transformers
+from kvkeep.pages.html import write_page
+from kvkeep.pages.inspector import FULL, Inspector
+
+LARGE = 10_000_000  # bytes of a page
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str
+    protocol: str
+    max_new_tokens: int
+    device: str | None
+    dtype: str | None
+    out: str
+
+
+def run(text: str, question: str, plans: list[Plan], options: Options, say: Any) -> str:
+    """Write the page. -> what was written"""
+    if not Path(options.out).absolute().parent.is_dir():
+        raise BadInput(f"-o {options.out!r} is in a folder that is not there; make it first.")
+    quiet_transformers()
+    model, tokenizer = load(options.model, device=options.device, dtype=options.dtype, progress=say)
+    with torch.inference_mode():  # the first forward pass is slower: it is not timed
+        model(torch.zeros((1, 8), dtype=torch.long, device=model.device))
+    inspector = Inspector(model, tokenizer, text, question, options.protocol, options.max_new_tokens)
+    configs = [(plan.method, plan.budget) for plan in plans if plan.method != FULL]
+    size = write_page(options.out, "inspect", inspector.inspect(configs, options.model, say))
+    if size > LARGE:
+        say.note(f"the page has {format_bytes(size)}; fewer methods or a smaller budget make it smaller")
+    return f"{options.out}: {format_bytes(size)}"
