@@ -193,6 +193,19 @@ def test_column_maximum(shape, capped, kind):
         assert off(got, want) <= BOUND[kind]
 
 
+@pytest.mark.parametrize("shape, capped, kind", pairs(REPEATED, KINDS, BOUND), ids=str)
+def test_repeated_maximum(shape, capped, kind):
+    (heads, kv_heads, m, sinks, dim), (softcap, sunk) = shape, capped
+    for q in (m + 7, max(1, m - 3)):
+        torch.manual_seed(m)
+        queries, own = drawn(heads, q, dim, kind=kind, scale=2), drawn(kv_heads, q, dim, kind=kind)
+        keys, first = drawn(kv_heads, m, dim, kind=kind), drawn(kv_heads, sinks, dim, kind=kind)
+        how = 0.3, softcap, drawn(heads) if sunk else None
+        got = column_maximum.repeated_maximum(queries, own, keys, first, *how)
+        want = reference.repeated_maximum(*(t.float() for t in (queries, own, keys, first)), *how)
+        assert off(got, want) <= BOUND[kind]
+
+
 def test_column_mass_of_queries_with_more_digits_than_keys():
     torch.manual_seed(0)
     queries, keys = drawn(4, 33, 64, scale=2), drawn(2, 200, 64, kind=torch.bfloat16)

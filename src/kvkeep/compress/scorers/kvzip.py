@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.torch.reference import repeated_maximum
+from kvkeep.kernels.dispatch import repeated_maximum
 from kvkeep.types import Observation, Replayed, ReplayPass
 
 FIRST = "\n\nRepeat the previous context exactly."

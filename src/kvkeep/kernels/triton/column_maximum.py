@@ -1,4 +1,4 @@
-"""The most attention each key gets from any query of a chunk that is read a second time (echo).
+"""The most attention each key gets from any query of a chunk that is read a second time (echo), or fed again (KVzip).
 
 Two passes, neither with a matrix of queries × keys: log-sum-exps of both readings (column_mass.py), then, per block of
 keys, the largest probability of all queries, or of those near them.
@@ -28,26 +28,51 @@ def column_maximum(
     near: int | None = None,
 ) -> Tensor:
     """As in the reference."""
-    (heads, m, dim), kv_heads = queries.shape, len(keys)
+    m, kv_heads = queries.shape[1], len(keys)
     queries, moved, keys = (t if t.stride(-1) == 1 else t.contiguous() for t in (queries, moved, keys))
     all_keys = torch.cat([sinks, keys], 1)
     n, how = all_keys.shape[1], (scale, softcap)
     places = torch.arange(n, dtype=torch.int32, device=keys.device)
     second = log_sum_exp(moved, all_keys, torch.zeros_like(places).expand(kv_heads, -1), m + n, *how, sink_logits)
     first = log_sum_exp(queries, keys, places[:m].expand(kv_heads, -1), m, *how)
-    lse, highest = torch.logaddexp(first, second), queries.new_empty(kv_heads, m, dtype=torch.float32)
+    return _maximum(moved, keys, torch.logaddexp(first, second), *how, m if near is None else min(near, m))
+
+
+def repeated_maximum(
+    queries: Tensor,
+    own_keys: Tensor,
+    keys: Tensor,
+    sinks: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """As in the reference, without weights."""
+    (kv_heads, m, _), q, count, how = keys.shape, queries.shape[1], sinks.shape[1], (scale, softcap)
+    queries, own_keys, keys = (t if t.stride(-1) == 1 else t.contiguous() for t in (queries, own_keys, keys))
+    before, places = torch.cat([sinks, keys], 1), torch.arange(max(q, count + m), dtype=torch.int32, device=keys.device)
+    everywhere = torch.zeros_like(places[: count + m]).expand(kv_heads, -1)
+    text = log_sum_exp(queries, before, everywhere, q + count + m, *how, sink_logits)
+    own = log_sum_exp(queries, own_keys, places[:q].expand(kv_heads, -1), q, *how)
+    return _maximum(queries, keys, torch.logaddexp(text, own), *how, q + m)
+
+
+def _maximum(queries: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None, near: int) -> Tensor:
+    """Over all queries at most `near` tokens from a key. queries [heads, q, dim], keys [kv_heads, m, dim]"""
+    (heads, q, dim), (kv_heads, m, _) = queries.shape, keys.shape
+    highest = queries.new_empty(kv_heads, m, dtype=torch.float32)
     _column_maximum[cdiv(m, BLOCK), kv_heads](
-        moved, keys, lse, highest, m, m if near is None else min(near, m), *moved.stride()[:2], *keys.stride()[:2],
-        heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None, INTERPRETED, max(MIN_BLOCK, pow2(dim)),
-        BLOCK, BLOCK, num_warps=4, num_stages=2,
+        queries, keys, lse, highest, q, m, near, *queries.stride()[:2], *keys.stride()[:2], heads // kv_heads, dim,
+        scale, softcap or 0.0, softcap is not None, INTERPRETED, max(MIN_BLOCK, pow2(dim)), BLOCK, BLOCK, num_warps=4,
+        num_stages=2,
     )  # fmt: skip
     return highest
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["m", "near"])
+@triton.jit(do_not_specialize=["q", "m", "near"])
 def _column_maximum(
-    moved, keys, lse, highest, m, near, query_head, query_token, key_head, key_token, group, dim, scale, softcap,
+    queries, keys, lse, highest, q, m, near, query_head, query_token, key_head, key_token, group, dim, scale, softcap,
     CAPPED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
@@ -58,16 +83,16 @@ def _column_maximum(
         mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
     ))  # fmt: skip
     most = tl.full([QUERIES, KEYS], float("-inf"), tl.float32)  # reduced at the end: no synchronization before
-    first, last = tl.maximum(0, block * KEYS - near), tl.minimum(m, (block + 1) * KEYS + near)
+    first, last = tl.maximum(0, block * KEYS - near), tl.minimum(q, (block + 1) * KEYS + near)
     for member in range(0, group):
         offset = (head * group + member).to(tl.int64)
         for start in range(first, last, QUERIES):
             query_ids = start + tl.arange(0, QUERIES)
             query = tl.load(
-                moved + offset * query_head + query_ids[:, None].to(tl.int64) * query_token + channels[None, :],
-                mask=(query_ids < m)[:, None] & (channels < dim)[None, :], other=0.0,
+                queries + offset * query_head + query_ids[:, None].to(tl.int64) * query_token + channels[None, :],
+                mask=(query_ids < q)[:, None] & (channels < dim)[None, :], other=0.0,
             )  # fmt: skip
-            query_lse = tl.load(lse + offset * m + query_ids, mask=query_ids < m, other=float("inf"))
+            query_lse = tl.load(lse + offset * q + query_ids, mask=query_ids < q, other=float("inf"))
             logits = softcapped(dot(query, k, WIDEN) * scale, softcap, CAPPED)
             far = tl.abs(query_ids[:, None] - tokens[None, :]) > near
             most = tl.maximum(most, tl.where(far, float("-inf"), logits - query_lse[:, None]))
