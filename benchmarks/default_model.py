@@ -23,7 +23,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from process_pool import map_in_processes
-from search import LONGBENCH, NIAH
+from search import FOLDERS, LONGBENCH, NIAH, budgets_of
 
 import kvkeep
 from kvkeep.cli.eval import EvalOptions, about, load_worker
@@ -43,7 +43,6 @@ AGNOSTIC = ["expected_attention+adakv", "compactor+adakv", "echo+shared"]  # as 
 RETRIEVAL = [name for name, method in kvkeep.methods.items() if method.retrieval]
 BUDGETS, LENGTHS = (64, 128, 256, 512, 1024), (2048, 4096)
 SHARES = (0.75, 0.5, 0.25, 0.125, 0.1)  # of the tokens, kept
-FOLDERS = "data", "haystack", "squad", "hotpotqa"
 PARTS = {
     "niah": (["niah"], ["full", *EVICTION, *MODIFIED], BUDGETS, LENGTHS),
     "needle": (["needle_number"], ["full", *EVICTION, *MODIFIED], BUDGETS, LENGTHS),
@@ -176,11 +175,6 @@ REPORTS = {"table": table, "paired": paired}
 
 def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
-
-
-def budgets_of(text: str) -> list[int | float]:
-    """Tokens, or shares of them."""
-    return [float(part) if "." in part else int(part) for part in text.split(",")]
 
 
 def _options() -> Any:

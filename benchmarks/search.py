@@ -4,6 +4,7 @@
     python benchmarks/search.py --stage 2 --out found --data DIR --haystack DIR      # the best, and their neighbours
     python benchmarks/search.py --stage 3 --out found --data DIR --haystack DIR      # the winner, on the other half
     … --space context --protocols agnostic                                          # where the question is unknown
+    … --tasks ruler --squad FILE --hotpotqa FILE --length 4096 --budget 0.25,0.125  # RULER's 13 tasks, by share kept
 
 A combination is ranked by its mean score over tasks, protocols and budgets. Stage 2 tries the best of stage 1, the one
 with the best level of every axis, and all that differ from these on one axis; the best of stage 2 is the winner. Only
@@ -38,14 +39,14 @@ PUBLISHED = (
 )  # fmt: skip
 UNASKED = (
     "random", "knorm", "lagkv", "keydiff", "expected_attention", "expected_attention+adakv", "compactor",
-    "compactor+adakv", "snapkv", "kvzip",
+    "compactor+adakv", "snapkv", "kvzip_plus",
 )  # fmt: skip
 PROMPT = {
     "votes": [
         *(f"snapkv:window={w}" for w in (8, 16, 32, 64)),
         *(f"snapkv:window={w}:pool=7:pooling=max" for w in (8, 16, 32)),
         "intentkv:recent=8", "intentkv:window=32:recent=8", "intentkv:intention=false:window=16:recent=8",
-        "ahakv:recent=16", "ahakv",
+        "ahakv:recent=16", "ahakv", "lookahead", "lookahead:window=32:pool=7:pooling=max",
     ],
     "units": ["", "+blocks:block=8", "+blocks:block=16", "+blocks:block=32", "+prototypes"],
     "values": ["", "+values:power=0.5", "+values"],
@@ -56,13 +57,14 @@ PROMPT = {
 CONTEXT = {
     "scores": [
         "echo", *(f"echo:near={near}" for near in (1, 4, 8, 16, 32, 128)), "echo:near=8:chunk=1024",
-        "echo:near=8:chunk=4096", "expected_attention", "keydiff",
+        "echo:near=8:chunk=4096", "expected_attention", "keydiff", "compactor", "kvzip",
     ],
     "units": ["", "+blocks:block=4", "+blocks:block=8", "+blocks:block=16", "+prototypes"],
     "values": ["", "+values:power=0.5", "+values", "+critical"],
     "heads": ["+shared", "+shared:floor=0.1", "+shared:floor=0.25", "+adakv:alpha=0.0", "+adakv"],
 }  # fmt: skip
 SPACES = {"prompt": (PROMPT, PUBLISHED), "context": (CONTEXT, UNASKED)}
+FOLDERS = "data", "haystack", "squad", "hotpotqa"
 Axes = dict[str, list[str]]
 Choice = tuple[str, ...]  # one of each axis
 LONGBENCH = (
@@ -73,7 +75,14 @@ NIAH = (
     ("niah_single_2", "niah_multikey_1", "niah_multikey_3", "niah_multiquery"),
     ("niah_single_1", "niah_single_3", "niah_multikey_2", "niah_multivalue", "needle_number"),
 )
-HALVES = [[*niah, *(f"longbench/{task}" for task in rest)] for niah, rest in zip(NIAH, LONGBENCH, strict=True)]
+RULER = (
+    ("niah_single_2", "niah_multikey_1", "niah_multikey_3", "niah_multiquery", "vt", "qa_1"),
+    ("niah_single_1", "niah_single_3", "niah_multikey_2", "niah_multivalue", "cwe", "fwe", "qa_2"),
+)
+HALVES = {
+    "mixed": [[*niah, *(f"longbench/{task}" for task in rest)] for niah, rest in zip(NIAH, LONGBENCH, strict=True)],
+    "ruler": RULER,
+}
 
 
 def main() -> None:
@@ -85,7 +94,7 @@ def main() -> None:
         specs = sorted(map(spec, refined(axes, mean_scores(read(out / "stage1")))))
     else:
         specs = [max(ranked(mean_scores(read(out / "stage2"))), key=lambda pair: pair[1])[0]]
-    half = [task for task in HALVES[options.stage == 3] if not options.only or task in options.only]
+    half = [task for task in HALVES[options.tasks][options.stage == 3] if not options.only or task in options.only]
     rows = evaluate((*(options.among or published), *specs), half, out / f"stage{options.stage}", options)
     for name, score in ranked(mean_scores(rows))[:25]:
         print(f"{score:6.2f}  {name}{'' if name in published else '   (ours)'}")
@@ -135,12 +144,11 @@ def works(name: str) -> bool:
 def evaluate(methods: Sequence[str], tasks: Sequence[str], out: Path, options: Any) -> list[dict[str, Any]]:
     eval_options = EvalOptions(
         tuple(tasks), str(out), ("full", *dict.fromkeys(methods)), tuple(options.budget), model=options.model,
-        device=options.device, dtype="float32", max_length=options.max_length,
+        device=options.device, dtype=options.dtype, max_length=options.max_length,
     )  # fmt: skip
     grid = Grid(eval_options.methods, eval_options.budget, tuple(options.protocols))
-    sources = suite.Sources(
-        Path(options.data), Path(options.haystack), lengths=(options.length,), limit=options.limit, seed=options.seed
-    )
+    places = {name: Path(value) for name in FOLDERS if (value := getattr(options, name))}
+    sources = suite.Sources(**places, lengths=(options.length,), limit=options.limit, seed=options.seed)
     samples, skipped = suite.load(tasks, load_tokenizer(options.model), sources)
     assert not skipped, skipped
     make = partial(load_worker, eval_options, tuple(grid.configs))
@@ -164,17 +172,24 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return Results(folder / "rows.jsonl").rows
 
 
+def budgets_of(text: str) -> list[int | float]:
+    """Tokens, or shares of them."""
+    return [float(part) if "." in part else int(part) for part in text.split(",")]
+
+
 def _options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), required=True)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--haystack", required=True)
+    for name in FOLDERS:
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--tasks", choices=HALVES, default="mixed")
     parser.add_argument("--only", nargs="+", help="these tasks of the half alone")
     parser.add_argument("--protocols", nargs="+", default=["agnostic", "aware"])
     parser.add_argument("--model", default="default")
     parser.add_argument("--device")
-    parser.add_argument("--budget", type=lambda text: [*map(int, text.split(","))], default=[128, 512])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--budget", type=budgets_of, default=[128, 512], help="by commas: tokens, or shares of them")
     parser.add_argument("--count", type=int, default=60, help="combinations drawn in stage 1")
     parser.add_argument("--limit", type=int, default=8, help="samples of each task")
     parser.add_argument("--space", choices=SPACES, default="prompt", help="what is combined")
