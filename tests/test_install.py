@@ -12,6 +12,8 @@ if sys.version_info < (3, 11):
     pytest.skip("reads pyproject.toml with tomllib", allow_module_level=True)
 import tomllib
 
+import kvkeep
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = re.compile(r"\.\[\w+\]")
@@ -46,6 +48,12 @@ def test_ci_begins_as_a_newcomer_does(tmp_path):
     assert called == ["first-run", "test"]
     asks = next(line for line in would_do("first-run", tmp_path) if "kvkeep run" in line)
     assert "KVKEEP_HOME=" in asks and "examples/lighthouse.txt" in asks
+
+
+def test_one_version_everywhere():
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    changed = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert cited and changed and cited[1] == changed[1] == kvkeep.__version__
 
 
 def test_the_core_imports_what_it_depends_on():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvkeep.model.load import load as load
     from kvkeep.types import Selection as Selection
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _HOME = {  # imported when first used, so that `import kvkeep` costs nothing
     "Cache": "kvkeep.cache.cache",
     "Context": "kvkeep.engine.context",
