@@ -22,7 +22,7 @@ endef
 export DRAW
 
 .DELETE_ON_ERROR:
-.PHONY: help run test first-run gpu-test lint model compat mutate clean
+.PHONY: help run test docs first-run gpu-test lint model compat mutate clean
 
 help:  ## list these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / /' | awk '{ n = $$1; $$1 = ""; printf "  make %-10s%s\n", n, $$0 }'
@@ -32,6 +32,9 @@ run: model  ## set up, fetch the default model, answer a question about a long d
 
 test: lint model  ## set up, then the linter and the whole test suite
 	.venv/bin/python -m pytest -n $(JOBS) -q
+
+docs: .venv/.docs  ## the documentation site, in site/; open site/index.html
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
 first-run:  ## an empty environment, no extras, a fresh model folder, one question
 	rm -rf .venv-first
@@ -63,7 +66,7 @@ mutate: .venv-mutate/.ready  ## mutation tests: FAULTS mutants, sampled with SEE
 	$(MUTMUT) run --max-children 1 $$(.venv-mutate/bin/python -c "$$DRAW")
 
 clean:  ## remove environments and caches; the fetched model stays
-	rm -rf .venv .venv-first .venv-compat-oldest .venv-compat-newest .venv-mutate mutants build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-first .venv-compat-oldest .venv-compat-newest .venv-mutate mutants build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written last, so an interrupted set-up is simply done again.
@@ -77,6 +80,10 @@ clean:  ## remove environments and caches; the fetched model stays
 
 .venv/.dev: .venv/.ready
 	.venv/bin/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+.venv/.docs: .venv/.ready
+	.venv/bin/pip install -q -c constraints.txt --no-build-isolation -e '.[docs]'
 	touch $@
 
 .venv-compat-%/.ready: pyproject.toml constraints.txt

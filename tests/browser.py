@@ -25,13 +25,13 @@ def open_browser():
 class Page:
     """One page in a browser."""
 
-    def __init__(self, driver, path, dark=False):
+    def __init__(self, driver, path, dark=False, ready="document.documentElement.dataset.ready === 'yes'"):
         self.driver = driver
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
         driver.get_log("browser"), driver.get_log("performance")
         driver.get(path.as_uri())
-        self.wait("document.documentElement.dataset.ready === 'yes'")
+        self.wait(ready)
 
     def __call__(self, script):
         """The value of an expression."""

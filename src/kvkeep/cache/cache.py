@@ -263,7 +263,7 @@ class Cache(HFCacheAdapter):
         self._init_state()
 
     def kept(self, layer: int) -> list[list[list[int]]]:
-        """Token positions of the kept tokens: [row][key head] -> ascending, padding not counted."""
+        """Token positions of the kept tokens, `[row][key head]`: ascending, padding not counted."""
         if layer not in self.compressed_layers:
             raise CacheMisuse(f"layer {layer} is not compressed; the compressed ones are {self.compressed_layers}.")
         return [[head.tolist() for head in row] for row in self.backend.positions(layer)]
