@@ -15,8 +15,8 @@ from masked_reference import kept, logits, tokens
 from torch import nn
 
 import kvkeep
-from kvkeep.cache import eviction as home
 from kvkeep.errors import CacheMisuse
+from kvkeep.storage import ragged as home
 
 IDS = prompt(100, seed=1)
 
