@@ -34,6 +34,7 @@ from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse_budget
 from kvkeep.compress.schedule import Schedule, as_schedule
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
+from kvkeep.model.fused import fused_ops
 from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, context_length, key_shape
@@ -253,7 +254,9 @@ class Cache(HFCacheAdapter):
         if not (due := self.unreplayed.due) or self.unreplayed.layout:
             return
         assert isinstance(self.backend, EvictingBackend)
-        self.backend.evict_held(self.tracker.seen, due, replay_scores(self), draft_queries(self))
+        with fused_ops(self.model):  # these passes show other tokens than the prefill around them
+            found = replay_scores(self), draft_queries(self)
+        self.backend.evict_held(self.tracker.seen, due, *found)
         self.tracker.count_evicted(due)
         self.unreplayed = Unreplayed()
 
