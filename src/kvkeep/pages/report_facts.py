@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import kvkeep
 from kvkeep.errors import BadInput
 from kvkeep.evaluate.summary import Cell, interval, means, normalized_score, summarize
 
@@ -60,7 +59,7 @@ class Speed:
 @dataclass(frozen=True)
 class ReportFacts:
     name: str
-    version: str
+    version: str  # of the package that made the rows, where they say so
     models: list[str]
     rows: int
     cells: list[Cell]
@@ -75,7 +74,7 @@ def report_facts(folder: str | Path) -> ReportFacts:
     cells = summarize(rows)
     return ReportFacts(
         name=Path(folder).absolute().name,
-        version=kvkeep.__version__,
+        version=", ".join(sorted({str(made) for row in rows if (made := row.get("packages", {}).get("kvkeep"))})),
         models=sorted({str(row["model"]) for row in rows if row.get("model")}),
         rows=len(rows),
         cells=cells,

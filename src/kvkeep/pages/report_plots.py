@@ -110,11 +110,12 @@ def _panels(count: int) -> tuple[Any, list[Any]]:
 def _colour(method: str, methods: Sequence[str]) -> str:
     if method == "full":
         return "#555555"
-    return COLOURS[[each for each in methods if each != "full"].index(method) % len(COLOURS)]
+    return COLOURS[methods.index(method) % len(COLOURS)]
 
 
 def _marker(method: str, methods: Sequence[str]) -> str:
-    return MARKERS[methods.index(method) % len(MARKERS)]
+    place = methods.index(method)
+    return MARKERS[(place + place // len(COLOURS)) % len(MARKERS)]  # so that no two methods look alike
 
 
 def _mean(numbers: Iterable[float]) -> float:

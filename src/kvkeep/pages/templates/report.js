@@ -192,7 +192,7 @@ function show() {
   for (const draw of [drawScores, drawCurves, drawPareto, drawNeedles]) draw();
 }
 $("title").textContent = `Scores of ${facts.name}`;
-$("setting").textContent = `${facts.models.join(", ") || "model not named"} · ${count(facts.rows)} rows · ${FILTERS.method.length} methods · ${FILTERS.task.length} tasks · kvkeep ${facts.version}`;
+$("setting").textContent = `${facts.models.join(", ") || "model not named"} · ${count(facts.rows)} rows · ${FILTERS.method.length} methods · ${FILTERS.task.length} tasks${facts.version && ` · kvkeep ${facts.version}`}`;
 buildFilters();
 startTheme(show);
 addEventListener("resize", show);
