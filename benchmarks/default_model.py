@@ -69,7 +69,7 @@ def main() -> None:
     places = {name: Path(value) if (value := getattr(options, name)) else None for name in FOLDERS}
     sources = suite.Sources(**places, lengths=eval_options.length, limit=options.limit)
     samples, skipped = suite.load(tasks, load_tokenizer(options.model), sources)
-    samples = _task_by_task(samples)
+    samples = _interleaved(samples)
     print(f"{len(samples)} samples, {len(grid.configs)} configs; left out: {skipped}", flush=True)
     make = partial(load_worker, eval_options, tuple(grid.configs))
     show = partial(print, flush=True)  # rows done, rows in all
@@ -77,7 +77,7 @@ def main() -> None:
     write_csv(rows, Path(options.out) / "results.csv")
 
 
-def _task_by_task(samples: Sequence[Sample]) -> list[Sample]:
+def _interleaved(samples: Sequence[Sample]) -> list[Sample]:
     """The first sample of every task, then the second: a run that is stopped has some of all."""
     number, place = Counter[str](), {}
     for sample in samples:

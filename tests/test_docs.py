@@ -76,7 +76,7 @@ def run(codes, page, **known):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name != "CONTRIBUTING.md" and blocks(page, "python")], **name
 )
-def test_code_of_a_page_runs(page, folder, monkeypatch):
+def test_code_of_a_page_runs(page, folder):
     codes = blocks(page, "python")
     if "127.0.0.1:8000" not in "".join(codes):
         run(codes, page)

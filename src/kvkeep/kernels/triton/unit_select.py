@@ -65,7 +65,6 @@ def _select_counted(scores, selected, units, counts, most, room, lists, COMPARED
 
 @triton.jit
 def _select(scores, index, units, count, size, COMPARED: tl.constexpr):
-    digits = tl.arange(0, 256)
     last, left = tl.full([], 0, tl.int64), count + tl.full([], 0, tl.int32)
     num_equal = tl.full([], 0, tl.int32)
     for i in range(0, 4):  # `last`: the first digits of the highest rank that at least `count` units reach
@@ -76,10 +75,7 @@ def _select(scores, index, units, count, size, COMPARED: tl.constexpr):
             rank = _rank(scores + unit_ids, unit_ids < units)
             same = (unit_ids < units) & ((rank >> (shift + 8)) == last)
             num += tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=same)
-        reached = tl.sum(num, 0) - tl.cumsum(num, 0) + num
-        digit = tl.sum((reached >= left).to(tl.int32), 0) - 1
-        num_equal = tl.sum(tl.where(digits == digit, num, 0), 0)
-        left -= tl.sum(tl.where(digits == digit, reached, 0), 0) - num_equal  # those above are selected
+        digit, num_equal, left = _next_digit(num, left)
         last = last * 256 + digit
     skip = num_equal - left  # of the equals, the first are not selected
     num_selected, num_equal_seen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
@@ -98,6 +94,17 @@ def _select(scores, index, units, count, size, COMPARED: tl.constexpr):
 
 
 @triton.jit
+def _next_digit(num, left):
+    """Of a histogram: the highest digit that `left` units reach, how many have it, and how many of these are left."""
+    reached = tl.sum(num, 0) - tl.cumsum(num, 0) + num
+    digit = tl.sum((reached >= left).to(tl.int32), 0) - 1
+    is_digit = tl.arange(0, 256) == digit
+    num_equal = tl.sum(tl.where(is_digit, num, 0), 0)
+    above = tl.sum(tl.where(is_digit, reached, 0), 0) - num_equal  # these are selected
+    return digit, num_equal, left - above
+
+
+@triton.jit
 def _lowest(histograms, count, KNOWN: tl.constexpr):
     """-> the first `KNOWN` digits of the lowest selected rank, units that begin with them, and how many are selected"""
     digits = tl.arange(0, 256)
@@ -105,10 +112,7 @@ def _lowest(histograms, count, KNOWN: tl.constexpr):
     num_equal = tl.full([], 0, tl.int32)
     for i in tl.static_range(KNOWN):
         num = tl.load(histograms + i * 256 + digits)
-        reached = tl.sum(num, 0) - tl.cumsum(num, 0) + num
-        digit = tl.sum((reached >= left).to(tl.int32), 0) - 1
-        num_equal = tl.sum(tl.where(digits == digit, num, 0), 0)
-        left -= tl.sum(tl.where(digits == digit, reached, 0), 0) - num_equal
+        digit, num_equal, left = _next_digit(num, left)
         last = last * 256 + digit
     return last, num_equal, left
 
