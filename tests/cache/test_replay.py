@@ -47,8 +47,8 @@ def read(model, spec="kvzip", budget=20, ids=IDS, **how):
     return cache
 
 
-def expected_scores(model, ids, chunk, words, sinks=4, plus=False, begun=0):
-    """Of every layer, from transformers' own attention weights."""
+def expected_scores(model, ids, chunk, words, sinks=4, plus=False, begun=0, near=None, local=False):
+    """Of every layer, from transformers' own attention weights. local: the rest of the text is masked"""
     model, text, n = copy.deepcopy(model), ids[0].tolist(), ids.shape[1]
     model.set_attn_implementation("eager")
     full = DynamicCache()
@@ -56,15 +56,18 @@ def expected_scores(model, ids, chunk, words, sinks=4, plus=False, begun=0):
     heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
     group, scores = heads // kv_heads, [np.zeros((kv_heads, n)) for _ in model.model.layers]
     for start, end, fed in oracle.parts(n, chunk, words, text, begun=begun):
+        allowed = torch.ones(len(fed), n + len(fed), dtype=torch.bool).tril(n)
+        allowed[:, sinks:start] = allowed[:, end:n] = not local
+        mask = torch.zeros(1, 1, *allowed.shape).double().masked_fill(~allowed, -torch.inf)
         out = model(torch.tensor([fed]), past_key_values=copy.deepcopy(full), output_attentions=True,
-                    output_hidden_states=True)  # fmt: skip
+                    output_hidden_states=True, attention_mask=mask)  # fmt: skip
         for i, layer in enumerate(model.model.layers):
             weights = None
             if plus:
                 wo = layer.self_attn.o_proj.weight.numpy().reshape(-1, heads, 64 // heads).transpose(1, 0, 2)
                 weights = oracle.worth(full.layers[i].values[0].numpy(), wo, out.hidden_states[i][0].numpy(), group)
             logits = out.attentions[i][0].clamp_min(1e-300).log().numpy()
-            scores[i][:, start:end] = oracle.scores_from_logits(logits, start, end, n, sinks, group, weights)
+            scores[i][:, start:end] = oracle.scores_from_logits(logits, start, end, n, sinks, group, weights, near)
     return scores
 
 
@@ -84,6 +87,16 @@ def test_the_best_of_all_layers_are_kept(spec, chunk, tokenizer):
     for i in range(3):
         state = whole.backend.store[i].dense(0).token_state[..., 0].numpy()
         np.testing.assert_allclose(state, scores[i], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [13, 40])
+@pytest.mark.parametrize("how", [{"near": 2}, {"local": True}, {"near": 0, "local": True}], ids=str)
+def test_near_queries_and_a_part_by_itself(how, chunk):
+    model = sharp()
+    scores = expected_scores(model, IDS, chunk, WORDS, **how)
+    cache = read(model, chunk=chunk, tokenizer=TOKENIZER, **how)
+    assert kept(cache) == frontier.shared(scores, [[[0, 1, 2, 3]] * 4] * 3, 20)
+    assert kept(cache) != kept(read(model, chunk=chunk, tokenizer=TOKENIZER))
 
 
 @pytest.mark.parametrize("chunk", [5, 40, 200])
@@ -236,10 +249,13 @@ def test_the_engine_feeds_the_text_again_with_words(monkeypatch):
     assert engine.generate(prompts, max_new_tokens=5) == alone
     sequences = [SequenceConfig(model, TOKENIZER, parse(spec, chunk=64), 40).new_sequence()
                  for spec in ("kvzip", "kvzip_plus", "echo")]  # fmt: skip
+    sequences += [SequenceConfig(model, TOKENIZER, parse("kvzip", chunk=64), 60).new_sequence()]
+    said.clear()
     prefill_shared(model, ids, [each.cache for each in sequences])
+    assert said == [FIRST, LATER, LATER] * 2  # once for both budgets of kvzip
     for each in sequences:
-        spec = each.config.method
-        assert kept(each.cache) == kept(read(model, spec, 40, ids, tokenizer=TOKENIZER))
+        spec, budget = each.config.method, each.cache.budget
+        assert kept(each.cache) == kept(read(model, spec, budget, ids, tokenizer=TOKENIZER))
     assert context.ask("Why?", max_new_tokens=4) == context.fork().ask("Why?", max_new_tokens=4)
 
 

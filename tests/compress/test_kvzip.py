@@ -33,12 +33,13 @@ def test_scores(by_output, seed):
     group = len(queries) // len(keys)
     weights = oracle.worth(values, wo, hidden, group) if by_output else None
     logits = oracle.logits_of(queries, keys, own, scale)
-    want = oracle.scores_from_logits(logits, start, end, n, sinks, group, weights)
+    near = (None, None, 0, 1, 5)[seed % 5]
+    want = oracle.scores_from_logits(logits, start, end, n, sinks, group, weights, near)
     before = single(keys[:, : min(sinks, start)])
     part = single(keys[:, start:end]), single(values[:, start:end]), before
     norms = torch.linalg.vector_norm(single(hidden), dim=1)
     seen = Replayed(single(queries), single(own), *part, scale, output_weight=single(wo), hidden_norms=norms)
-    np.testing.assert_allclose(Replay(by_output=by_output).score(seen).numpy(), want, rtol=3e-5, atol=1e-7)
+    np.testing.assert_allclose(Replay(by_output=by_output, near=near).score(seen).numpy(), want, rtol=3e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -86,6 +87,6 @@ def test_select_and_sizes_are_refused_by_name():
     given = torch.randn(4, 60, 8), torch.randn(2, 60, 8), torch.randn(2, 60, 8)
     with pytest.raises(BadParameter, match="'kvzip' runs the model again after a prompt"):
         kvkeep.select("kvzip", *given, 16)
-    for wrong in ({"chunk": 0}, {"sinks": -1}):
+    for wrong in ({"chunk": 0}, {"sinks": -1}, {"near": -1}):
         with pytest.raises(BadParameter, match="is too small"):
             parse("kvzip", **wrong)

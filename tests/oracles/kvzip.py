@@ -46,14 +46,17 @@ def worth(values, wo, hidden, group):
     return out
 
 
-def scores_from_logits(logits, start, end, n, sinks, group, weights=None):
-    """[Hk, end - start]: the maximum over fed tokens and the group. logits [Hq, fed, n + fed], scaled"""
+def scores_from_logits(logits, start, end, n, sinks, group, weights=None, near=None):
+    """[Hk, end - start]: the maximum over fed tokens and the group. logits [Hq, fed, n + fed], scaled
+
+    near: a fed token counts for keys at most so far from the one it repeats; the last fed one repeats key end - 1.
+    """
     heads, fed = logits.shape[:2]
     out = np.zeros((heads // group, end - start))
     for h in range(heads):
         for i, keys in enumerate(kept_logits(start, end, n, fed, sinks)):
             for j, share in zip(keys, softmax(np.array([logits[h, i, j] for j in keys])), strict=True):
-                if start <= j < end:
+                if start <= j < end and (near is None or abs(j - (end - fed + i)) <= near):
                     share = share if weights is None else share * weights[h, i, j]
                     out[h // group, j - start] = max(out[h // group, j - start], share)
     return out

@@ -25,7 +25,7 @@ from kvkeep.cache.draft import draft_queries
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.gathered_heads import check_shards
 from kvkeep.cache.padding import BatchLayout, PaddingTracker
-from kvkeep.cache.replay import Unreplayed, check_can_replay, replay_scores
+from kvkeep.cache.replay import Replays, Unreplayed, check_can_replay, replay_scores
 from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.self_check import AttentionCheck
@@ -240,13 +240,16 @@ class Cache(HFCacheAdapter):
         self._raise_if_failed()
         self.backend.settle()
 
-    def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
-        """Note the tokens of a text that is fed again, and do so after the last of them."""
+    def after_forward(self, ids: Tensor | None, positions: Tensor | None, known: Replays | None = None) -> None:
+        """Note the tokens of a text that is fed again, and do so after the last of them.
+
+        known: scores of this text; to which those of caches that prefill it together are added
+        """
         if self.unreplayed.layout and ids is not None:
             self.unreplayed = self.unreplayed.add(ids, positions, self.seen)
-        self.before_forward()
+        self.before_forward(known)
 
-    def before_forward(self) -> None:
+    def before_forward(self, known: Replays | None = None) -> None:
         """Run the model again after a prompt that is prefilled to the end, then evict from all layers.
 
         After that prefill or, where it was cut short, before the next forward pass.
@@ -255,7 +258,7 @@ class Cache(HFCacheAdapter):
             return
         assert isinstance(self.backend, EvictingBackend)
         with fused_ops(self.model):  # these passes show other tokens than the prefill around them
-            found = replay_scores(self), draft_queries(self)
+            found = replay_scores(self, {} if known is None else known), draft_queries(self)
         self.backend.evict_held(self.tracker.seen, due, *found)
         self.tracker.count_evicted(due)
         self.unreplayed = Unreplayed()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from kvkeep.types import Replayed, ReplayPass, Tokens
 
 KeyValues = tuple[Tensor, Tensor]  # of one key head [n, dim]
 LayerRows = dict[tuple[int, int], Tensor]  # by layer and row
+Replays = dict[tuple[ReplayMemory, str], LayerRows]  # of one text, by who scores it and how it is stored
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,13 @@ class ReplayForward(HFCacheAdapter):
         heads, scores = self.store[index].row(self.row), self.scores.get((index, self.row))
         new = self.memory.score(self._replayed(index, call, heads))
         self.scores[index, self.row] = new if scores is None else torch.cat([scores, new], 1)
-        return call.to_hf_output(attend_appended(call, [(head.keys, head.values) for head in heads])[0])
+        attended = [self._part(head) for head in heads] if self.memory.local else heads
+        return call.to_hf_output(attend_appended(call, [(head.keys, head.values) for head in attended])[0])
+
+    def _part(self, head: Tokens) -> Tokens:
+        """The first tokens, and those that are fed again."""
+        first = len(head.keys[: self.behind.start][: self.memory.sinks])
+        return head.map(lambda part: torch.cat([part[:first], part[self.behind]]))
 
     def _replayed(self, index: int, call: AttentionCall, heads: list[Tokens]) -> Replayed:
         first = min(self.memory.sinks, *(len(head.keys[: self.behind.start]) for head in heads))
@@ -142,21 +149,27 @@ class ReplayForward(HFCacheAdapter):
         return Replayed(call.query[0], call.key[0], keys, values, sinks, *call.how, weight, norms)
 
 
-def replay_scores(cache: CacheState) -> LayerRows:
+def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
     """Of the tokens that were not fed again yet, if the method wants them to be."""
     if not (replay := cache.method.replay):
         return {}
-    return ReplayForward(cache.model, replay, cache.backend.store, cache.tokenizer)(cache.unreplayed.rows)
+    if (kind := (replay, cache.storage or "")) not in known:
+        forward = ReplayForward(cache.model, replay, cache.backend.store, cache.tokenizer)
+        known[kind] = forward(cache.unreplayed.rows)
+    return known[kind]
 
 
 def attend_appended(call: AttentionCall, heads: Sequence[KeyValues]) -> tuple[Tensor, list[KeyValues]]:
     """Over each head's tokens, followed by the new ones of the one row. -> the output, and both"""
-    new = zip(heads, call.key[0], call.value[0], strict=True)
-    joined = [(torch.cat([keys, key]), torch.cat([values, value])) for (keys, values), key, value in new]
-    ends = accumulate((len(keys) for keys, _ in joined), initial=0)
-    segments = [(start, end - start) for start, end in pairwise(ends)]
-    keys, values = (torch.cat(part) for part in zip(*joined, strict=True))
-    return segment_attention(call.query, keys, values, segments, [call.query.shape[2]], *call.how), joined
+    held, q = list(zip(*heads, strict=True)), call.query.shape[2]
+    lengths = [len(keys) + q for keys in held[0]]
+    keys, values = (
+        torch.cat([part for pair in zip(old, new[0], strict=True) for part in pair])
+        for old, new in zip(held, (call.key, call.value), strict=True)
+    )
+    segments = list(zip(accumulate(lengths, initial=0), lengths, strict=False))
+    joined = list(zip(keys.split(lengths), values.split(lengths), strict=True))
+    return segment_attention(call.query, keys, values, segments, [q], *call.how), joined
 
 
 def check_can_replay(cache: CacheState, intercepted: bool) -> None:

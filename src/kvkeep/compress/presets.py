@@ -173,12 +173,12 @@ def echo(chunk=2048, sinks=4, gap=20, near: int | None = None):
     return Method("echo", RepetitionScorer(), Guard(sinks), memory=Repetition(chunk, sinks, gap, near))
 
 
-def kvzip(chunk=2048, sinks=4, layerwise=False):
-    return replayed("kvzip", Replay(chunk, sinks), layerwise)
+def kvzip(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False):
+    return replayed("kvzip", Replay(chunk, sinks, near=near, local=local), layerwise)
 
 
-def kvzip_plus(chunk=2048, sinks=4, layerwise=False):
-    return replayed("kvzip_plus", Replay(chunk, sinks, by_output=True), layerwise)
+def kvzip_plus(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False):
+    return replayed("kvzip_plus", Replay(chunk, sinks, by_output=True, near=near, local=local), layerwise)
 
 
 def replayed(name: str, replay: Replay, layerwise: bool):

@@ -64,11 +64,14 @@ class ReplayMemory(TokenMemory, Protocol):
     passes: of a prompt of so many tokens, the parts that are fed, one after the other; room: tokens that the model's
     context length leaves for each
     score: of a part's tokens, in one layer [kv_heads, m] float32
+    local: what is fed attends to the prompt's first `sinks` tokens, its part and itself, not to the whole prompt
     needs_output: `Replayed` has output_weight and hidden_norms
     """
 
     @property
     def sinks(self) -> int: ...
+    @property
+    def local(self) -> bool: ...
     @property
     def needs_output(self) -> bool: ...
     def passes(self, tokens: int, room: int, /) -> Iterable[ReplayPass]: ...

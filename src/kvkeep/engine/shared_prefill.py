@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
+from kvkeep.cache.replay import Replays
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.chunked_mlp import long_prompt
 from kvkeep.model.fused import fused_ops
@@ -30,8 +31,9 @@ class SharedPrefillCache(HFCacheAdapter):
             cache.attention_check.checked = caches[0].attention_check.checked
 
     def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
+        known: Replays = {}  # a text is fed again once for all budgets of a method
         for cache in self.caches:
-            cache.after_forward(ids, positions)
+            cache.after_forward(ids, positions, known)
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         shared = replace(call, hf_attention=once(call.hf_attention), is_sdpa=False, memo={})

@@ -26,7 +26,7 @@ def _two_dense_last_axes(first: Tensor, second: Tensor, *_: Any) -> bool:
 
 
 def _unweighted(*given: Any) -> bool:
-    return len(given) <= 7
+    return len(given) <= 8
 
 
 append_ragged = KernelDispatch("append_ragged", "decode")

@@ -34,11 +34,13 @@ class Replay:
     size: int = 2048  # tokens of a part
     sinks: int = 4
     by_output: bool = False
+    near: int | None = None  # queries of tokens at most so far from a token score it; None: all of its part
+    local: bool = False  # what is fed attends to the first tokens, its part and itself alone
     width, sees_all, prompt_only = 1, False, True
 
     def __post_init__(self) -> None:
-        for name, value, least in (("chunk", self.size, 1), ("sinks", self.sinks, 0)):
-            if value < least:
+        for name, value, least in (("chunk", self.size, 1), ("sinks", self.sinks, 0), ("near", self.near, 0)):
+            if value is not None and value < least:
                 raise BadParameter(f"{name}={value} is too small; use {least} or more.")
 
     @property
@@ -55,7 +57,7 @@ class Replay:
             yield ReplayPass(LATER, min(LEAD, start), start, end) if start else ReplayPass(FIRST, 0, 0, end)
 
     def score(self, seen: Replayed) -> Tensor:
-        how = seen.queries, seen.own_keys, seen.keys, seen.sinks, seen.scale, seen.softcap, seen.sink_logits
+        how = seen.queries, seen.own_keys, seen.keys, seen.sinks, seen.scale, seen.softcap, seen.sink_logits, self.near
         if not self.by_output:
             return repeated_maximum(*how).clamp_min(1e-30)
         assert seen.output_weight is not None and seen.hidden_norms is not None

@@ -138,12 +138,14 @@ def repeated_maximum(
     scale: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    near: int | None = None,
     key_weights: Tensor | None = None,
     query_weights: Tensor | None = None,
 ) -> Tensor:
     """The most attention each of `keys` gets from any query, or query head, of tokens that are fed after them.
 
     One softmax of each query, over sinks, keys, and its own tokens' keys up to itself. Queries come in blocks.
+    near: the last m queries are of the keys' tokens again; those of tokens at most so far from a key count; None: all
     queries [heads, q, dim], own_keys [kv_heads, q, dim], keys [kv_heads, m, dim], sinks [kv_heads, s, dim]
     key_weights [heads, m], query_weights [q]: factors of the attention -> [kv_heads, m] float32
     """
@@ -159,6 +161,9 @@ def repeated_maximum(
             rows = rows * key_weights.view(kv_heads, -1, 1, m)
         if query_weights is not None:
             rows = rows * query_weights[start:end, None]
+        if near is not None:
+            again = torch.arange(start, end, device=keys.device) - (q - m)
+            rows = rows.masked_fill((again[:, None] - torch.arange(m, device=keys.device)).abs() > near, 0)
         highest = torch.maximum(highest, rows.flatten(1, 2).amax(1))
     return highest
 

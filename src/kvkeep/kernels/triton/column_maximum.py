@@ -46,6 +46,7 @@ def repeated_maximum(
     scale: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    near: int | None = None,
 ) -> Tensor:
     """As in the reference, without weights."""
     (kv_heads, m, _), q, count, how = keys.shape, queries.shape[1], sinks.shape[1], (scale, softcap)
@@ -54,11 +55,14 @@ def repeated_maximum(
     everywhere = torch.zeros_like(places[: count + m]).expand(kv_heads, -1)
     text = log_sum_exp(queries, before, everywhere, q + count + m, *how, sink_logits)
     own = log_sum_exp(queries, own_keys, places[:q].expand(kv_heads, -1), q, *how)
-    return _maximum(queries, keys, torch.logaddexp(text, own), *how, q + m)
+    return _maximum(queries, keys, torch.logaddexp(text, own), *how, q + m if near is None else near)
 
 
 def _maximum(queries: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None, near: int) -> Tensor:
-    """Over all queries at most `near` tokens from a key. queries [heads, q, dim], keys [kv_heads, m, dim]"""
+    """Over all queries of tokens at most `near` from a key; the last m are of the keys' tokens.
+
+    queries [heads, q, dim], keys [kv_heads, m, dim]
+    """
     (heads, q, dim), (kv_heads, m, _) = queries.shape, keys.shape
     highest = queries.new_empty(kv_heads, m, dtype=torch.float32)
     _column_maximum[cdiv(m, BLOCK), kv_heads](
@@ -83,7 +87,8 @@ def _column_maximum(
         mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
     ))  # fmt: skip
     most = tl.full([QUERIES, KEYS], float("-inf"), tl.float32)  # reduced at the end: no synchronization before
-    first, last = tl.maximum(0, block * KEYS - near), tl.minimum(q, (block + 1) * KEYS + near)
+    same = q - m  # the query of the first key's token
+    first, last = tl.maximum(0, same + block * KEYS - near), tl.minimum(q, same + (block + 1) * KEYS + near)
     for member in range(0, group):
         offset = (head * group + member).to(tl.int64)
         for start in range(first, last, QUERIES):
@@ -94,6 +99,6 @@ def _column_maximum(
             )  # fmt: skip
             query_lse = tl.load(lse + offset * q + query_ids, mask=query_ids < q, other=float("inf"))
             logits = softcapped(dot(query, k, WIDEN) * scale, softcap, CAPPED)
-            far = tl.abs(query_ids[:, None] - tokens[None, :]) > near
+            far = tl.abs(query_ids[:, None] - same - tokens[None, :]) > near
             most = tl.maximum(most, tl.where(far, float("-inf"), logits - query_lse[:, None]))
     tl.store(highest + head * m + tokens, tl.exp2(tl.max(most, 0) * LOG2E), mask=valid)
