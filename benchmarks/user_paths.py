@@ -23,6 +23,12 @@ import kvkeep
 from kvkeep.model.random_models import random_model
 
 
+READ = (
+    "streamingllm,kvkeep,kvkeep_context,random,knorm,keydiff,lagkv,expected_attention+adakv,compactor+adakv,snapkv+adakv,"
+    "lookahead,echo+shared,kvzip:local=true,kvzip"
+)
+
+
 class Characters:
     """A tokenizer of one token per character."""
 
@@ -165,6 +171,19 @@ class Run:
                 stream.close()
         engine.close()
 
+    def overheads(self, methods: list[str], length: int) -> None:
+        """What a method adds to reading a text; the first of them is the measure."""
+        base = 0.0
+        for method in methods:
+            engine = self.engine(method)
+            engine.read(text(length if not base else length // 8, 1))  # kernels are compiled
+            began = self.now()
+            engine.read(text(length))
+            seconds = self.now() - began
+            base = base or seconds
+            self.note("Engine.read", method=method, length=length, s=seconds, overhead=f"{seconds / base - 1:.1%}")
+            engine.close()
+
     def cache(self, method: str, length: int) -> None:
         """model.generate with a kvkeep.Cache."""
         ids = self.words(text(length), return_tensors="pt").input_ids.to(self.model.device)
@@ -229,6 +248,7 @@ def measures(run: Run) -> dict[str, Callable[[], None]]:
         "retrieval": lambda: [
             run.questions(rows // 8, long // 2, name) for name in run.options.retrieval_methods.split(",")
         ],
+        "overheads": lambda: run.overheads(run.options.read_methods.split(","), long),
         "arrival": lambda: run.arrival(rows // 2, 2000, long),
     }
 
@@ -247,6 +267,7 @@ def main() -> None:
     parser.add_argument("--cache-methods", default="kvkeep,snapkv+adakv,h2o")
     parser.add_argument("--step-methods", default="h2o,streamingllm,ahakv")
     parser.add_argument("--retrieval-methods", default="actqkv,infllm,quest,tokenselect")
+    parser.add_argument("--read-methods", default=READ)
     parser.add_argument("--out")
     options = parser.parse_args()
     run = Run(options)

@@ -42,6 +42,15 @@ def test_all_rows_at_once_are_rows_one_by_one(seed, monkeypatch):
     assert torch.equal(select.inverse(order).gather(1, order), torch.arange(order.shape[1]).expand_as(order))
 
 
+@pytest.mark.parametrize("rows", [select.ROWS, select.ROWS + 1, 9000])
+def test_more_rows_than_numbers_fit_beside_the_keys(rows, monkeypatch):
+    """Partitions of a long text, in all heads: `lagkv` has 8,000 of 131,000 tokens."""
+    monkeypatch.setattr(select, "packs", lambda scores: True)
+    scores = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0)).round()
+    want = [sorted(range(3), key=lambda i: (-row[i], -i)) for row in scores.tolist()]
+    assert select.best_first(scores).tolist() == want
+
+
 def test_integers_are_in_the_order_of_the_scores():
     scores = torch.tensor([float("-inf"), -3e38, -1.0, -1e-45, -0.0, 0.0, 1e-45, 2.0, float("inf")])
     keys = select.sortable(scores).tolist()

@@ -32,7 +32,7 @@ class Units:
 
 def best_first(scores: Tensor) -> Tensor:
     """Indices by descending score along the last axis, ties to the later one."""
-    if packs(scores) and scores.ndim == 2:
+    if packs(scores) and scores.ndim == 2 and len(scores) <= ROWS:
         return sort_packed(MOST - sortable(scores))
     n = scores.shape[-1]
     return n - 1 - scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
@@ -106,6 +106,7 @@ def inverse(order: Tensor) -> Tensor:
 # A GPU sorts long rows one after the other, in a dozen kernels each: there, all rows and both keys are sorted at once.
 
 MOST = 2**32 - 1
+ROWS = 2**11  # whose numbers, above 52 bits of key, are 63 bits
 
 
 def packs(scores: Tensor) -> bool:
@@ -119,7 +120,7 @@ def sortable(scores: Tensor) -> Tensor:
 
 
 def sort_packed(keys: Tensor) -> Tensor:
-    """Indices that sort each row, ties to the later one. keys [rows, n], 0 … 2**52"""
+    """Indices that sort each row, ties to the later one. keys [rows, n], 0 … 2**52; rows: at most ROWS"""
     rows, n = keys.shape
     row = torch.arange(rows, device=keys.device)[:, None]
     order = (keys.flip(1) + (row << 52)).flatten().sort(stable=True).indices
