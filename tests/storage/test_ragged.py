@@ -81,3 +81,28 @@ def test_an_undone_uneven_append_leaves_uneven_room():
     layer.restore(before)
     assert layer.lengths == [5, 5] and not layer.is_uniform
     assert all(layer.dense(row).keys[0].equal(keys[row]) for row in range(2))
+
+
+def test_a_copy_shares_buffers_until_one_of_both_appends():
+    """With room left over, and after tokens were taken back: neither writes into what the other holds."""
+
+    def new(seed: int, count: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(seed)
+        return torch.randn(1, 2, count, 4), torch.randn(1, 2, count, 4)
+
+    def held(layer: RaggedLayer) -> list[list]:
+        return [part.tolist() for head in layer.row(0) for part in (head.keys, head.values, head.token_positions)]
+
+    layer = RaggedLayer()
+    layer.fill([[Tokens(key, value, torch.arange(5)) for key, value in zip(*(t[0] for t in new(0, 5)), strict=True)]])
+    layer.append(*new(1, 3), [torch.arange(5, 8)], None, to_come=20)
+    before = layer.snapshot()
+    layer.append(*new(2, 2), [torch.arange(8, 10)], None)
+    copies, want = [layer.copy(), layer.copy()], held(layer)
+    assert {each.flat.keys.data_ptr() for each in copies} == {layer.flat.keys.data_ptr()}
+    layer.restore(before)
+    layer.append(*new(3, 1), [torch.arange(8, 9)], None)
+    copies[0].append(*new(4, 1), [torch.arange(10, 11)], None)
+    assert held(copies[1]) == want and len({each.flat.keys.data_ptr() for each in (layer, *copies)}) == 3
+    assert layer.lengths == [9, 9] and copies[0].lengths == [11, 11] and copies[1].lengths == [10, 10]
+    assert held(copies[0])[0][:10] == want[0] and held(layer)[0][:8] == want[0][:8] != held(layer)[0]

@@ -309,9 +309,11 @@ class Cache(HFCacheAdapter):
     def fork(self) -> Cache:
         """An independent copy: one compressed context, many questions."""
         self._rollback()
-        fork = type(self)(self.model, self.method, self.budget, storage=self.storage, tokenizer=self.tokenizer)
+        fork = type(self).__new__(type(self))
+        fork.__dict__.update(self.__dict__)  # what was checked of the model holds for both, and blocks count once
+        fork.counts_guesses = False
+        fork.reset()
         fork.copy_hf_layers(self)
-        fork.host_budget = self.host_budget  # blocks both hold count once
         fork.tracker, fork.backend, fork.unreplayed = copy.copy(self.tracker), self.backend.fork(), self.unreplayed
         return fork
 

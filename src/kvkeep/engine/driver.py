@@ -144,8 +144,10 @@ class Driver:
                     self.thread = None
                     return
 
-    def warmup(self, config: SequenceConfig, rows: int, progress: Callable[[str], None]) -> None:
-        """Answer one prompt, then allocate and capture for up to `rows` of them."""
+    def warmup(
+        self, config: SequenceConfig, context: SequenceConfig, rows: int, progress: Callable[[str], None]
+    ) -> None:
+        """Answer one prompt, then allocate and capture for up to `rows` of them. context: of texts that are read"""
         with self.lock:
             progress("compiling")
             evicted = config.budget if isinstance(config.budget, int) and config.model.device.type == "cuda" else 0
@@ -154,6 +156,7 @@ class Driver:
             self.run([Request(config, ids, Generation(2))], 1)
             if config.model.device.type == "cuda":
                 _prefill_in_chunks(config)
+                _ask(context, ids[:-2])
             for batch in self.scheduler.batches.values():
                 batch.warmup(config.budget, rows, progress)
 
@@ -171,6 +174,15 @@ def _prefill_in_chunks(config: SequenceConfig) -> None:
     if len(ids) <= context_length(config.model) and sequence.defer_eviction(len(ids)):
         for size in WARMUP_CHUNKS:
             sequence.forward(sequence.next_chunk(ids, size))
+
+
+def _ask(config: SequenceConfig, ids: Tensor) -> None:
+    """As a text is read, and asked about."""
+    sequence = config.new_sequence()
+    sequence.prefill(ids)
+    fork = sequence.fork()
+    fork.cache.tracker.mark_context()
+    fork.forward(ids[:2])
 
 
 def _stop(reference: weakref.ReferenceType[Driver]) -> None:

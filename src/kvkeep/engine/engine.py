@@ -283,7 +283,7 @@ class Engine:
         """
         most = self._driver.scheduler.max_rows
         check_count("rows", most if rows is None else rows, 1, "use a whole number, at least one")
-        self._driver.warmup(self.config, min(rows or most, most), progress)
+        self._driver.warmup(self.config, self._context_config(self.config), min(rows or most, most), progress)
 
     def close(self) -> None:
         """Cancel all answers under way, and free the pool."""
@@ -312,9 +312,15 @@ class Engine:
         method, budget: in the place of the engine's
         """
         config = self._config_for(method, budget)
-        if self._context_method and method is None and question is None and not self.sequence.cache.shards:
-            config = replace(config, method=self._context_method)
+        if method is None and question is None:
+            config = self._context_config(config)
         return Context.read(self._driver, config.new_sequence(), text, question, progress)
+
+    def _context_config(self, config: SequenceConfig) -> SequenceConfig:
+        """Of a text that is read before a question is known, unless a method was named."""
+        if self._context_method is None or self.sequence.cache.shards:
+            return config
+        return replace(config, method=self._context_method)
 
     def load_context(self, path: str | Path) -> Context:
         """A saved `Context`, with its own method and budget."""

@@ -14,7 +14,7 @@ from kvkeep.engine.sequence import Sequence
 from kvkeep.model.chunked_mlp import long_prompt
 from kvkeep.model.fused import fused_ops
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import HFCacheAdapter, execution_device
+from kvkeep.model.hf_cache import HFCacheAdapter
 from kvkeep.storage.upload import upload
 
 Chunk = tuple[Sequence, Tensor]  # a sequence, and ids that follow those it has seen [q]
@@ -59,7 +59,7 @@ class PackedForward(HFCacheAdapter):
             sequence.before_forward(ids)
         ids = torch.cat([ids for _, ids in chunks])[None]
         positions = torch.cat([torch.arange(each.cache.seen, each.cache.seen + len(new)) for each, new in chunks])[None]
-        device = execution_device(self.model)
+        device = chunks[0][0].config.device
         every = 0 if len(shown) == ids.shape[1] else upload(shown, device)
         with torch.inference_mode(), fused_ops(self.model, every), long_prompt(self.model, ids.shape[1]):
             return self.model(

@@ -59,6 +59,10 @@ class SequenceConfig:
     host_budget: HostMemoryBudget | None = None  # shared by all sequences; None: each has its own
 
     @cached_property
+    def device(self) -> torch.device:
+        return execution_device(self.model)
+
+    @cached_property
     def sentences(self) -> SentenceBoundaries:
         return SentenceBoundaries(self.tokenizer)
 
@@ -77,7 +81,7 @@ class SequenceConfig:
         if self.prefill_chunk_size:
             return self.prefill_chunk_size
         if retrieval and retrieval.window:
-            size = GPU_PREFILL_CHUNK_SIZE if execution_device(self.model).type == "cuda" else PREFILL_CHUNK_SIZE
+            size = GPU_PREFILL_CHUNK_SIZE if self.device.type == "cuda" else PREFILL_CHUNK_SIZE
             return max(1, size // retrieval.window) * retrieval.window
         return tokens if tokens <= context_length(self.model) else PREFILL_CHUNK_SIZE
 
@@ -118,7 +122,7 @@ class Sequence:
         if question.strip() and retrieval and "question" in retrieval.index.needs:
             ids = self.config.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
             edge = retrieval.sizes(self.cache.backend.budget.tokens(tokens)).near
-            queries = capture_question_queries(model, ids.to(execution_device(model)), self.cache.rotations, edge)
+            queries = capture_question_queries(model, ids.to(self.config.device), self.cache.rotations, edge)
             self._retrieval_backend.question = queries
 
     def prefill(self, ids: Tensor, progress: ProgressCallback = None) -> Tensor:
@@ -149,7 +153,7 @@ class Sequence:
         config, self.defers = self.config, False
         if config.method.retrieval or self.chunk_size(tokens) < tokens - len(self.token_ids):
             return False
-        free = free_device_bytes(execution_device(config.model))
+        free = free_device_bytes(config.device)
         size = row_bytes(config.model, tokens)
         fits = free is None or size <= MEMORY_FRACTION * free
         self.defers = bool(agree_on_least(self.cache.model, fits))
@@ -173,7 +177,7 @@ class Sequence:
         self.before_forward(ids)
         shown = 0 if self.needs_all_logits else keep
         with torch.inference_mode(), fused_ops(model, shown), long_prompt(model, len(ids)):
-            batch = upload(ids[None], execution_device(model))
+            batch = upload(ids[None], self.config.device)
             logits = model(batch, past_key_values=self.cache, logits_to_keep=shown).logits[0]
         self.after_forward(ids, logits)
         return logits[-keep:]

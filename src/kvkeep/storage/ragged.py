@@ -59,6 +59,7 @@ class RaggedLayer:
         self.room: list[int] = []  # slots of each segment, used or not
         self.ends = self.segment_starts = NOTHING
         self.free_slots = NOTHING  # [segments] one of each full segment, while tokens are evicted in place
+        self.is_shared = False  # a copy holds the same buffers: nothing more is written into them
 
     def __bool__(self) -> bool:
         return self.rows > 0
@@ -154,6 +155,7 @@ class RaggedLayer:
                 for name, part in segment.parts.items():
                     flat.parts[name][start : start + len(part)] = part
         self.flat, self.starts, self.lengths, self.room, self.free_slots = flat, starts, lengths, room, NOTHING
+        self.is_shared = False
         self.rows, self.kv_heads = len(rows), len(rows[0])
         self.update_ends()
 
@@ -217,17 +219,13 @@ class RaggedLayer:
         """Repack for so many more tokens in every segment, and a 64th."""
         room = [n + max(count + (n + count) // GROWTH, to_come) for n in self.lengths]
         *starts, total = accumulate(room, initial=0)
-        source, target = self.slots(), self.slots(starts)
+        first, lengths, tokens = upload(starts, self.ends.device), self.ends - self.segment_starts, sum(self.lengths)
+        shifts = torch.stack([self.segment_starts, first]) - (lengths.cumsum(0) - lengths)  # of each segment's tokens
+        every = torch.arange(tokens, device=first.device)
+        source, target = shifts.repeat_interleave(lengths, dim=1, output_size=tokens) + every
         self.flat = self.flat.map(lambda t: t.new_empty(total, *t.shape[1:]).index_copy_(0, target, t[source]))
-        self.starts, self.room = starts, room
-        self.update_ends()
-
-    def slots(self, starts: Sequence[int] | None = None) -> Tensor:
-        """Of all tokens, on the device; starts: if the segments began there, in another buffer. [tokens]"""
-        lengths, total = self.ends - self.segment_starts, sum(self.lengths)
-        first = self.segment_starts if starts is None else upload(list(starts), lengths.device)
-        shift = first - lengths.cumsum(0) + lengths  # of each segment's tokens, which follow one another
-        return torch.arange(total, device=shift.device) + shift.repeat_interleave(lengths, output_size=total)
+        self.starts, self.room, self.is_shared = starts, room, False
+        self.segment_starts, self.ends = first, first + lengths
 
     def reserve(self, count: int) -> None:
         """Room for so many more tokens in every segment."""
@@ -252,7 +250,8 @@ class RaggedLayer:
         self.ends += count
 
     def _has_room(self, count: int) -> bool:
-        return self._writable and all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
+        fits = all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
+        return fits and self._writable and not self.is_shared
 
     @property
     def _writable(self) -> bool:
@@ -378,10 +377,14 @@ class RaggedLayer:
         self.fill([self.row(row) for row in rows], sources=sources)
 
     def copy(self) -> RaggedLayer:
+        """An independent layer. Both hold the same buffers until they append; codes are copied."""
         self.restore_order()
         copied = copy.copy(self)
-        if self:
+        if self and self.bits:
             copied.fill(self.all_rows())
+        elif self:
+            copied.ends = self.ends.clone()  # counted on in place
+            self.is_shared = copied.is_shared = True
         return copied
 
 
