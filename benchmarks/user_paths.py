@@ -22,7 +22,6 @@ import torch
 import kvkeep
 from kvkeep.model.random_models import random_model
 
-
 READ = (
     "streamingllm,kvkeep,kvkeep_context,random,knorm,keydiff,lagkv,expected_attention+adakv,compactor+adakv,snapkv+adakv,"
     "lookahead,echo+shared,kvzip:local=true,kvzip"

@@ -162,7 +162,7 @@ class Replayed:
     scale: float
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [heads]
-    output_weight: Tensor | None = None  # [heads, hidden, dim], if the method needs it
+    output_gram: Tensor | None = None  # [heads, dim, dim] W_OᵀW_O, if the method needs it
     hidden_norms: Tensor | None = None  # [q] of what the layer adds to, if the method needs it
 
 

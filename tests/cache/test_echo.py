@@ -63,15 +63,13 @@ def test_a_prompt_in_whole_chunks_keeps_what_it_keeps_at_once(spec):
     assert at_once.report().kept_per_head == 20
 
 
-def test_near_queries_alone_score_in_kvkeep_context():
+def test_near_queries_alone_score():
     model = make_llama()
-    preset, spelled, all_queries = (
-        kvkeep.Cache(model, spec, 20) for spec in ("kvkeep_context", "echo:near=8+shared", "echo+shared")
-    )
-    for cache in (preset, spelled, all_queries):
+    near, all_queries = (kvkeep.Cache(model, spec, 20) for spec in ("echo:near=8+shared", "echo+shared"))
+    for cache in (near, all_queries):
         model(IDS, past_key_values=cache)
-    assert kept(preset) == kept(spelled) != kept(all_queries)
-    assert preset.report().kept_per_head == 20
+    assert kept(near) != kept(all_queries)
+    assert near.report().kept_per_head == 20
 
 
 @pytest.mark.parametrize("parameter, value", [("near", -1), ("chunk", 0), ("gap", -1)])

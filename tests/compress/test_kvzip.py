@@ -1,5 +1,7 @@
 """The scores of a text that is fed again, against the plain loops of tests/oracles/kvzip.py."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from oracles import kvzip as oracle
 
 import kvkeep
 from kvkeep.compress.parse import parse
-from kvkeep.compress.scorers.kvzip import Replay
+from kvkeep.compress.scorers.kvzip import Replay, output_gram
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.torch import reference
 from kvkeep.types import Replayed
@@ -38,7 +40,7 @@ def test_scores(by_output, seed):
     before = single(keys[:, : min(sinks, start)])
     part = single(keys[:, start:end]), single(values[:, start:end]), before
     norms = torch.linalg.vector_norm(single(hidden), dim=1)
-    seen = Replayed(single(queries), single(own), *part, scale, output_weight=single(wo), hidden_norms=norms)
+    seen = Replayed(single(queries), single(own), *part, scale, output_gram=output_gram(single(wo)), hidden_norms=norms)
     np.testing.assert_allclose(Replay(by_output=by_output, near=near).score(seen).numpy(), want, rtol=3e-5, atol=1e-7)
 
 
@@ -77,6 +79,11 @@ def test_parts_fit_into_the_context_length_where_they_can():
         assert [part.start for part in parts[1:]] == [part.end for part in parts[:-1]] and parts[-1].end == 3000
 
 
+def test_a_text_as_long_as_the_context_length_has_no_more_parts_than_64():
+    for tokens in (5000, 131_000):
+        assert len(list(Replay().passes(tokens, 72))) == 64
+
+
 def test_one_budget_for_all_layers_unless_layerwise():
     assert parse("kvzip").heads == parse("echo+shared").heads and parse("kvzip").across_layers
     assert not parse("kvzip", layerwise=True).across_layers
@@ -90,3 +97,14 @@ def test_select_and_sizes_are_refused_by_name():
     for wrong in ({"chunk": 0}, {"sinks": -1}, {"near": -1}):
         with pytest.raises(BadParameter, match="is too small"):
             parse("kvzip", **wrong)
+
+
+@pytest.mark.parametrize(("preset", "spelled"), [
+    ("kvkeep_context", "kvzip_plus:near=8:local=true+shared:floor=0.1"),
+    ("kvkeep_lookahead", "lookahead:window=32:pool=7:pooling=max+blocks:block=16+values+sinks+adakv:alpha=0.5"),
+])  # fmt: skip
+def test_presets_are_what_the_search_measured(preset, spelled):
+    mine, theirs = parse(preset), parse(spelled)
+    same = [part for part in vars(mine) if part not in ("name", "paper", "keeps", "deviates", "parameters", "heads")]
+    assert [getattr(mine, part) for part in same] == [getattr(theirs, part) for part in same] and mine.needs_passes
+    assert mine.heads == (replace(theirs.heads, yields=True) if preset == "kvkeep_context" else theirs.heads)

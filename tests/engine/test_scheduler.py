@@ -190,6 +190,23 @@ def test_decode_steps_pass_between_the_layers_of_a_prefill(model, spec, monkeypa
     assert_free(work)
 
 
+@pytest.mark.parametrize(("spec", "passes"), [("kvzip:chunk=50", 4), ("lookahead:tokens=5:window=16", 6)])
+def test_decode_steps_pass_between_the_passes_a_method_makes(model, spec, passes, monkeypatch):
+    monkeypatch.setattr(PooledBatch, "replays", property(lambda batch: bool(batch.by_row)))
+    monkeypatch.setattr(scheduling, "STEP_TOKENS", 10**9)  # none between layers
+    work = Scheduler(model, set())
+    running = work.submit(request(model, "snapkv", 1, 50, 40))
+    running.interactive = True
+    while len(running.answer.ids) < 2:
+        work.step()
+    before, late = len(running.answer.ids), work.submit(request(model, spec, 3, 200, 3))
+    work.step()
+    assert len(running.answer.ids) == before + passes + 1
+    while work.busy:
+        work.step()
+    assert [one.answer.ids for one in (running, late)] == [alone(one) for one in (running, late)]
+
+
 def test_while_nobody_reads_prompts_are_prefilled_first(model):
     work = Scheduler(model, set(), max_rows=2)
     first, *others = [work.submit(request(model, "kvkeep", seed, 600, 5)) for seed in range(3)]

@@ -202,9 +202,12 @@ def test_repeated_maximum(shape, capped, kind):
         keys, first = drawn(kv_heads, m, dim, kind=kind), drawn(kv_heads, sinks, dim, kind=kind)
         how = 0.3, softcap, drawn(heads) if sunk else None
         for near in (None, 0, 3, 70):
-            got = column_maximum.repeated_maximum(queries, own, keys, first, *how, near)
-            want = reference.repeated_maximum(*(t.float() for t in (queries, own, keys, first)), *how, near)
-            assert off(got, want) <= BOUND[kind]
+            for weights in ((), (torch.rand(heads, m, device=DEVICE), torch.rand(q, device=DEVICE) + 0.1)):
+                got = column_maximum.repeated_maximum(queries, own, keys, first, *how, near, *weights)
+                want = reference.repeated_maximum(
+                    *(t.float() for t in (queries, own, keys, first)), *how, near, *weights
+                )
+                assert off(got, want) <= BOUND[kind]
 
 
 def test_column_mass_of_queries_with_more_digits_than_keys():

@@ -76,6 +76,7 @@ class CacheState(Protocol):
     tracker: PaddingTracker
     tokenizer: Any
     unreplayed: Any
+    between_passes: Any
     in_forward: bool
     counts_guesses: bool
     bits: int | None

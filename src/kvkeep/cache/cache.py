@@ -25,7 +25,7 @@ from kvkeep.cache.draft import draft_queries
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.gathered_heads import check_shards
 from kvkeep.cache.padding import BatchLayout, PaddingTracker
-from kvkeep.cache.replay import Replays, Unreplayed, check_can_replay, replay_scores
+from kvkeep.cache.replay import Replays, Unreplayed, check_can_replay, no_call, replay_scores
 from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.self_check import AttentionCheck
@@ -107,6 +107,7 @@ class Cache(HFCacheAdapter):
         self.croppable = 0  # tokens of the last forward pass that can be taken back
         self.settles_later = False  # the next forward pass does not wait for the device: `settle` does
         self.unreplayed = Unreplayed()  # the text after which the model runs again, before it is evicted from
+        self.between_passes: Callable[[], None] = no_call  # for others who use the model meanwhile
         self.backend = self._new_backend()
 
     @property
@@ -257,7 +258,7 @@ class Cache(HFCacheAdapter):
         if not (due := self.unreplayed.due) or self.unreplayed.layout:
             return
         assert isinstance(self.backend, EvictingBackend)
-        with fused_ops(self.model):  # these passes show other tokens than the prefill around them
+        with fused_ops(self.model, 1):  # these passes show other tokens than the prefill around them
             found = replay_scores(self, {} if known is None else known), draft_queries(self)
         self.backend.evict_held(self.tracker.seen, due, *found)
         self.tracker.count_evicted(due)

@@ -6,14 +6,14 @@ from the same layers as the others. The text itself stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
-from kvkeep.cache.replay import KeyValues, LayerRows, RowText, attend_appended
+from kvkeep.cache.replay import KeyValues, LayerRows, RowText, attend_appended, no_call
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, execution_device
 from kvkeep.storage.ragged import RaggedLayer
@@ -28,7 +28,7 @@ def draft_queries(cache: CacheState) -> LayerRows:
     cache.backend.evict_into(store, draft.method, seen, [True] * len(seen), {}, {})
     evicts = [n > cache.backend.budget.tokens(n) for n in seen]
     rows = [text if each else None for text, each in zip(texts, evicts, strict=True)]
-    return DraftForward(cache.model, store)(rows, draft.tokens)
+    return DraftForward(cache.model, store, cache.between_passes)(rows, draft.tokens)
 
 
 class DraftForward(HFCacheAdapter):
@@ -36,10 +36,10 @@ class DraftForward(HFCacheAdapter):
 
     seen = 0  # every token has a position id
 
-    def __init__(self, model: Any, store: dict[int, RaggedLayer]) -> None:
-        """store: what is kept of the text for the draft"""
+    def __init__(self, model: Any, store: dict[int, RaggedLayer], between: Callable[[], None] = no_call) -> None:
+        """store: what is kept of the text for the draft; between: called after every token"""
         super().__init__(model)
-        self.store, self.row = store, 0
+        self.store, self.row, self.between = store, 0, between
         self.heads: dict[int, list[KeyValues]] = {}
         self.queries: LayerRows = {}  # [heads, drafted, dim]
 
@@ -53,6 +53,7 @@ class DraftForward(HFCacheAdapter):
                 token = torch.tensor([text.ids[-1:]])
                 for step in range(count + 1):
                     token = self._decode(token, text.position - 1 + step)
+                    self.between()
         return {key: queries[:, 1:] for key, queries in self.queries.items()}  # not the text's own
 
     def _decode(self, token: Tensor, position: int) -> Tensor:

@@ -9,7 +9,8 @@ forward pass begins with feeding it again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -21,6 +22,7 @@ from torch import Tensor
 from kvkeep.cache.backend import CacheState
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.protocols import ReplayMemory
+from kvkeep.compress.scorers.kvzip import output_gram
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.kernels.torch.reference import segment_attention
 from kvkeep.model.chat import common_prefix_length, end_of_message, ids_of, start_of_message
@@ -33,6 +35,10 @@ from kvkeep.types import Replayed, ReplayPass, Tokens
 KeyValues = tuple[Tensor, Tensor]  # of one key head [n, dim]
 LayerRows = dict[tuple[int, int], Tensor]  # by layer and row
 Replays = dict[tuple[ReplayMemory, str], LayerRows]  # of one text, by who scores it and how it is stored
+
+
+def no_call() -> None:
+    """Nobody else uses the model."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +93,20 @@ class ReplayForward(HFCacheAdapter):
 
     seen = 0  # every token has a position id
 
-    def __init__(self, model: Any, memory: ReplayMemory, store: dict[int, RaggedLayer], tokenizer: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        memory: ReplayMemory,
+        store: dict[int, RaggedLayer],
+        tokenizer: Any,
+        between: Callable[[], None] = no_call,
+    ) -> None:
+        """between: called after every part"""
         super().__init__(model)
-        self.memory, self.store, self.tokenizer = memory, store, tokenizer
+        self.memory, self.store, self.tokenizer, self.between = memory, store, tokenizer, between
         self.row, self.behind = 0, slice(0)  # the row, and its part that is fed, counted from the row's end
         self.norms: dict[int, Tensor] = {}
+        self.grams: dict[int, Tensor] = {}
         self.scores: LayerRows = {}  # of the tokens fed so far [kv_heads, tokens]
 
     @torch.no_grad()
@@ -102,6 +117,7 @@ class ReplayForward(HFCacheAdapter):
                 tokens, room = len(text.ids) - self._begun(text), context_length(self.model) - text.position
                 for part in self.memory.passes(tokens, room):
                     self._feed(text, part)
+                    self.between()
         return self.scores
 
     def _feed(self, text: RowText, part: ReplayPass) -> None:
@@ -144,9 +160,26 @@ class ReplayForward(HFCacheAdapter):
         first = min(self.memory.sinks, *(len(head.keys[: self.behind.start]) for head in heads))
         keys, values = (torch.stack([getattr(h, n)[self.behind] for h in heads]) for n in ("keys", "values"))
         sinks = torch.stack([head.keys[:first] for head in heads])
-        weight = output_weight(self.model, index) if self.memory.needs_output else None
+        gram = self._gram(index) if self.memory.needs_output else None
         norms = self.norms[index][0] if self.memory.needs_output else None
-        return Replayed(call.query[0], call.key[0], keys, values, sinks, *call.how, weight, norms)
+        return Replayed(call.query[0], call.key[0], keys, values, sinks, *call.how, gram, norms)
+
+    def _gram(self, index: int) -> Tensor:
+        if index not in self.grams:
+            self.grams[index] = output_gram(output_weight(self.model, index))
+        return self.grams[index]
+
+
+@contextmanager
+def between_passes(caches: Sequence[CacheState], call: Callable[[], None]) -> Iterator[None]:
+    """Within, it is called between the passes that these caches' methods make after a prompt."""
+    for cache in caches:
+        cache.between_passes = call
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.between_passes = no_call
 
 
 def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
@@ -154,7 +187,7 @@ def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
     if not (replay := cache.method.replay):
         return {}
     if (kind := (replay, cache.storage or "")) not in known:
-        forward = ReplayForward(cache.model, replay, cache.backend.store, cache.tokenizer)
+        forward = ReplayForward(cache.model, replay, cache.backend.store, cache.tokenizer, cache.between_passes)
         known[kind] = forward(cache.unreplayed.rows)
     return known[kind]
 

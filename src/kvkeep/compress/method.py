@@ -196,7 +196,7 @@ class Method:
             return "'auto' keeps a share of the sum of all scores, and there is none that would mean anything"
         if self.rerank or isinstance(self.heads, Threshold):
             return "'auto' keeps a share of one kind of scores, and they are changed or cut off already"
-        if self.across_layers and getattr(self.heads, "alpha", None):
+        if self.across_layers and getattr(self.heads, "alpha", None) and not getattr(self.heads, "yields", False):
             return "floor= is a part of a budget that 'auto' does not know before"
         return ""
 

@@ -112,7 +112,8 @@ def candidates(seen: Observation, method: Method, budget: int, held: Tokens) -> 
     by_unit = () if units is None else (units.member, units.scores)
     rank = ranks(scores, forced, tokens if seen.is_padded else None, *by_unit)
     whole = amounts(scores, tokens & ~forced).sum() if covers(seen, method) else None
-    return Candidates.of(held, scores, rank, method.heads.sure(forced, budget), units, whole).flat(seen.is_padded)
+    sure = method.heads.sure(forced, budget if method.coverage is None else 0)
+    return Candidates.of(held, scores, rank, sure, units, whole).flat(seen.is_padded)
 
 
 def layer_budgets(method: Method, budget: int, tokens: int, weights: Sequence[float]) -> list[int]:

@@ -53,8 +53,14 @@ def kvkeep(window=32, pool=7, block=16, sinks=4, alpha=0.5):
     return Method("kvkeep", scorer, guard, Blocks(block), heads=heads, observation_window=window)
 
 
-def kvkeep_context(near=8, chunk=2048, sinks=4, gap=20, floor=0.0):
-    return replace(echo(chunk, sinks, gap, near), name="kvkeep_context", heads=SharedBudget(floor))
+def kvkeep_lookahead(tokens=8, window=32, pool=7, block=16, sinks=4, alpha=0.5):
+    method, drafting = kvkeep(window, pool, block, sinks, alpha), lookahead(tokens, window, pool, "max")
+    return replace(method, name="kvkeep_lookahead", scorer=ValueNormScorer(drafting.scorer), draft=drafting.draft)
+
+
+def kvkeep_context(near=8, chunk=2048, sinks=4, floor=0.1, local=True):
+    method = kvzip_plus(chunk, sinks, near=near, local=local)
+    return replace(method, name="kvkeep_context", heads=SharedBudget(floor, yields=True))
 
 
 def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0, boundary=IntentKVScorer.boundary):
@@ -346,9 +352,13 @@ METHODS = Registry("method", {
         kvkeep, "docs/RESULTS.md", "blocks the last queries attend to, weighted by values; head budgets by score",
     ),
     "kvkeep_context": Preset(
-        kvkeep_context, "after arXiv:2505.23416",
-        "what the queries near a token attend to where a repetition would stand; one budget for all heads and layers",
-        "echo+shared, but only queries at most `near` tokens from a token score it",
+        kvkeep_context, "docs/RESULTS.md", "what repeating the text, part by part, needs; one budget for all heads",
+        "kvzip_plus, but each part is repeated over itself alone, queries at most `near` tokens from a token score it, "
+        f"and every head keeps a tenth of an equal share (not with budget='auto'); {REPLAY}",
+    ),
+    "kvkeep_lookahead": Preset(
+        kvkeep_lookahead, "docs/RESULTS.md", "kvkeep, by what a draft of the answer attends to",
+        "the draft of 8 tokens is decoded from what snapkv keeps, one token at a time",
     ),
     "intentkv": Preset(
         intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to",

@@ -65,7 +65,7 @@ class ReplayMemory(TokenMemory, Protocol):
     context length leaves for each
     score: of a part's tokens, in one layer [kv_heads, m] float32
     local: what is fed attends to the prompt's first `sinks` tokens, its part and itself, not to the whole prompt
-    needs_output: `Replayed` has output_weight and hidden_norms
+    needs_output: `Replayed` has output_gram and hidden_norms
     """
 
     @property

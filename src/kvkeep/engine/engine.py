@@ -24,7 +24,7 @@ from kvkeep.engine.request import Request, raise_numbered, too_long
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
-from kvkeep.errors import BadParameter, CacheMisuse, UnknownName
+from kvkeep.errors import BadParameter, CacheMisuse, UnknownName, UnsupportedModel
 from kvkeep.model.chat import (
     check_messages,
     check_text,
@@ -36,7 +36,8 @@ from kvkeep.model.chat import (
 )
 
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
-PROMPT_METHOD, CONTEXT_METHOD = "kvkeep", "kvkeep_context"  # unless another one is given
+PROMPT_METHOD = "kvkeep"  # unless another one is given
+CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared"  # the first that the model allows
 
 
 @contextmanager
@@ -91,7 +92,7 @@ class Engine:
                 check_count(name, value, 1, "use a whole number, at least one")
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         auto = {name: parameters[name] for name in {"coverage", "max_budget"} & parameters.keys() if budget == "auto"}
-        self._context_method = None if method else parse_budget(CONTEXT_METHOD, budget, **auto)[0]
+        self._context_method = None if method else _context_method(model, budget, auto)
         how = *parse_budget(method or PROMPT_METHOD, budget, **parameters), prefill_chunk_size, options
         self.config = SequenceConfig(model, tokenizer, *how)
         self._sequence = self.config.new_sequence()
@@ -409,3 +410,15 @@ class Engine:
         complete = (self._last is None or self._last.done) and not self.cache.in_forward
         begins = 0 < len(seen) < len(ids) and ids[: len(seen)].tolist() == seen
         return complete and begins and self.cache.seen == len(seen)
+
+
+def _context_method(model: Any, budget: Any, auto: dict[str, Any]) -> Method:
+    """Of texts that are read before a question is known: some models cannot be run again beside their cache."""
+    for spec in CONTEXT_METHODS:
+        method = parse_budget(spec, budget, **auto)[0]
+        try:
+            Cache(model, method, budget)
+        except UnsupportedModel:
+            continue
+        return method
+    return method

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
+from kvkeep.cache.replay import between_passes
 from kvkeep.cache.step_pool import StepPool, step_rule
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.held_requests import HeldRequests
@@ -221,8 +223,9 @@ class Scheduler(HeldRequests):
         for request, ids in chunks:
             request.sequence.cache.settles_later = request.can_settle_later and request.ends_with(ids)
         try:
-            passing = self._decode_between_layers(chunks, active)
-            logits = self.forward([(request.sequence, ids) for request, ids in chunks], 1, passing)
+            passing, caches = self._decode_between_layers(chunks, active), [one.sequence.cache for one, _ in chunks]
+            with between_passes(caches, partial(self._replay, active)):
+                logits = self.forward([(request.sequence, ids) for request, ids in chunks], 1, passing)
         except Exception as error:
             if len(chunks) == 1:
                 return self._fail(chunks[0][0], error)

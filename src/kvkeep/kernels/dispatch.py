@@ -25,10 +25,6 @@ def _two_dense_last_axes(first: Tensor, second: Tensor, *_: Any) -> bool:
     return first.stride(-1) == second.stride(-1) == 1
 
 
-def _unweighted(*given: Any) -> bool:
-    return len(given) <= 8
-
-
 append_ragged = KernelDispatch("append_ragged", "decode")
 copy_segments = KernelDispatch("copy_segments", "decode")
 two_region_attention = KernelDispatch("two_region_attention", "retrieval_attention", _dense_last_axis)
@@ -40,7 +36,7 @@ append_quantized = KernelDispatch("append_quantized", "quantized_decode", refere
 quantized_attention = KernelDispatch("quantized_attention", "quantized_decode", _single_query, quantization)
 column_mass = KernelDispatch("column_mass", "column_mass")
 column_maximum = KernelDispatch("column_maximum", "column_maximum")
-repeated_maximum = KernelDispatch("repeated_maximum", "column_maximum", _unweighted)
+repeated_maximum = KernelDispatch("repeated_maximum", "column_maximum")
 js_distance = KernelDispatch("js_distance", "divergence")
 assign = KernelDispatch("assign", "assign")
 means = KernelDispatch("means", "assign")

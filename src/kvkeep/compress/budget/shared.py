@@ -29,6 +29,7 @@ class SharedBudget(AdaptiveHeads):
 
     alpha: float = 0.0
     across_layers: bool = True
+    yields: bool = False  # budget="auto", which is not known before, does without the floor instead of being refused
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:

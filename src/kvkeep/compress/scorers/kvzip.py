@@ -22,6 +22,7 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 LEAD = 8  # tokens
 WORDS = 32  # tokens of an instruction and the end of a message, about
 LEAST = 64  # tokens of a part, however little room the model's context length leaves
+PARTS = 64  # at most because of that: a text as long as the model's context length is not fed word by word
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Replay:
         return seen.token_state
 
     def passes(self, tokens: int, room: int) -> Iterator[ReplayPass]:
-        size = min(self.size, max(room - LEAD - WORDS, LEAST))
+        size = min(self.size, max(room - LEAD - WORDS, LEAST, -(-tokens // PARTS)))
         for start in range(0, tokens, size):
             end = min(start + size, tokens)
             yield ReplayPass(LATER, min(LEAD, start), start, end) if start else ReplayPass(FIRST, 0, 0, end)
@@ -60,14 +61,18 @@ class Replay:
         how = seen.queries, seen.own_keys, seen.keys, seen.sinks, seen.scale, seen.softcap, seen.sink_logits, self.near
         if not self.by_output:
             return repeated_maximum(*how).clamp_min(1e-30)
-        assert seen.output_weight is not None and seen.hidden_norms is not None
-        norms = output_norms(seen.values, seen.output_weight)
+        assert seen.output_gram is not None and seen.hidden_norms is not None
+        norms = output_norms(seen.values, seen.output_gram)
         return repeated_maximum(*how, norms, 1 / seen.hidden_norms.float().clamp_min(1e-12)).clamp_min(1e-30)
 
 
-def output_norms(values: Tensor, output_weight: Tensor) -> Tensor:
-    """‖W_O v‖ of each query head. values [kv_heads, m, dim], output_weight [heads, hidden, dim] -> [heads, m]"""
+def output_norms(values: Tensor, gram: Tensor) -> Tensor:
+    """‖W_O v‖ of each query head: its square is v (WᵀW) v. values [kv_heads, m, dim], gram as below -> [heads, m]"""
+    grouped = values.float().repeat_interleave(len(gram) // len(values), 0)
+    return torch.linalg.vecdot(grouped @ gram, grouped).clamp_min(0).sqrt()
+
+
+def output_gram(output_weight: Tensor) -> Tensor:
+    """WᵀW of each query head's part of the output projection. [heads, hidden, dim] -> [heads, dim, dim]"""
     weight = output_weight.float()
-    products = weight.transpose(1, 2) @ weight  # [heads, dim, dim]: ‖Wv‖² = v (WᵀW) v
-    grouped = values.float().repeat_interleave(len(weight) // len(values), 0)
-    return torch.linalg.vecdot(grouped @ products, grouped).clamp_min(0).sqrt()
+    return weight.transpose(1, 2) @ weight

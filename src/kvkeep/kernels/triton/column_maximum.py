@@ -47,28 +47,42 @@ def repeated_maximum(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     near: int | None = None,
+    key_weights: Tensor | None = None,
+    query_weights: Tensor | None = None,
 ) -> Tensor:
-    """As in the reference, without weights."""
+    """As in the reference."""
     (kv_heads, m, _), q, count, how = keys.shape, queries.shape[1], sinks.shape[1], (scale, softcap)
     queries, own_keys, keys = (t if t.stride(-1) == 1 else t.contiguous() for t in (queries, own_keys, keys))
     before, places = torch.cat([sinks, keys], 1), torch.arange(max(q, count + m), dtype=torch.int32, device=keys.device)
     everywhere = torch.zeros_like(places[: count + m]).expand(kv_heads, -1)
     text = log_sum_exp(queries, before, everywhere, q + count + m, *how, sink_logits)
     own = log_sum_exp(queries, own_keys, places[:q].expand(kv_heads, -1), q, *how)
-    return _maximum(queries, keys, torch.logaddexp(text, own), *how, q + m if near is None else near)
+    lse = torch.logaddexp(text, own)
+    if query_weights is not None:
+        lse = lse - query_weights.log()
+    return _maximum(queries, keys, lse, *how, q + m if near is None else near, key_weights)
 
 
-def _maximum(queries: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: float | None, near: int) -> Tensor:
+def _maximum(
+    queries: Tensor,
+    keys: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None,
+    near: int,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Over all queries of tokens at most `near` from a key; the last m are of the keys' tokens.
 
-    queries [heads, q, dim], keys [kv_heads, m, dim]
+    queries [heads, q, dim], keys [kv_heads, m, dim], weights [heads, m]: factors of the attention to each key
     """
     (heads, q, dim), (kv_heads, m, _) = queries.shape, keys.shape
     highest = queries.new_empty(kv_heads, m, dtype=torch.float32)
+    log_weights = lse if weights is None else weights.float().log().contiguous()
     _column_maximum[cdiv(m, BLOCK), kv_heads](
-        queries, keys, lse, highest, q, m, near, *queries.stride()[:2], *keys.stride()[:2], heads // kv_heads, dim,
-        scale, softcap or 0.0, softcap is not None, INTERPRETED, max(MIN_BLOCK, pow2(dim)), BLOCK, BLOCK, num_warps=4,
-        num_stages=2,
+        queries, keys, lse, log_weights, highest, q, m, near, *queries.stride()[:2], *keys.stride()[:2],
+        heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None, weights is not None, INTERPRETED,
+        max(MIN_BLOCK, pow2(dim)), BLOCK, BLOCK, num_warps=4, num_stages=2,
     )  # fmt: skip
     return highest
 
@@ -76,8 +90,9 @@ def _maximum(queries: Tensor, keys: Tensor, lse: Tensor, scale: float, softcap: 
 @fast_launch
 @triton.jit(do_not_specialize=["q", "m", "near"])
 def _column_maximum(
-    queries, keys, lse, highest, q, m, near, query_head, query_token, key_head, key_token, group, dim, scale, softcap,
-    CAPPED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    queries, keys, lse, log_weights, highest, q, m, near, query_head, query_token, key_head, key_token, group, dim,
+    scale, softcap, CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
     tokens, channels = block * KEYS + tl.arange(0, KEYS), tl.arange(0, DIM)
@@ -91,6 +106,9 @@ def _column_maximum(
     first, last = tl.maximum(0, same + block * KEYS - near), tl.minimum(q, same + (block + 1) * KEYS + near)
     for member in range(0, group):
         offset = (head * group + member).to(tl.int64)
+        weight = tl.zeros([KEYS], tl.float32)
+        if WEIGHTED:
+            weight = tl.load(log_weights + offset * m + tokens, mask=valid, other=0.0)
         for start in range(first, last, QUERIES):
             query_ids = start + tl.arange(0, QUERIES)
             query = tl.load(
@@ -100,5 +118,5 @@ def _column_maximum(
             query_lse = tl.load(lse + offset * q + query_ids, mask=query_ids < q, other=float("inf"))
             logits = softcapped(dot(query, k, WIDEN) * scale, softcap, CAPPED)
             far = tl.abs(query_ids[:, None] - same - tokens[None, :]) > near
-            most = tl.maximum(most, tl.where(far, float("-inf"), logits - query_lse[:, None]))
+            most = tl.maximum(most, tl.where(far, float("-inf"), logits - query_lse[:, None] + weight[None, :]))
     tl.store(highest + head * m + tokens, tl.exp2(tl.max(most, 0) * LOG2E), mask=valid)
