@@ -31,7 +31,7 @@ run: model  ## set up, fetch the default model, answer a question about a long d
 	.venv/bin/kvkeep run $(DOCUMENT) "$(QUESTION)"
 
 test: lint model  ## set up, then the linter and the whole test suite
-	.venv/bin/python -m pytest -n $(JOBS) -q
+	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup -q
 
 docs: .venv/.docs  ## the documentation site, in site/; open site/index.html
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet

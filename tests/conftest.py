@@ -1,5 +1,8 @@
 """Fakes the whole suite shares: tiny random models, no download, made fresh for each test."""
 
+import copy
+from functools import wraps
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -11,6 +14,23 @@ EVICTING = [name for name, method in kvkeep.methods.items() if method.retrieval 
 RETRIEVING = [name for name, method in kvkeep.methods.items() if method.retrieval] + ["protokv+recall"]
 
 
+def copied(make):
+    """A model is made once; then come copies of it, and torch draws after each as it does after the first."""
+    made = {}
+
+    @wraps(make)
+    def copies(*args, **changes):
+        key = repr((args, sorted(changes.items())))
+        if key not in made:
+            made[key] = make(*args, **changes), torch.get_rng_state()
+        model, state = made[key]
+        torch.set_rng_state(state)
+        return copy.deepcopy(model)
+
+    return copies
+
+
+@copied
 def make_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     sizes = dict(
@@ -21,6 +41,16 @@ def make_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
     for layer in model.model.layers:  # random weights attend almost evenly; sharper heads make selections meaningful
         layer.self_attn.q_proj.weight.data *= 20
     return model
+
+
+STARTED = {"ran", "served", "site", "installed", "driver", "ray"}  # processes, servers, browsers: of a whole module
+
+
+def pytest_collection_modifyitems(items):
+    """With `--dist loadgroup`, tests that share one of these run in the process that started it."""
+    for item in items:
+        if STARTED & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 @pytest.fixture

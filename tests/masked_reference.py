@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from conftest import EVICTING
+from conftest import EVICTING, copied
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
@@ -28,6 +28,7 @@ SHAPE = dict(
 )  # fmt: skip
 
 
+@copied
 def build(kind=LlamaForCausalLM, config=LlamaConfig, impl: str = "sdpa", seed: int = 0, **changes):
     """A small random model, attentive enough that dropping tokens shows in its logits."""
     torch.manual_seed(seed)
@@ -64,6 +65,9 @@ def legal(name: str) -> bool:
 EVERY = [name + cross for name in EVICTING for cross in ("", "+adakv", "+pyramid") if legal(name + cross)]
 HARD = ["snapkv", "snapkv+adakv", "snapkv+pyramid", "intentkv+adakv+pyramid"]
 BACKENDS = ["sdpa", "eager"]
+# methods know nothing of the implementation: all of them on either, the hard ones on both
+PAIRED = [(method, BACKENDS[number % 2]) for number, method in enumerate(EVERY)]
+PAIRED += [(method, impl) for method in HARD[:3] for impl in BACKENDS if (method, impl) not in PAIRED]
 
 
 def _reference_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling, **_):

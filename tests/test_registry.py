@@ -14,7 +14,7 @@ from kvkeep.compress.presets import METHODS, MODIFIERS
 from kvkeep.errors import BadParameter
 
 IDS = torch.randperm(128, generator=torch.Generator().manual_seed(3))[None]
-PROMPT, STEPS, LAYERS, HEADS = 60, 14, 2, 4
+PROMPT, STEPS, LAYERS, HEADS = 60, 8, 2, 4
 STATES = {"room": (120, None), "full": (32, None), "buffer": (32, 5)}  # budget, schedule
 
 
@@ -58,9 +58,22 @@ def may_keep_less(method):
     return isinstance(method.heads, Threshold) or method.coverage is not None
 
 
+def decoded():
+    """Every combination where it evicts: by its own schedule, and from a buffer, which begins as one without a schedule
+    does. With room for all, those that note something of tokens or layers meanwhile, and every method by itself."""
+    for spec in LEGAL:
+        method = parse(spec)
+        alone = "+" not in spec
+        if alone or method.schedule.every or method.retrieval:
+            yield spec, "full"
+        if not method.retrieval:
+            yield spec, "buffer"
+        if alone or method.memory or method.layers.layer_weight or method.coverage is not None:
+            yield spec, "room"
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("spec", LEGAL)
+@pytest.mark.parametrize("spec, state", [*decoded()])
 def test_every_combination_decodes(spec, state):
     model = make_llama(num_hidden_layers=LAYERS)
     budget, schedule = STATES[state]
@@ -87,8 +100,13 @@ def test_every_combination_decodes(spec, state):
         assert held == want or (shares_move(cache.method) and all(map(le, held, want)) and held[0] == want[0])
 
 
-@pytest.mark.parametrize("spec", [spec for spec in LEGAL if parse(spec).memory])
-@pytest.mark.parametrize("budget", [64, 32])
+REMEMBERING = [spec for spec in LEGAL if parse(spec).memory]
+
+
+@pytest.mark.parametrize(
+    "budget, spec",
+    [*((64, spec) for spec in REMEMBERING), *((32, spec) for spec in REMEMBERING if spec in METHODS)],
+)
 def test_a_quick_step_remembers_what_a_slow_one_does(spec, budget, monkeypatch):
     """The same notes, hence the same choice, whether a step appends and goes on or every token competes."""
     model = make_llama(num_hidden_layers=LAYERS).double()

@@ -1,6 +1,7 @@
 """A random two-layer Llama that chats in bytes: no download, made in milliseconds."""
 
 import torch
+from conftest import copied
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -17,6 +18,7 @@ def tokenizer(template=TEMPLATE):
     )
 
 
+@copied
 def model(window=1024):
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from masked_reference import BACKENDS, EVERY, HARD, build, kept, logits, prefilled, random_qkv, reference, row, tokens
+from masked_reference import (
+    BACKENDS,
+    EVERY,
+    HARD,
+    PAIRED,
+    build,
+    kept,
+    logits,
+    prefilled,
+    random_qkv,
+    reference,
+    row,
+    tokens,
+)
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -131,8 +144,7 @@ def test_kept_tokens_stay_in_order(method, model):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("impl", BACKENDS)
-@pytest.mark.parametrize("method", EVERY)
+@pytest.mark.parametrize("method, impl", PAIRED)
 def test_room_for_everything_changes_nothing(method, impl):
     """budget >= n: prefill bit-equal to the stock model, decoding within 1e-5, the same greedy tokens."""
     model, ids = build(impl=impl), tokens(50)

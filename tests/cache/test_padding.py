@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from masked_reference import BACKENDS, EVERY, LENGTHS, build, forward_rows, logits, padded, row, tokens
+from conftest import EVICTING
+from masked_reference import HARD, LENGTHS, PAIRED, build, forward_rows, logits, padded, row, tokens
 from torch import Tensor
 
 import kvkeep
@@ -18,8 +19,7 @@ def conversation(count: int) -> list[list[Tensor]]:
 
 @pytest.mark.core
 @pytest.mark.trap(14)
-@pytest.mark.parametrize("impl", BACKENDS)
-@pytest.mark.parametrize("method", EVERY)
+@pytest.mark.parametrize("method, impl", [case for case in PAIRED if case[0] in (*EVICTING, *HARD)])
 def test_left_padded_rows_equal_solo_runs(method, impl):
     """Every row of a padded batch keeps the tokens and gives the logits that it does alone, turn after turn."""
     model, turns = build(impl=impl), conversation(3)

@@ -20,8 +20,8 @@ from kvkeep.compress.scorers.chance import POSITIONS
 from kvkeep.compress.uniform import uniform
 from kvkeep.errors import BadParameter
 
-PROMPT, STEPS = 90, 300
-IDS = torch.arange(PROMPT + STEPS).mul(31).add(7).remainder(128)[None]
+PROMPT, STEPS = 90, 200
+IDS = torch.arange(PROMPT + 300).mul(31).add(7).remainder(128)[None]
 
 
 def seen_by(model, ids):
@@ -64,11 +64,10 @@ def one_layer(heads, kv_heads):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("heads, kv_heads", [(8, 4), (4, 4), (4, 1)])
-@pytest.mark.parametrize("budget", [24, 120])
+@pytest.mark.parametrize("heads, kv_heads, budget", [(8, 4, 24), (8, 4, 120), (4, 4, 24), (4, 1, 120)])
 def test_h2o_tova_and_ahakv_step_by_step(heads, kv_heads, budget):
     model = one_layer(heads, kv_heads)
-    everything = seen_by(model, IDS)
+    everything = seen_by(model, IDS[:, : PROMPT + STEPS])
     for spec, replay in (("h2o", replay_h2o), ("tova", replay_tova), ("ahakv", replay_ahakv)):
         expected = replay(*everything, PROMPT, budget)
         kept = kept_at_every_step(model, spec, budget)
@@ -82,7 +81,7 @@ def test_h2o_tova_and_ahakv_step_by_step(heads, kv_heads, budget):
 )
 def test_ahakv_without_its_parts(options):
     model = one_layer(8, 4)
-    expected = replay_ahakv(*seen_by(model, IDS), PROMPT, 30, **options)
+    expected = replay_ahakv(*seen_by(model, IDS[:, : PROMPT + STEPS]), PROMPT, 30, **options)
     assert kept_at_every_step(model, "ahakv", 30, **options) == expected
 
 
@@ -144,29 +143,28 @@ def test_streaming_step_by_step(spec, sinks):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("buffer", [1, 16, 50])
-def test_buffered_snapkv_and_protokv(buffer):
+@pytest.mark.parametrize("buffer, ways", [(1, ["raw"]), (16, ["softmax", "raw"]), (50, ["softmax"])])
+def test_buffered_snapkv_and_protokv(buffer, ways):
     model = one_layer(8, 4)
-    everything = seen_by(model, IDS)
+    everything = seen_by(model, IDS[:, : PROMPT + STEPS])
     expected = replay_buffered(oracle_snapkv, *everything, PROMPT, 40, buffer, window=12)
     assert kept_at_every_step(model, "snapkv", 40, schedule=buffer, window=12) == expected
     source = torch.Generator().manual_seed(0)
     chance = {"W": (torch.randn(2, 8, generator=source) * 8**-0.5).double().numpy()}
     chance["b"] = (torch.rand(2, generator=source) * 2 * torch.pi).double().numpy()
-    for votes in ("softmax", "raw"):
+    for votes in ways:
         expected = replay_buffered(oracle_protokv, *everything, PROMPT, 40, buffer, votes=votes, **chance)
         assert kept_at_every_step(model, "protokv", 40, schedule=buffer, votes=votes) == expected
 
 
-@pytest.mark.parametrize("buffer", [16, 128])
+@pytest.mark.parametrize("buffer", [16, 90])
 def test_rkv_goes_by_the_queries_and_keys_since(buffer):
     model = one_layer(8, 4)
-    expected = replay_buffered(oracle_rkv, *seen_by(model, IDS), PROMPT, 60, buffer)
+    expected = replay_buffered(oracle_rkv, *seen_by(model, IDS[:, : PROMPT + STEPS]), PROMPT, 60, buffer)
     assert kept_at_every_step(model, f"rkv:buffer={buffer}", 60) == expected
 
 
-@pytest.mark.parametrize("buffer", [1, 16, 128])
-@pytest.mark.parametrize("budget", [40, 95, 150])
+@pytest.mark.parametrize("budget, buffer", [(40, 1), (40, 90), (95, 1), (95, 16), (150, 16), (150, 90)])
 def test_the_prompt_stays_and_the_answer_goes_at_random(budget, buffer):
     """A prompt beyond the budget; one that leaves room for five tokens; one that leaves room for sixty."""
     numbers = uniform(5, torch.arange(PROMPT + STEPS) + POSITIONS * torch.arange(4)[:, None]).float().tolist()
@@ -182,29 +180,28 @@ EVERY = [m for m in EVICTING if m != "full"] + [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["step", 16])
 @pytest.mark.parametrize("spec", EVERY)
-def test_the_budget_holds_at_every_step(spec, schedule):
+def test_the_budget_holds_at_every_step(spec):
+    """Also of methods that would evict more rarely; buffers of any kind: test_registry.py, test_long_decode.py."""
     model, budget = make_llama(num_hidden_layers=2), 24
-    cache = kvkeep.Cache(model, spec, budget, schedule=schedule)
+    cache = kvkeep.Cache(model, spec, budget, schedule="step")
     model(IDS[:, :60], past_key_values=cache)
     sizes = []
-    for t in range(60, 140):
+    for t in range(60, 110):
         assert model(IDS[:, t : t + 1], past_key_values=cache).logits.isfinite().all()
-        held = cache.report().kept_per_head
-        assert held <= budget + (0 if schedule == "step" else 15), t
+        assert cache.report().kept_per_head <= budget, t
         sizes.append(cache.nbytes)
-    assert max(sizes[30:]) <= 1.1 * max(sizes[:30]) and cache.get_seq_length() == 140
+    assert max(sizes[20:]) <= 1.1 * max(sizes[:20]) and cache.get_seq_length() == 110
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("spec", [*kvkeep.methods, "h2o+adakv"])
 def test_a_budget_that_never_binds_changes_nothing(spec):
     model, ids = make_llama(num_hidden_layers=2), IDS[:, :40]
-    want = model.generate(ids, max_new_tokens=30, do_sample=False)
-    for schedule in ("step", "buffer", "prompt"):
+    want = model.generate(ids, max_new_tokens=10, do_sample=False)
+    for schedule in ("step", 4, "prompt"):
         cache = kvkeep.Cache(model, spec, 200, schedule=schedule)
-        assert model.generate(ids, past_key_values=cache, max_new_tokens=30, do_sample=False).equal(want)
+        assert model.generate(ids, past_key_values=cache, max_new_tokens=10, do_sample=False).equal(want)
 
 
 @pytest.mark.core
@@ -263,8 +260,13 @@ def uneven_batch(rows, prompts):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("schedule", [4, 11])
-@pytest.mark.parametrize("spec, cut", [*((spec, False) for spec in VOTING), ("snapkv", True)])
+@pytest.mark.parametrize(
+    "spec, cut, schedule",
+    [
+        *((spec, False, (4, 11)[number % 2]) for number, spec in enumerate(VOTING)),
+        ("snapkv", True, 4), ("snapkv", True, 11),
+    ],
+)  # fmt: skip
 def test_padding_does_not_vote_while_a_buffer_fills(spec, cut, schedule):
     """Rows that get their tokens in different passes end as they do alone, and say the same on the way."""
     model = make_llama(num_hidden_layers=2).double()
@@ -289,8 +291,13 @@ def test_padding_does_not_vote_while_a_buffer_fills(spec, cut, schedule):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("order", [[1, 0], [1, 1], [0, 1, 1]])
-@pytest.mark.parametrize("spec", ["snapkv", "kvkeep", "cake", "protokv", "h2o", "tova"])
+@pytest.mark.parametrize(
+    "spec, order",
+    [
+        ("snapkv", [1, 0]), ("snapkv", [1, 1]), ("snapkv", [0, 1, 1]), ("kvkeep", [1, 0]), ("cake", [0, 1, 1]),
+        ("protokv", [1, 1]), ("h2o", [1, 0]), ("h2o", [0, 1, 1]), ("tova", [1, 1]),
+    ],
+)  # fmt: skip
 def test_rows_take_their_buffered_queries_along(spec, order):
     """Rows change places while queries wait for the next eviction: each is then judged by its own."""
     model, texts = make_llama(num_hidden_layers=2).double(), (IDS[:, :100], IDS[:, 150:250].flip(1))

@@ -71,7 +71,7 @@ def test_who_chooses_no_method_gets_one_that_needs_no_question(chat):
 @pytest.mark.real
 def test_the_default_model_answers_as_generate_does():
     one = kvkeep.Engine(*load(), "full", None)
-    text = (Path(__file__).parents[2] / "examples" / "lighthouse.txt").read_text()[:2000]
+    text = (Path(__file__).parents[2] / "examples" / "lighthouse.txt").read_text()[:800]
     context = one.read(text)
     for question in ("Where is the light?", "Who wrote this report?"):
         whole = one.encode(text, question)

@@ -35,7 +35,7 @@ def test_chunks_of_several_sequences_are_what_each_is_alone(chat, spec):
         engine.prefill(ids[3 * number :])  # none has read as much as another
     several, forward = [engine.sequence.fork() for engine in alone], PackedForward(chat[0])
     passes = torch.Generator().manual_seed(1)
-    for number, tokens in enumerate([5, 1, 1, 1, 4, *[1] * 15]):
+    for number, tokens in enumerate([5, 1, 1, 1, 4, *[1] * 8]):
         lengths = [tokens] * len(alone) if tokens == 1 else range(tokens, tokens + len(alone))
         new = [torch.randint(3, 60, (length,), generator=passes) for length in lengths]
         want = [engine.extend(row, keep=0) for engine, row in zip(alone, new, strict=True)]

@@ -1,4 +1,4 @@
-"""Three threads, 300 random requests of one scheduler: each says what it says alone, whatever becomes of the others."""
+"""Three threads, 200 random requests of one scheduler: each says what it says alone, whatever becomes of the others."""
 
 import random
 import threading
@@ -21,7 +21,7 @@ from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import BadInput
 
-REQUESTS, THREADS, LONGEST = 300, 3, 8
+REQUESTS, THREADS, LONGEST = 200, 3, 8
 WORDS = tiny_chat.tokenizer()
 LENGTHS = [1, 5, 60, 200, 400] * 10 + [1000] * 2 + [3000]
 TOO_LONG = 4100  # for methods that do not extend the context length of 4,096

@@ -77,8 +77,13 @@ def test_together_is_alone_whoever_comes_and_goes(model, spec):
     assert_free(work)
 
 
-@pytest.mark.parametrize("storage", ["int8", "int4"])
-@pytest.mark.parametrize("spec", ["full", "kvkeep", "snapkv+adakv", "intelllm", "pyramidkv", "cake"])
+@pytest.mark.parametrize(
+    "spec, storage",
+    [
+        ("full", "int8"), ("full", "int4"), ("kvkeep", "int8"), ("snapkv+adakv", "int4"), ("intelllm", "int8"),
+        ("pyramidkv", "int4"), ("cake", "int8"),
+    ],
+)  # fmt: skip
 def test_quantized_rows_together_are_alone(model, spec, storage):
     work = Scheduler(model, set(), max_rows=3)
     requests = [request(model, spec, seed, 60 + 37 * seed, 5 + 15 * seed, 40, "prompt", storage) for seed in range(4)]
@@ -92,8 +97,14 @@ CHUNKED = [OWN_CHUNKS.get(name, name) for name in EVICTING if name != "full"]
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("spec", [*CHUNKED, "snapkv+adakv", "h2o+adakv", "echo:chunk=32+shared"])
-@pytest.mark.parametrize("schedule", ["prompt", None])
+@pytest.mark.parametrize(
+    "spec, schedule",
+    [
+        (spec, schedule)
+        for spec in [*CHUNKED, "snapkv+adakv", "h2o+adakv", "echo:chunk=32+shared"]
+        for schedule in (["prompt", None] if parse(spec).schedule.every else ["prompt"])  # its own, if it has one
+    ],
+)
 def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spec, schedule, monkeypatch):
     """The selection is exact: evicted from at the end alone."""
     monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)

@@ -51,7 +51,7 @@ def ids(seed, length):
     return torch.randint(5, 100, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def new_request(model, spec, text, length, new=60, budget=BUDGET, storage=None, keeps_cache=False, **how):
+def new_request(model, spec, text, length, new=30, budget=BUDGET, storage=None, keeps_cache=False, **how):
     config = SequenceConfig(model, Words(), parse(spec), budget, cache_options={"storage": storage})
     return Request(config, ids(text, length), Generation(new, **how), keeps_cache=keeps_cache)
 
@@ -77,12 +77,13 @@ def test_the_registry_has_methods_that_evict_in_steps():
 
 @pytest.mark.core
 @pytest.mark.parametrize("spec", SPECS)
-def test_together_is_alone_whoever_comes_and_goes(tiny, spec):
+def test_together_is_alone_whoever_comes_and_goes(spec):
     """Prompts shorter than the budget and longer, a pool that grows, and rows that are free between others."""
+    tiny = make_llama(num_hidden_layers=2)
     draw, work = random.Random(spec), Scheduler(tiny, set(), max_rows=5)
     lengths = [BUDGET - 20, 90, 150, BUDGET, BUDGET + 1, BUDGET - 1, BUDGET - 25]  # the last in rows that were full
-    requests = [new_request(tiny, spec, seed, length, draw.randrange(62, 75)) for seed, length in enumerate(lengths)]
-    gone = new_request(tiny, spec, 9, 70)
+    requests = [new_request(tiny, spec, seed, length, draw.randrange(32, 42)) for seed, length in enumerate(lengths)]
+    gone = new_request(tiny, spec, 9, 70, 90)
     for request in (requests[0], gone, *requests[1:]):
         work.submit(request)
         for _ in range(draw.randrange(12)):
@@ -197,7 +198,7 @@ def test_soft_caps_sink_logits_and_layers_of_several_kinds(spec, family, monkeyp
     model = all_full(family)
     if family == "llama":
         model.model.layers[1].self_attn.scaling = 0.7
-    requests = [new_request(model, spec, n, 25 + 30 * n, 30) for n in range(3)]
+    requests = [new_request(model, spec, n, 25 + 30 * n, 20) for n in range(3)]
     work = Scheduler(model, set())
     work.run(requests)
     assert [len(pool.blocks) for pool in pools(work)] == [2]

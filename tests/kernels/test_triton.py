@@ -9,20 +9,14 @@ import pytest
 import torch
 
 GPU = torch.cuda.is_available()
-CASES = [
-    "decode_cases.py",
-    "scoring_cases.py",
-    "selection_cases.py",
-    "quantized_decode_cases.py",
-    "host_gather_cases.py",
-    "retrieval_attention_cases.py",
-    "slotted_cases.py",
-    "layer_ops_cases.py",
-    "prefill_attention_cases.py",
+CASES = [  # of three processes, as long as each other: starting one takes as long as most of these
+    ["decode_cases.py", "host_gather_cases.py", "layer_ops_cases.py"],
+    ["scoring_cases.py", "quantized_decode_cases.py", "prefill_attention_cases.py"],
+    ["selection_cases.py", "retrieval_attention_cases.py", "slotted_cases.py"],
 ]
 
 
-@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize("cases", CASES, ids=" ".join)
 def test_kernels_equal_the_reference(cases):
     """In a process of its own: whether Triton interprets is decided when it is imported."""
     pytest.importorskip("triton")
@@ -35,7 +29,7 @@ def test_kernels_equal_the_reference(cases):
         "no:cacheprovider",
         "-p",
         "no:xdist",
-        str(Path(__file__).with_name(cases)),
+        *(str(Path(__file__).with_name(each)) for each in cases),
     ]
     environment = os.environ | ({} if GPU else {"TRITON_INTERPRET": "1"})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

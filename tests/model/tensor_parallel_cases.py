@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import kvkeep
 from kvkeep.errors import KvkeepError
 
-IDS = torch.randint(0, 128, (1, 150), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(0, 128, (1, 110), generator=torch.Generator().manual_seed(0))
 MIXED = ["snapkv+adakv", "snapkv+entropy", "snapkv+prototypes", "tova+values", "h2o+adakv"]
 REFUSED = {
     "snapkv+shared": "shares one budget",
@@ -30,7 +30,7 @@ REFUSED = {
 WORKING = [*(name for name in EVICTING if name not in REFUSED), *MIXED]
 SPECS = [*WORKING, *RETRIEVING, *REFUSED]
 STORED = [("kvkeep", "int8"), ("snapkv+adakv", "int4")]
-SAMPLED = dict(max_new_tokens=6, temperature=0.9, top_k=40, seed=3)
+SAMPLED = dict(max_new_tokens=4, temperature=0.9, top_k=40, seed=3)
 PROMPTS = ["abcdefgh. " * 12 + "what?", "abc", "the quick brown fox " * 7]
 
 
@@ -57,8 +57,8 @@ def _generate(model, spec: str, storage: str | None, **how) -> list:
     if spec == "sentencekv":  # needs the text
         return []
     cache = kvkeep.Cache(model, spec, 60, storage=storage)
-    out = model.generate(IDS, past_key_values=cache, max_new_tokens=6, do_sample=False, **how)
-    return [out[0, 150:].tolist(), _all_kept(cache)]
+    out = model.generate(IDS, past_key_values=cache, max_new_tokens=4, do_sample=False, **how)
+    return [out[0, 110:].tolist(), _all_kept(cache)]
 
 
 def _all_kept(cache) -> list:
@@ -73,7 +73,7 @@ def _all_kept(cache) -> list:
 
 def _engine(model, spec: str, storage: str | None) -> list:
     with kvkeep.Engine(model, tiny_chat.tokenizer(), spec, 70, storage=storage) as engine:
-        return [engine.generate(PROMPTS, max_new_tokens=5), "".join(engine.stream(PROMPTS[0], **SAMPLED))]
+        return [engine.generate(PROMPTS, max_new_tokens=3), "".join(engine.stream(PROMPTS[0], **SAMPLED))]
 
 
 def refusals(model) -> dict:
