@@ -4,10 +4,10 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
 PANELS = {  # the beginning of a paragraph in RESULTS.md, and the title of its table
-    "**Question known**, Qwen2.5-Coder-0.5B": "Question known (n = 325)",
-    "**Question unknown**, the same model": "Question unknown (n = 44)",
+    "**Question known**, Qwen2.5-Coder-0.5B": "Question known (n = 325; kvkeep_lookahead: 92)",
+    "**Question unknown**, the same model": "Question unknown (n = 194)",
 }
-LEFT, WIDTH, ROW, TOP, GAP = 250, 420, 20, 64, 70  # pixels
+LEFT, WIDTH, ROW, TOP, GAP = 250, 420, 20, 88, 70  # pixels
 STYLE = """text{font:13px sans-serif;fill:#222} .title{font-weight:bold}
 .grid{stroke:#ddd} .line{stroke:#999;stroke-width:2}
 .quarter{fill:#0072b2}.eighth{fill:#fff;stroke:#d55e00;stroke-width:2.5}"""
@@ -18,7 +18,7 @@ def table(results: str, begins: str) -> tuple[float, list[tuple[str, float, floa
     after = results[results.index(begins) :]
     lines = after[after.index("| method") :].split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    rows = [(name, float(quarter), float(eighth)) for name, quarter, _, eighth, *_ in cells]
+    rows = [(name.strip("* ¹"), float(quarter), float(eighth)) for name, quarter, _, eighth, *_ in cells]
     (full,) = [quarter for name, quarter, _ in rows if name == "full"]
     return full, [row for row in rows if row[0] != "full"]
 
