@@ -22,7 +22,7 @@ endef
 export DRAW
 
 .DELETE_ON_ERROR:
-.PHONY: help run test docs first-run gpu-test lint model compat mutate clean
+.PHONY: help run test docs notebooks first-run gpu-test lint model compat mutate clean
 
 help:  ## list these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / /' | awk '{ n = $$1; $$1 = ""; printf "  make %-10s%s\n", n, $$0 }'
@@ -35,6 +35,9 @@ test: lint model  ## set up, then the linter and the whole test suite
 
 docs: .venv/.docs  ## the documentation site, in site/; open site/index.html
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+
+notebooks: .venv/.dev model  ## run the notebooks of examples/ again, and write what they say into them
+	.venv/bin/python docs/execute.py examples/*.ipynb
 
 first-run:  ## an empty environment, no extras, a fresh model folder, one question
 	rm -rf .venv-first

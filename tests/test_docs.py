@@ -123,7 +123,8 @@ def test_links_resolve(page):
 def test_every_page_is_in_the_navigation():
     text = (ROOT / "mkdocs.yml").read_text()
     listed = re.findall(r": ([\w/-]+\.md)$", text, re.M)
-    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    examples = [f"examples/{path.stem}.md" for path in (ROOT / "examples").glob("*.ipynb")]  # docs/notebooks.py
+    assert sorted(listed) == sorted([str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")] + examples)
     assert yaml.safe_load(text)["theme"]["font"] is False
 
 
@@ -166,6 +167,14 @@ def site(tmp_path_factory):
 def test_a_built_page_names_nothing_on_a_network(site):
     fetched = re.compile(r"<(?:script|img|iframe)[^>]* src=\"?https?:|<link[^>]* href=\"?https?:")
     assert not [page for page in site.rglob("*.html") if fetched.search(page.read_text())]
+
+
+def test_a_notebook_is_a_page_with_pictures(site):
+    page = (site / "examples" / "see-it.html").read_text()
+    assert "held by" in page and 'href="../guides/see-it.html"' in page
+    assert (site / "examples" / "see-it-1.png").read_bytes().startswith(b"\x89PNG") and 'src="see-it-1.png"' in page
+    guides = [(site / "guides" / name).read_text() for name in ("see-it.html", "serving.html")]
+    assert 'href="../examples/see-it.html"' in guides[0] and 'href="../examples/serving.py"' in guides[1]
 
 
 def test_the_reference_shows_docstrings(site):

@@ -69,6 +69,7 @@ def _heat(rows: Any, cache: Cache, title: str, x: str, label: str, high: float, 
         panel.set_yticks(range(0, len(rows), every), [str(i) for i in cache.compressed_layers[::every]])
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(image, ax=panel, label=label)
+    plt.close(figure)  # else a notebook shows it twice: as the value of a cell, and as a figure left open
     return figure
 
 

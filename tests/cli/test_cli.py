@@ -98,6 +98,11 @@ def test_run_reads_standard_input(tiny):
     assert json.loads(done.stdout)["prompt_tokens"] == len("<>Four geese.\n\nHow many?<><>") - 3
 
 
+def test_run_says_that_a_short_text_is_kept_whole(tiny):
+    done = kvkeep_("run", "-", "How many?", "--budget", 64, "--max-new-tokens", 2, stdin="Four geese.")
+    assert "(the budget of 64 holds them all)" in done.stdout
+
+
 def test_json_is_one_object_with_measured_numbers(tiny, document):
     done = kvkeep_("run", document, "How many?", "--budget", 100, "--max-new-tokens", 5, "--json")
     found = json.loads(done.stdout)

@@ -94,7 +94,7 @@ def test_a_conversation(tiny):
     assert done.exit_code == 0, done.output
     answers = done.stderr.split("\n")[-4:-1]
     assert len([line for line in answers if line.startswith("[64 of ") and "tokens kept per key head" in line]) == 3
-    first, second, again = (int(line.split("; ")[1].split(" found")[0]) for line in answers)
+    first, second, again = (int(line.split("; ")[1].split(" not ")[0]) for line in answers)
     assert first == 0 < second and again > 100  # the system's message was said before
     assert done.stdout.strip()
 

@@ -191,6 +191,7 @@ def test_parameters_fit_in_the_name():
         ("snapkv:alpha=0.5+adakv", "no parameter 'alpha'; it has window, pool, pooling"),
         ("snapkv:window", "'window' is not name=value"),
         ("snapkv:", "'' is not name=value"),
+        ("snapkv:window=16,pool=5", "written with colons: window=16:pool=5"),
         ("snapkv:windw=3", "Did you mean 'window'"),
         ("snapkv:window=many", "window='many' should be int"),
         ("full+values", "keeps everything"),

@@ -217,7 +217,7 @@ def called(arguments):
     [
         ("{", 400, "not valid JSON"),
         ("", 400, "Field required"),
-        ("[]", 400, ""),
+        ("[]", 400, "Content-Type: application/json"),
         ("null", 400, ""),
         ('"text"', 400, ""),
         (b"\xff\xfe", 400, ""),

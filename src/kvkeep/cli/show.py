@@ -188,7 +188,9 @@ def _names(outcomes: list[Outcome]) -> list[str]:
 
 
 def _length(outcome: Outcome) -> str:
-    """Tokens of the prompt, and by how much it exceeds the model's context length."""
+    """Tokens of the prompt, and how that compares with the budget and the model's context length."""
+    if outcome.method != "full" and isinstance(outcome.budget, int) and outcome.prompt_tokens <= outcome.budget:
+        return f"{outcome.prompt_tokens:,} (the budget of {outcome.budget:,} holds them all)"
     beyond = outcome.prompt_tokens / outcome.context_length
     return f"{outcome.prompt_tokens:,}" + (f" ({beyond:.1f} × the model's context length)" if beyond > 1 else "")
 

@@ -63,4 +63,4 @@ def held(request: Request) -> str:
     tokens, size = len(request.ids), format_bytes(request.kept_bytes)
     full = format_bytes(request.kept_bytes / max(1.0, request.kept_tokens) * tokens)
     kept = f"{request.kept_tokens:,.0f} of {tokens:,} tokens kept per key head, {size} of {full}"
-    return f"[{kept}; {request.num_cached:,} found, {len(request.answer.ids)} new]"
+    return f"[{kept}; {request.num_cached:,} not prefilled again, {len(request.answer.ids)} generated]"

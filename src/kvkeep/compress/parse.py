@@ -82,6 +82,8 @@ def setting(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if not (name.isidentifier() and value):
         raise BadParameter(f"'{text}' is not name=value; write for example window=32.")
+    if "," in value:
+        raise BadParameter(f"'{text}': several parameters are written with colons: {text.replace(',', ':')}.")
     if value.lower() in ("true", "false"):
         return name, value.lower() == "true"
     for kind in (int, float):

@@ -59,6 +59,8 @@ def invalid(errors: Any) -> Failure:
         message = f"Unrecognized request argument supplied: {path[-1]}"
     elif first["type"] == "json_invalid":
         path, message = [], "the body is not valid JSON"
+    elif first["type"] == "model_attributes_type" and not path:  # curl sends a form, unless told
+        message = "the body should be a JSON object, with the header Content-Type: application/json"
     elif path:
         message = f"{'.'.join(path)}: {message}"
     return Failure(400, message, param=path[0] if path else None)
