@@ -57,7 +57,8 @@ PROMPT = {
 CONTEXT = {
     "scores": [
         "echo", *(f"echo:near={near}" for near in (1, 4, 8, 16, 32, 128)), "echo:near=8:chunk=1024",
-        "echo:near=8:chunk=4096", "expected_attention", "keydiff", "compactor", "kvzip",
+        "echo:near=8:chunk=4096", "expected_attention", "keydiff", "compactor", "kvzip", "kvzip:local=true",
+        "kvzip:near=8:local=true", "kvzip_plus:local=true", "kvzip_plus:near=8:local=true",
     ],
     "units": ["", "+blocks:block=4", "+blocks:block=8", "+blocks:block=16", "+prototypes"],
     "values": ["", "+values:power=0.5", "+values", "+critical"],

@@ -9,6 +9,7 @@ import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine.detokenizer import IncrementalDetokenizer, SentenceBoundaries
 from kvkeep.engine.row_pool import RowPool
+from kvkeep.engine.sequence import check_length
 from kvkeep.errors import BadInput, BadParameter, StoreFull
 
 TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 29 == 0 else "") for i in range(600))
@@ -201,3 +202,13 @@ def test_characters_of_several_tokens_and_sentence_ends():
         0,
         0,
     ]
+
+
+@pytest.mark.parametrize(("prompt", "new", "way_out"), [
+    (2009, 64, "shorten the prompt by 1049 tokens, or use"),
+    (900, 200, "shorten the prompt by 76 tokens, use max_new_tokens=124 or fewer, or use"),
+    (548, 2000, "shorten the prompt, use max_new_tokens=476 or fewer, or use"),
+])  # fmt: skip
+def test_what_exceeds_the_context_length_says_what_to_change(prompt, new, way_out):
+    with pytest.raises(BadInput, match=f"{prompt} tokens and the answer may take {new}, .* {way_out}"):
+        check_length(parse("snapkv"), 1024, prompt, new)

@@ -139,7 +139,7 @@ class Engine:
 
     @property
     def cache(self) -> Cache:
-        """Of the last answer of `stream` or `chat`, or of `prefill` and `extend`."""
+        """Of the last answer of `stream` or `chat`, complete when that is; or of `prefill` and `extend`."""
         return self.sequence.cache
 
     @property

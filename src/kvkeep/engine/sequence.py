@@ -37,12 +37,14 @@ ProgressCallback = Callable[[Progress], None] | None
 
 def check_length(method: Method, context_length: int, prompt: int, max_new_tokens: int) -> None:
     """Refuse a prompt of so many tokens that exceeds the model's context length, unless the method extends it."""
-    over = prompt + max_new_tokens - context_length
+    over, room = prompt + max_new_tokens - context_length, context_length - prompt
     if over > 0 and not method.extends_context:
+        shorter = f"shorten the prompt by {over} tokens" if over < prompt else "shorten the prompt"
+        fewer = f", use max_new_tokens={room} or fewer" if room > 0 else ""
         raise BadInput(
             f"the prompt has {prompt} tokens and the answer may take {max_new_tokens}, but the model's context "
-            f"length is {context_length} and '{method.name}' keeps token positions: shorten the prompt by {over} "
-            f"tokens, or use a method for any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
+            f"length is {context_length} and '{method.name}' keeps token positions: {shorter}{fewer}, "
+            f"or use a method for any length (actqkv, infllm, tokenselect, intelllm, streamingllm)."
         )
 
 
