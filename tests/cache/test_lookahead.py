@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tiny_chat
 import torch
-from masked_reference import build, kept, reference, row, tokens
+from masked_reference import build, forward_rows, kept, reference, row, tokens
 from oracles.common import dots, pool1d, softmax, top
 from transformers import DynamicCache
 from transformers.modeling_utils import AttentionInterface
@@ -90,22 +90,38 @@ def test_chunks_rows_turns_and_engine():
     assert context.report().kept_per_head <= 40 and isinstance(context.ask("Why?", max_new_tokens=4), str)
 
 
+def test_rows_are_drafted_together(monkeypatch):
+    """In one pass for each token; a row that fits has none, and each keeps what it keeps alone."""
+    model, own, drafts = build().double(), DraftForward._decode, []
+    monkeypatch.setattr(
+        DraftForward, "_decode", lambda self, ids, where: drafts.append(where[:, 0].tolist()) or own(self, ids, where)
+    )
+    rows = [tokens(n, n)[0] for n in (90, 20, 70)]
+    cache, alone = (kvkeep.Cache(model, "lookahead", BUDGET, window=WINDOW, tokens=2) for _ in range(2))
+    forward_rows(model, cache, rows, None)
+    assert drafts == [[89, 69], [90, 70], [91, 71]]
+    for r, text in enumerate(rows):
+        alone.reset()
+        model(text[None], past_key_values=alone)
+        assert row(cache, r) == row(alone)
+
+
 def test_nothing_is_drafted_where_the_text_fits_and_cut_short_it_is_whole(monkeypatch):
     model, ids, own = build(), tokens(90), DraftForward._decode
     calls = []
 
-    def fail(self, token, position):
-        calls.append(position)
+    def fail(self, tokens, positions):
+        calls.append(positions.tolist())
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return own(self, token, position)
+        return own(self, tokens, positions)
 
     monkeypatch.setattr(DraftForward, "_decode", fail)
     model(ids, past_key_values=kvkeep.Cache(model, "lookahead", 90))
     assert not calls
     cache, want = (kvkeep.Cache(model, "lookahead", BUDGET, tokens=2) for _ in range(2))
     model(ids, past_key_values=want)
-    assert calls == [89, 90, 91]
+    assert calls == [[[89]], [[90]], [[91]]]
     with pytest.raises(KeyboardInterrupt):
         model(ids, past_key_values=cache)
     assert cache.report().kept_per_head == 90

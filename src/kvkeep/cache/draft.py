@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
-from kvkeep.cache.replay import KeyValues, LayerRows, RowText, attend_appended, no_call
+from kvkeep.cache.replay import LayerRows, RowText, no_call
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, execution_device
 from kvkeep.storage.ragged import RaggedLayer
@@ -32,38 +32,45 @@ def draft_queries(cache: CacheState) -> LayerRows:
 
 
 class DraftForward(HFCacheAdapter):
-    """What the model sees of a draft's layers, row by row: new tokens are appended, and their queries recorded."""
+    """What the model sees of a draft's layers: new tokens of all rows are appended, and their queries recorded."""
 
     seen = 0  # every token has a position id
 
     def __init__(self, model: Any, store: dict[int, RaggedLayer], between: Callable[[], None] = no_call) -> None:
         """store: what is kept of the text for the draft; between: called after every token"""
         super().__init__(model)
-        self.store, self.row, self.between = store, 0, between
-        self.heads: dict[int, list[KeyValues]] = {}
-        self.queries: LayerRows = {}  # [heads, drafted, dim]
+        self.store, self.between = store, between
+        self.drafted: dict[int, RaggedLayer] = {}  # the rows that have a draft
+        self.queries: dict[int, list[Tensor]] = {}  # of each step [rows, heads, 1, dim]
+        self.positions: list[Tensor] = []  # of each row's token [1]
 
     @torch.no_grad()
-    def __call__(self, rows: Sequence[RowText | None], count: int) -> LayerRows:
+    def __call__(self, texts: Sequence[RowText | None], count: int) -> LayerRows:
         """Queries of so many tokens after each of the texts. [heads, count, dim]"""
-        for self.row, text in enumerate(rows):
-            if text and text.ids:
-                kept = {i: layer.row(self.row) for i, layer in self.store.items()}
-                self.heads = {i: [(head.keys[:-1], head.values[:-1]) for head in each] for i, each in kept.items()}
-                token = torch.tensor([text.ids[-1:]])
-                for step in range(count + 1):
-                    token = self._decode(token, text.position - 1 + step)
-                    self.between()
-        return {key: queries[:, 1:] for key, queries in self.queries.items()}  # not the text's own
-
-    def _decode(self, token: Tensor, position: int) -> Tensor:
+        rows = {row: text for row, text in enumerate(texts) if text and text.ids}
+        if not rows:
+            return {}
         device = execution_device(self.model)
-        positions = torch.tensor([[position]], device=device)
-        out = self.model(token.to(device), position_ids=positions, past_key_values=self, logits_to_keep=1)
+        for index, layer in self.store.items():
+            self.queries[index], self.drafted[index] = [], RaggedLayer()
+            kept = [[head[:-1] for head in layer.row(row)] for row in rows]
+            self.drafted[index].fill(kept, spare=count + 1)
+        tokens = torch.tensor([text.ids[-1:] for text in rows.values()], device=device)
+        positions = torch.tensor([[text.position - 1] for text in rows.values()], device=device)
+        for step in range(count + 1):
+            tokens = self._decode(tokens, positions + step)
+            self.between()
+        drafts = {index: torch.cat(queries[1:], 2) for index, queries in self.queries.items()}  # not the text's own
+        return {(index, row): draft[i] for index, draft in drafts.items() for i, row in enumerate(rows)}
+
+    def _decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens, positions [rows, 1] -> the next ones"""
+        self.positions = list(positions)
+        out = self.model(tokens, position_ids=positions, past_key_values=self, logits_to_keep=1)
         return out.logits[:, -1:].argmax(-1)
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        before, query = self.queries.get((index, self.row)), call.query[0]
-        self.queries[index, self.row] = query if before is None else torch.cat([before, query], 1)
-        output, self.heads[index] = attend_appended(call, self.heads[index])
-        return call.to_hf_output(output)
+        self.queries[index].append(call.query)
+        layer = self.drafted[index]
+        layer.append(call.key, call.value, [where.to(call.key.device) for where in self.positions], None)
+        return call.to_hf_output(layer.attend_step(call.query, *call.how))

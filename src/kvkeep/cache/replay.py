@@ -32,7 +32,6 @@ from kvkeep.model.output_projection import hidden_norms, output_weight
 from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Replayed, ReplayPass, Tokens
 
-KeyValues = tuple[Tensor, Tensor]  # of one key head [n, dim]
 LayerRows = dict[tuple[int, int], Tensor]  # by layer and row
 Replays = dict[tuple[ReplayMemory, str], LayerRows]  # of one text, by who scores it and how it is stored
 
@@ -149,7 +148,7 @@ class ReplayForward(HFCacheAdapter):
         new = self.memory.score(self._replayed(index, call, heads))
         self.scores[index, self.row] = new if scores is None else torch.cat([scores, new], 1)
         attended = [self._part(head) for head in heads] if self.memory.local else heads
-        return call.to_hf_output(attend_appended(call, [(head.keys, head.values) for head in attended])[0])
+        return call.to_hf_output(_attend_appended(call, attended))
 
     def _part(self, head: Tokens) -> Tokens:
         """The first tokens, and those that are fed again."""
@@ -192,17 +191,14 @@ def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
     return known[kind]
 
 
-def attend_appended(call: AttentionCall, heads: Sequence[KeyValues]) -> tuple[Tensor, list[KeyValues]]:
-    """Over each head's tokens, followed by the new ones of the one row. -> the output, and both"""
-    held, q = list(zip(*heads, strict=True)), call.query.shape[2]
-    lengths = [len(keys) + q for keys in held[0]]
-    keys, values = (
-        torch.cat([part for pair in zip(old, new[0], strict=True) for part in pair])
-        for old, new in zip(held, (call.key, call.value), strict=True)
-    )
+def _attend_appended(call: AttentionCall, heads: Sequence[Tokens]) -> Tensor:
+    """Over each head's tokens, followed by the new ones of the one row."""
+    q = call.query.shape[2]
+    keys = torch.cat([part for head, new in zip(heads, call.key[0], strict=True) for part in (head.keys, new)])
+    values = torch.cat([part for head, new in zip(heads, call.value[0], strict=True) for part in (head.values, new)])
+    lengths = [len(head.keys) + q for head in heads]
     segments = list(zip(accumulate(lengths, initial=0), lengths, strict=False))
-    joined = list(zip(keys.split(lengths), values.split(lengths), strict=True))
-    return segment_attention(call.query, keys, values, segments, [q], *call.how), joined
+    return segment_attention(call.query, keys, values, segments, [q], *call.how)
 
 
 def check_can_replay(cache: CacheState, intercepted: bool) -> None:
