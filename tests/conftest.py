@@ -20,7 +20,7 @@ def copied(make):
 
     @wraps(make)
     def copies(*args, **changes):
-        key = repr((args, sorted(changes.items())))
+        key = repr((args, sorted(changes.items()), torch.get_default_device()))
         if key not in made:
             made[key] = make(*args, **changes), torch.get_rng_state()
         model, state = made[key]

@@ -293,7 +293,7 @@ def test_a_method_says_whether_the_question_decides(spec):
 def test_where_every_query_counts_or_nothing_is_dropped_the_question_does_not_decide():
     aware = {name for name, method in kvkeep.methods.items() if method.query_aware}
     assert aware == {"kvkeep", "intentkv", "intelllm", "ahakv", "protokv", "tova", "snapkv", "pyramidkv", "chunkkv",
-                     "nacl", "cake", "lookahead", "rkv"}  # fmt: skip
+                     "nacl", "cake", "lookahead", "kvkeep_lookahead", "rkv"}  # fmt: skip
     assert not parse("protokv+recall").query_aware and parse("snapkv+adakv").query_aware
 
 

@@ -20,7 +20,8 @@ IDS = torch.randint(0, 128, (1, 110), generator=torch.Generator().manual_seed(0)
 MIXED = ["snapkv+adakv", "snapkv+entropy", "snapkv+prototypes", "tova+values", "h2o+adakv"]
 REFUSED = {
     "snapkv+shared": "shares one budget",
-    "kvkeep_context": "shares one budget",
+    "kvkeep_context": "needs the whole output projection",
+    "kvkeep_lookahead": "runs the model again after a prompt",
     "kvzip": "shares one budget",
     "kvzip:layerwise=true": "runs the model again after a prompt",
     "lookahead": "runs the model again after a prompt",
