@@ -259,7 +259,7 @@ class Cache(HFCacheAdapter):
             return
         assert isinstance(self.backend, EvictingBackend)
         with fused_ops(self.model, 1):  # these passes show other tokens than the prefill around them
-            found = replay_scores(self, {} if known is None else known), draft_queries(self)
+            found = replay_scores(self, [] if known is None else known), draft_queries(self)
         self.backend.evict_held(self.tracker.seen, due, *found)
         self.tracker.count_evicted(due)
         self.unreplayed = Unreplayed()

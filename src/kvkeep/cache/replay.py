@@ -33,7 +33,7 @@ from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Replayed, ReplayPass, Tokens
 
 LayerRows = dict[tuple[int, int], Tensor]  # by layer and row
-Replays = dict[tuple[ReplayMemory, str], LayerRows]  # of one text, by who scores it and how it is stored
+Replays = list[tuple[ReplayMemory, str | None, LayerRows]]  # of one text: who scored it, how it is stored, scores
 
 
 def no_call() -> None:
@@ -185,10 +185,12 @@ def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
     """Of the tokens that were not fed again yet, if the method wants them to be."""
     if not (replay := cache.method.replay):
         return {}
-    if (kind := (replay, cache.storage or "")) not in known:
-        forward = ReplayForward(cache.model, replay, cache.backend.store, cache.tokenizer, cache.between_passes)
-        known[kind] = forward(cache.unreplayed.rows)
-    return known[kind]
+    for memory, storage, scores in known:
+        if (memory, storage) == (replay, cache.storage):
+            return scores
+    forward = ReplayForward(cache.model, replay, cache.backend.store, cache.tokenizer, cache.between_passes)
+    known.append((replay, cache.storage, forward(cache.unreplayed.rows)))
+    return known[-1][2]
 
 
 def _attend_appended(call: AttentionCall, heads: Sequence[Tokens]) -> Tensor:

@@ -31,7 +31,7 @@ class SharedPrefillCache(HFCacheAdapter):
             cache.attention_check.checked = caches[0].attention_check.checked
 
     def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
-        known: Replays = {}  # a text is fed again once for all budgets of a method
+        known: Replays = []  # a text is fed again once for all budgets of a method
         for cache in self.caches:
             cache.after_forward(ids, positions, known)
 
