@@ -149,7 +149,7 @@ class Driver:
     ) -> None:
         """Answer one prompt, then allocate and capture for up to `rows` of them. context: of texts that are read"""
         with self.lock:
-            progress("compiling")
+            progress("compiling" if config.model.device.type == "cuda" else "warming up")
             evicted = config.budget if isinstance(config.budget, int) and config.model.device.type == "cuda" else 0
             tokens = min(evicted + WARMUP_TOKENS, context_length(config.model) - 2)  # so that tokens are evicted
             ids = torch.arange(tokens) % config.model.config.get_text_config(decoder=True).vocab_size
