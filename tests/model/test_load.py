@@ -469,3 +469,17 @@ def test_lengths_that_are_checked_here_are_not_warned_of(caplog):
     finally:
         logging.disable_propagation()
         logging.set_verbosity(before)
+
+
+@pytest.mark.real
+def test_the_default_model_shows_no_progress_bar_and_others_may(capsys):
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        load()
+        assert "Loading" not in capsys.readouterr().err and logging.is_progress_bar_enabled()
+    finally:
+        if not was_shown:
+            logging.disable_progress_bar()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +62,8 @@ def load(
     source = _source(name, say)
     say(f"loading {DEFAULT if name in DEFAULT_NAMES else name}")
     try:
-        model, tokenizer = _from_pretrained(source, dtype)
+        with _progress_bar(name not in DEFAULT_NAMES):
+            model, tokenizer = _from_pretrained(source, dtype)
     except Exception as error:  # transformers and its dependencies raise many types
         raise ModelUnavailable(_why(name, source, error)) from error
     if name in DEFAULT_NAMES:
@@ -92,6 +95,21 @@ def _load_part(kind: Any, name: str | None, progress: Say | None = None) -> Any:
         return kind.from_pretrained(source)
     except Exception as error:  # transformers and its dependencies raise many types
         raise ModelUnavailable(_why(name, source, error)) from error
+
+
+@contextmanager
+def _progress_bar(is_shown: bool) -> Iterator[None]:
+    """transformers' own: of a model that takes a second it is noise."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    if not is_shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()
 
 
 def quiet_transformers() -> None:
