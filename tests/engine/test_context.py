@@ -56,6 +56,16 @@ def test_a_context_answers_as_generate_does(chat):
     assert "".join(context.stream("Why?", **hot)) == context.ask("Why?", **hot)
 
 
+def test_a_model_that_cannot_be_run_again_is_read_by_its_prefill_alone():
+    """Its forward is somebody else's, as with accelerate: the cache is not told what it was given."""
+    model, words = tiny_chat.sharp()
+    own = type(model).forward
+    model.forward = lambda *args, **kwargs: own(model, *args, **kwargs)
+    context = kvkeep.Engine(model, words, budget=100).read(TEXT)
+    assert context._sequence.cache.method.name == "echo:near=8+shared" and context.report().kept_per_head == 100
+    assert context.ask("Why?", **SHORT)
+
+
 def test_who_chooses_no_method_gets_one_that_needs_no_question(chat):
     one = kvkeep.Engine(*chat, budget=100)
     context, known = one.read(TEXT), one.read(TEXT, question="Why?")

@@ -147,13 +147,14 @@ class ReplayForward(HFCacheAdapter):
         heads, scores = self.store[index].row(self.row), self.scores.get((index, self.row))
         new = self.memory.score(self._replayed(index, call, heads))
         self.scores[index, self.row] = new if scores is None else torch.cat([scores, new], 1)
-        attended = [self._part(head) for head in heads] if self.memory.local else heads
-        return call.to_hf_output(_attend_appended(call, attended))
+        keys, values = ([self._attended(getattr(h, name)) for h in heads] for name in ("keys", "values"))
+        return call.to_hf_output(_attend_appended(call, keys, values))
 
-    def _part(self, head: Tokens) -> Tokens:
-        """The first tokens, and those that are fed again."""
-        first = len(head.keys[: self.behind.start][: self.memory.sinks])
-        return head.map(lambda part: torch.cat([part[:first], part[self.behind]]))
+    def _attended(self, part: Tensor) -> Tensor:
+        """All tokens of a head, or the first ones and those that are fed again. [n, dim]"""
+        if not self.memory.local:
+            return part
+        return torch.cat([part[: self.behind.start][: self.memory.sinks], part[self.behind]])
 
     def _replayed(self, index: int, call: AttentionCall, heads: list[Tokens]) -> Replayed:
         first = min(self.memory.sinks, *(len(head.keys[: self.behind.start]) for head in heads))
@@ -193,14 +194,16 @@ def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
     return known[-1][2]
 
 
-def _attend_appended(call: AttentionCall, heads: Sequence[Tokens]) -> Tensor:
-    """Over each head's tokens, followed by the new ones of the one row."""
+def _attend_appended(call: AttentionCall, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Over each head's tokens, followed by the new ones of the one row. keys, values: of each key head [n, dim]"""
     q = call.query.shape[2]
-    keys = torch.cat([part for head, new in zip(heads, call.key[0], strict=True) for part in (head.keys, new)])
-    values = torch.cat([part for head, new in zip(heads, call.value[0], strict=True) for part in (head.values, new)])
-    lengths = [len(head.keys) + q for head in heads]
+    lengths = [len(each) + q for each in keys]
     segments = list(zip(accumulate(lengths, initial=0), lengths, strict=False))
-    return segment_attention(call.query, keys, values, segments, [q], *call.how)
+    flat_keys, flat_values = (
+        torch.cat([part for pair in zip(old, new[0], strict=True) for part in pair])
+        for old, new in ((keys, call.key), (values, call.value))
+    )
+    return segment_attention(call.query, flat_keys, flat_values, segments, [q], *call.how)
 
 
 def check_can_replay(cache: CacheState, intercepted: bool) -> None:

@@ -421,4 +421,4 @@ def _context_method(model: Any, budget: Any, auto: dict[str, Any]) -> Method:
         except UnsupportedModel:
             continue
         return method
-    return method
+    return method  # never used: heads are split over processes, and texts are read with the prompts' method
