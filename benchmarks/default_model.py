@@ -59,6 +59,7 @@ def main() -> None:
     if options.part in REPORTS:
         return REPORTS[options.part](Path(options.out))
     tasks, methods, budgets, lengths = PARTS[options.part]
+    tasks = options.tasks or tasks
     budgets, lengths = tuple(options.budget or budgets), tuple(options.length or lengths)
     eval_options = EvalOptions(
         tuple(tasks), options.out, (*(options.methods or methods), *options.also), budgets, model=options.model,
@@ -189,6 +190,7 @@ def _options() -> Any:
     parser.add_argument("--budget", type=budgets_of, help="by commas, in place of the part's own")
     parser.add_argument("--length", type=integers, help="of generated prompts, in place of the part's own")
     parser.add_argument("--limit", type=int, help="samples of each task")
+    parser.add_argument("--tasks", nargs="+", help="in place of the part's own")
     parser.add_argument("--methods", nargs="+", help="in place of the part's own")
     parser.add_argument("--also", nargs="*", default=[], help="methods beside the part's own")
     parser.add_argument("--protocols", nargs="+", default=list(PROTOCOLS))
