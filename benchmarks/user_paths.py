@@ -233,12 +233,12 @@ class Run:
 
 
 def measures(run: Run) -> dict[str, Callable[[], None]]:
-    long, short, rows = run.options.length, run.options.short, run.options.rows
+    long, short, rows, method = run.options.length, run.options.short, run.options.rows, run.options.method
     return {
         "stock": lambda: run.stock(short),
-        "one": lambda: run.one(short),
-        "long": lambda: run.one(long),
-        "many": lambda: run.many(rows, short),
+        "one": lambda: run.one(short, method),
+        "long": lambda: run.one(long, method),
+        "many": lambda: run.many(rows, short, method),
         "int8": lambda: run.many(rows, short, storage="int8"),
         "cache": lambda: [run.cache(method, short) for method in run.options.cache_methods.split(",")],
         "steps": lambda: [
@@ -256,6 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="tiny")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--method", default="kvkeep", help="of one, long and many")
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--length", type=int, default=131_000 - 512)
     parser.add_argument("--short", type=int, default=8000)

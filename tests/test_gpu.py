@@ -8,12 +8,14 @@ import torch
 from conftest import EVICTING, RETRIEVING, make_llama
 
 import kvkeep
+from kvkeep.cache import draft_pool, passes
 from kvkeep.compress.parse import parse
 from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.kernels.torch import rotation
+from kvkeep.model import cuda_graph
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.fused import fused_ops
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
@@ -253,3 +255,42 @@ def test_tokens_retrieved_one_by_one_in_a_graph():
         (_, follows, _), *_ = batch.collect()
         assert follows == int(alone.extend(torch.tensor([token]))[-1].argmax())
     assert batch.runners[1].graph and batch.pool.offloader.graph
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
+@pytest.mark.parametrize("spec", ["lookahead", "kvkeep_lookahead"])
+def test_a_captured_draft_is_the_uncaptured_one_and_is_captured_once(spec, monkeypatch):
+    model, found, own, graphs = make_llama(vocab_size=512).to("cuda"), [], passes.draft_queries, []
+    capture = cuda_graph.capture_graph
+    monkeypatch.setattr(cuda_graph, "capture_graph", lambda run: graphs.append(run) or capture(run))
+    monkeypatch.setattr(passes, "draft_queries", lambda caches: found.extend(own(caches)) or found[-len(caches) :])
+
+    def read(rows, start):
+        ids = torch.stack([IDS[0, row + start :][:300] for row in range(rows)])
+        model(ids.cuda(), past_key_values=kvkeep.Cache(model, spec, 96))
+        return found.pop()
+
+    with monkeypatch.context() as without:
+        without.setattr(draft_pool, "DEVICES", set())
+        want = {(rows, start): read(rows, start) for rows in (1, 3) for start in (0, 50)}
+    assert not graphs and not draft_pool.held_bytes(model)
+    for rows, taken in ((1, 1), (3, 2)):
+        for start in (0, 50):  # the second prompt captures nothing
+            got = read(rows, start)
+            assert got.keys() == want[rows, start].keys() and len(graphs) == taken
+            for key, queries in want[rows, start].items():
+                torch.testing.assert_close(got[key], queries, atol=2e-4, rtol=1e-3)
+    assert all(runner.graph for runner in draft_pool._pools[model].runners.values())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
+def test_a_warm_up_captures_drafts_of_packed_prompts():
+    model, words = tiny_chat.model().to("cuda"), tiny_chat.tokenizer()
+    engine = kvkeep.Engine(model, words, "kvkeep_lookahead", 48)
+    prompts = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(100 + 40 * seed)) for seed in range(5)]
+    engine.warmup(rows=8)
+    assert draft_pool._pools[model].runners.keys() == {1, 2, 4, 8}
+    before = dict(draft_pool._pools[model].runners)
+    answers = engine.generate(prompts, max_new_tokens=20)
+    assert answers == [engine.generate(prompt, max_new_tokens=20) for prompt in prompts]
+    assert draft_pool._pools[model].runners == before

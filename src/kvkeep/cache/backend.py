@@ -77,6 +77,7 @@ class CacheState(Protocol):
     tokenizer: Any
     unreplayed: Any
     between_passes: Any
+    draft_room: Any
     in_forward: bool
     counts_guesses: bool
     bits: int | None
@@ -92,3 +93,5 @@ class CacheState(Protocol):
     def seen(self) -> int: ...
 
     def append_decoded(self, count: int, decoded: Callable[[int], None]) -> None: ...
+
+    def evict_held(self, scores: dict[tuple[int, int], Tensor], queries: dict[tuple[int, int], Tensor]) -> None: ...

@@ -21,11 +21,12 @@ from torch import Tensor
 from kvkeep.cache import captured_decode, serialize
 from kvkeep.cache.backend import CacheBackend
 from kvkeep.cache.captured_decode import ROOM, CapturedDecode, can_capture
-from kvkeep.cache.draft import draft_queries
+from kvkeep.cache.draft import unlimited
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.gathered_heads import check_shards
 from kvkeep.cache.padding import BatchLayout, PaddingTracker
-from kvkeep.cache.replay import Replays, Unreplayed, check_can_replay, no_call, replay_scores
+from kvkeep.cache.passes import run_passes
+from kvkeep.cache.replay import LayerRows, Unreplayed, check_can_replay, no_call
 from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.self_check import AttentionCheck
@@ -34,7 +35,6 @@ from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse_budget
 from kvkeep.compress.schedule import Schedule, as_schedule
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
-from kvkeep.model.fused import fused_ops
 from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, context_length, key_shape
@@ -108,6 +108,7 @@ class Cache(HFCacheAdapter):
         self.settles_later = False  # the next forward pass does not wait for the device: `settle` does
         self.unreplayed = Unreplayed()  # the text after which the model runs again, before it is evicted from
         self.between_passes: Callable[[], None] = no_call  # for others who use the model meanwhile
+        self.draft_room: Callable[[], int] = unlimited  # bytes for drafts of several caches
         self.backend = self._new_backend()
 
     @property
@@ -241,27 +242,27 @@ class Cache(HFCacheAdapter):
         self._raise_if_failed()
         self.backend.settle()
 
-    def after_forward(self, ids: Tensor | None, positions: Tensor | None, known: Replays | None = None) -> None:
-        """Note the tokens of a text that is fed again, and do so after the last of them.
-
-        known: scores of this text; to which those of caches that prefill it together are added
-        """
+    def note_text(self, ids: Tensor | None, positions: Tensor | None) -> None:
+        """After a forward pass: its tokens, if the model runs again after them."""
         if self.unreplayed.layout and ids is not None:
             self.unreplayed = self.unreplayed.add(ids, positions, self.seen)
-        self.before_forward(known)
 
-    def before_forward(self, known: Replays | None = None) -> None:
+    def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
+        self.note_text(ids, positions)
+        self.before_forward()
+
+    def before_forward(self) -> None:
         """Run the model again after a prompt that is prefilled to the end, then evict from all layers.
 
         After that prefill or, where it was cut short, before the next forward pass.
         """
-        if not (due := self.unreplayed.due) or self.unreplayed.layout:
-            return
-        assert isinstance(self.backend, EvictingBackend)
-        with fused_ops(self.model, 1):  # these passes show other tokens than the prefill around them
-            found = replay_scores(self, [] if known is None else known), draft_queries(self)
-        self.backend.evict_held(self.tracker.seen, due, *found)
-        self.tracker.count_evicted(due)
+        run_passes([self])
+
+    def evict_held(self, scores: LayerRows, queries: LayerRows) -> None:
+        """Evict from a prompt after which the model ran again: by what was found of its layers and rows."""
+        assert isinstance(self.backend, EvictingBackend) and self.unreplayed.due
+        self.backend.evict_held(self.tracker.seen, self.unreplayed.due, scores, queries)
+        self.tracker.count_evicted(self.unreplayed.due)
         self.unreplayed = Unreplayed()
 
     def reset(self) -> None:

@@ -1,76 +1,114 @@
 """A few tokens decoded from what another method keeps of a text, before anything of it is evicted: their queries.
 
 The text's last token is fed once more, without its copy in the draft's layers: so the first token of the draft comes
-from the same layers as the others. The text itself stays as it is.
+from the same layers as the others. The text itself stays as it is. Rows of all caches that are prefilled together are
+drafted together, MOST_ROWS of them in one step (draft_pool.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from kvkeep.cache import draft_pool
 from kvkeep.cache.backend import CacheState
-from kvkeep.cache.replay import LayerRows, RowText, no_call
-from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import HFCacheAdapter, execution_device
+from kvkeep.cache.draft_buffers import Kept
+from kvkeep.cache.draft_pool import MOST_ROWS, free_pool, pool_for
+from kvkeep.cache.replay import LayerRows, RowText
+from kvkeep.compress.method import Draft
+from kvkeep.model.hf_cache import key_shape, query_heads
 from kvkeep.storage.ragged import RaggedLayer
 
 
-def draft_queries(cache: CacheState) -> LayerRows:
-    """Of a draft of the answer, decoded from what another method keeps of the text, if the method wants one."""
+@dataclass(frozen=True)
+class DraftRow:
+    """One row of a cache, with a text after which a draft is decoded."""
+
+    cache: CacheState
+    draft: Draft
+    row: int
+    text: RowText
+    nbytes: int  # of the keys and values it is decoded from, and of its queries
+
+
+def unlimited() -> int:
+    """Nobody else counts the memory."""
+    return sys.maxsize
+
+
+def draft_tokens(model: Any, draft: Draft, kept: int) -> int:
+    """Per key head, of a row of which so many are kept: tokens, and as many as its queries and a free row's take."""
+    return kept + draft.tokens + 1 + (draft.tokens + 1) * -(-query_heads(model) // key_shape(model)[0])
+
+
+def draft_queries(caches: Sequence[CacheState]) -> list[LayerRows]:
+    """Of each cache, the queries of every layer and row that has a draft. [heads, tokens, dim]"""
+    found: dict[int, LayerRows] = {id(cache): {} for cache in caches}
+    rows = [each for cache in caches for each in _rows(cache)]
+    most = min([draft_pool.HELD_BYTES, *(cache.draft_room() for cache in caches)])
+    stores: dict[int, dict[int, RaggedLayer]] = {}  # by cache
+    for group in _groups(rows, most):
+        _draft(group, stores, most, found)
+        last = id(group[-1].cache)
+        stores = {last: stores[last]}  # it may have more rows
+    return [found[id(cache)] for cache in caches]
+
+
+def _rows(cache: CacheState) -> Iterator[DraftRow]:
+    """Those that are evicted from."""
     if not (draft := cache.method.draft):
-        return {}
-    seen, texts = cache.tracker.seen, cache.unreplayed.rows
-    store = {i: RaggedLayer() for i in cache.backend.store}
-    cache.backend.evict_into(store, draft.method, seen, [True] * len(seen), {}, {})
-    evicts = [n > cache.backend.budget.tokens(n) for n in seen]
-    rows = [text if each else None for text, each in zip(texts, evicts, strict=True)]
-    return DraftForward(cache.model, store, cache.between_passes)(rows, draft.tokens)
+        return
+    token_bytes = sum(layer.token_nbytes * layer.kv_heads for layer in cache.backend.store.values())
+    for row, (n, text) in enumerate(zip(cache.tracker.seen, cache.unreplayed.rows, strict=True)):
+        kept = cache.backend.budget.tokens(n)
+        if text.ids and n > kept:
+            yield DraftRow(cache, draft, row, text, draft_tokens(cache.model, draft, kept) * token_bytes)
 
 
-class DraftForward(HFCacheAdapter):
-    """What the model sees of a draft's layers: new tokens of all rows are appended, and their queries recorded."""
+def _groups(rows: Sequence[DraftRow], most: int) -> Iterator[list[DraftRow]]:
+    """Of at most MOST_ROWS rows and so many bytes; a row that takes more is drafted alone."""
+    group: list[DraftRow] = []
+    for each in rows:
+        if len(group) == MOST_ROWS or (group and sum(one.nbytes for one in group) + each.nbytes > most):
+            yield group
+            group = []
+        group.append(each)
+    if group:
+        yield group
 
-    seen = 0  # every token has a position id
 
-    def __init__(self, model: Any, store: dict[int, RaggedLayer], between: Callable[[], None] = no_call) -> None:
-        """store: what is kept of the text for the draft; between: called after every token"""
-        super().__init__(model)
-        self.store, self.between = store, between
-        self.drafted: dict[int, RaggedLayer] = {}  # the rows that have a draft
-        self.queries: dict[int, list[Tensor]] = {}  # of each step [rows, heads, 1, dim]
-        self.positions: list[Tensor] = []  # of each row's token [1]
+def _draft(
+    group: list[DraftRow], stores: dict[int, dict[int, RaggedLayer]], most: int, found: dict[int, LayerRows]
+) -> None:
+    """All together or, where memory is short, in two halves."""
+    model, count = group[0].cache.model, max(each.draft.tokens for each in group)
+    try:
+        texts = [_kept(list(rows), stores) for _, rows in groupby(group, lambda each: id(each.cache))]
+        with pool_for(model, sum(each.nbytes for each in group)) as pool:
+            queries = pool(texts, count, group[0].cache.between_passes, most)
+    except torch.OutOfMemoryError:
+        if len(group) == 1:
+            raise
+    else:
+        for number, each in enumerate(group):
+            mine = {(i, each.row): rows[number, :, : each.draft.tokens] for i, rows in queries.items()}
+            found[id(each.cache)] |= mine
+        return
+    free_pool(model)
+    for half in (group[: len(group) // 2], group[len(group) // 2 :]):
+        _draft(half, stores, most, found)
 
-    @torch.no_grad()
-    def __call__(self, texts: Sequence[RowText | None], count: int) -> LayerRows:
-        """Queries of so many tokens after each of the texts. [heads, count, dim]"""
-        rows = {row: text for row, text in enumerate(texts) if text and text.ids}
-        if not rows:
-            return {}
-        device = execution_device(self.model)
-        for index, layer in self.store.items():
-            self.queries[index], self.drafted[index] = [], RaggedLayer()
-            kept = [[head[:-1] for head in layer.row(row)] for row in rows]
-            self.drafted[index].fill(kept, spare=count + 1)
-        tokens = torch.tensor([text.ids[-1:] for text in rows.values()], device=device)
-        positions = torch.tensor([[text.position - 1] for text in rows.values()], device=device)
-        for step in range(count + 1):
-            tokens = self._decode(tokens, positions + step)
-            self.between()
-        drafts = {index: torch.cat(queries[1:], 2) for index, queries in self.queries.items()}  # not the text's own
-        return {(index, row): draft[i] for index, draft in drafts.items() for i, row in enumerate(rows)}
 
-    def _decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens, positions [rows, 1] -> the next ones"""
-        self.positions = list(positions)
-        out = self.model(tokens, position_ids=positions, past_key_values=self, logits_to_keep=1)
-        return out.logits[:, -1:].argmax(-1)
-
-    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        self.queries[index].append(call.query)
-        layer = self.drafted[index]
-        layer.append(call.key, call.value, [where.to(call.key.device) for where in self.positions], None)
-        return call.to_hf_output(layer.attend_step(call.query, *call.how))
+def _kept(rows: Sequence[DraftRow], stores: dict[int, dict[int, RaggedLayer]]) -> Kept:
+    """What the draft's method keeps of these rows of one cache."""
+    cache, method = rows[0].cache, rows[0].draft.method
+    if id(cache) not in stores:
+        seen, store = cache.tracker.seen, {i: RaggedLayer() for i in cache.backend.store}
+        cache.backend.evict_into(store, method, seen, [True] * len(seen), {}, {})
+        stores[id(cache)] = store
+    return Kept(stores[id(cache)], {each.row: each.text for each in rows})

@@ -9,8 +9,7 @@ forward pass begins with feeding it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -168,18 +167,6 @@ class ReplayForward(HFCacheAdapter):
         if index not in self.grams:
             self.grams[index] = output_gram(output_weight(self.model, index))
         return self.grams[index]
-
-
-@contextmanager
-def between_passes(caches: Sequence[CacheState], call: Callable[[], None]) -> Iterator[None]:
-    """Within, it is called between the passes that these caches' methods make after a prompt."""
-    for cache in caches:
-        cache.between_passes = call
-    try:
-        yield
-    finally:
-        for cache in caches:
-            cache.between_passes = no_call
 
 
 def replay_scores(cache: CacheState, known: Replays) -> LayerRows:

@@ -14,10 +14,12 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from kvkeep.cache import draft_pool
 from kvkeep.cache.cache import Cache
+from kvkeep.engine.pooled_batch import USUAL_BUDGET
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
-from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.scheduler import PACKED_TOKENS, Scheduler
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
 from kvkeep.errors import CacheMisuse, QueueFull
 from kvkeep.model.hf_cache import context_length
@@ -157,6 +159,10 @@ class Driver:
             if config.model.device.type == "cuda":
                 _prefill_in_chunks(config)
                 _ask(context, ids[:-2])
+            if config.method.draft:
+                kept = config.budget if isinstance(config.budget, int) else USUAL_BUDGET
+                packed = max(1, PACKED_TOKENS[self.scheduler.device] // (kept + 1))  # prompts that are drafted together
+                draft_pool.warmup(config.model, min(rows, packed), kept, self.scheduler.draft_room())
             for batch in self.scheduler.batches.values():
                 batch.warmup(config.budget, rows, progress)
 
@@ -166,6 +172,7 @@ class Driver:
         with self.lock:
             self.cancel(self.scheduler.requests)
             self.scheduler.batches.clear()
+            draft_pool.free_pool(self.scheduler.model)
 
 
 def _prefill_in_chunks(config: SequenceConfig) -> None:

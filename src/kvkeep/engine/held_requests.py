@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from kvkeep.cache import draft_pool
 from kvkeep.cache.report import format_bytes
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.fair_queue import FairQueue
@@ -68,7 +70,7 @@ class HeldRequests:
         """Memory for its prefill; raises BadInput if that does not fit alone. -> False: others hold it"""
         if self.memory is None:
             return True
-        needed = row_bytes(self.model, request.prefill_tokens)
+        needed = row_bytes(self.model, request.prefill_tokens + request.draft_tokens)
         self.memory.largest_prompt = max(self.memory.largest_prompt, min(needed, self.memory.total))
         if not self.memory.make_room(needed):
             if self.num_rows or any(each.started for each in self.waiting):
@@ -83,13 +85,18 @@ class HeldRequests:
 
     @property
     def held_bytes(self) -> int:
-        """Keys and values of pools, of caches of their own, and of stored prefixes."""
+        """Keys and values of pools and drafts, of caches of their own, and of stored prefixes."""
         pools = [batch.pool.nbytes for batch in self.batches.values() if isinstance(batch, PooledBatch)]
+        pools.append(draft_pool.held_bytes(self.model))
         stored = 0 if self.store is None else self.store.nbytes
         return stored + sum(pools) + sum(request.own_bytes for request in self.requests)
 
+    def draft_room(self) -> int:
+        """Bytes that drafts may take: what they have, and what is left. For one row, each prompt reserves them."""
+        return self.memory.left + draft_pool.held_bytes(self.model) if self.memory else sys.maxsize
+
     def _free_some(self) -> bool:
-        """The oldest stored prefix, or a pool that nobody is in. -> whether there was one"""
+        """The oldest stored prefix, a pool that nobody is in, or the drafts'. -> whether there was one"""
         if self.store is not None and self.store.evict_oldest():
             return True
         soon = [batch for _, batch in self.prefilled]
@@ -97,7 +104,7 @@ class HeldRequests:
         pools = [kind for kind in idle if isinstance(self.batches[kind], PooledBatch)]
         for kind in pools[:1]:
             del self.batches[kind]
-        return bool(pools)
+        return bool(pools) or draft_pool.free_pool(self.model)
 
     def store_prefix(self, request: Request) -> None:
         """What its sequence is after a part of the prompt, if there is memory for a copy."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.cache.passes import run_passes
 from kvkeep.engine.sequence import Sequence
 from kvkeep.model.chunked_mlp import long_prompt
 from kvkeep.model.fused import fused_ops
@@ -69,7 +70,8 @@ class PackedForward(HFCacheAdapter):
     def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
         assert ids is not None and positions is not None
         for sequence, span in self.spans:
-            sequence.cache.after_forward(ids[:, span], positions[:, span])
+            sequence.cache.note_text(ids[:, span], positions[:, span])
+        run_passes([sequence.cache for sequence, _ in self.spans])
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         outputs = [sequence.cache.attend(index, call.tokens(span))[0] for sequence, span in self.spans]

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from kvkeep.cache.draft import draft_tokens
 from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
 from kvkeep.engine.progress import Progress
 from kvkeep.engine.sampling import ConstraintState, Generation, TokenLogprobs
@@ -149,6 +150,14 @@ class Request:
         longest = max(end - start for start, end in pairwise((0, *self.cuts, tokens)))
         most = min(tokens, self.config.kept(tokens) + min(longest, self.config.chunk_size(tokens)))
         return most + most // GROWTH
+
+    @property
+    def draft_tokens(self) -> int:
+        """Per key head, for a draft after the prefill, if its method wants one."""
+        draft = self.config.method.draft
+        if self.continues and self.continues.cache.tracker.frozen:
+            return 0
+        return draft_tokens(self.config.model, draft, self.config.kept(len(self.ids))) if draft else 0
 
     @property
     def own_bytes(self) -> int:

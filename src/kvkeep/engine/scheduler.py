@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
-from kvkeep.cache.replay import between_passes
+from kvkeep.cache.passes import between_passes
 from kvkeep.cache.step_pool import StepPool, step_rule
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.held_requests import HeldRequests
@@ -224,7 +224,7 @@ class Scheduler(HeldRequests):
             request.sequence.cache.settles_later = request.can_settle_later and request.ends_with(ids)
         try:
             passing, caches = self._decode_between_layers(chunks, active), [one.sequence.cache for one, _ in chunks]
-            with between_passes(caches, partial(self._replay, active)):
+            with between_passes(caches, partial(self._replay, active), self.draft_room):
                 logits = self.forward([(request.sequence, ids) for request, ids in chunks], 1, passing)
         except Exception as error:
             if len(chunks) == 1:

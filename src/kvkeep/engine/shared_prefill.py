@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
-from kvkeep.cache.replay import Replays
+from kvkeep.cache.passes import run_passes
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.chunked_mlp import long_prompt
 from kvkeep.model.fused import fused_ops
@@ -31,9 +31,9 @@ class SharedPrefillCache(HFCacheAdapter):
             cache.attention_check.checked = caches[0].attention_check.checked
 
     def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
-        known: Replays = []  # a text is fed again once for all budgets of a method
         for cache in self.caches:
-            cache.after_forward(ids, positions, known)
+            cache.note_text(ids, positions)
+        run_passes(self.caches, known=[])  # a text is fed again once for all budgets of a method
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         shared = replace(call, hf_attention=once(call.hf_attention), is_sdpa=False, memo={})

@@ -1,0 +1,247 @@
+"""Decode steps of drafts, in buffers held from one prompt to the next: a step is captured once in a CUDA graph.
+
+    load: what is kept of the texts ─► buffers     step: append, attend, write queries, next token     queries: of all
+
+There is a graph for each number of rows that was needed so far (1, 2, 4, 8); a row too many writes to a slot nobody
+reads. The buffers are held as long as the model lives, and grow with the rows and tokens of a draft (then all graphs
+are captured again): to HELD_BYTES of keys and values at most, and the queries of 8 rows (19 MB of an 8B model and 8
+tokens). Where nothing is captured, they are made for one draft and freed after it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.draft_buffers import DraftSize, Kept, LayerBuffer, LayerKind
+from kvkeep.kernels.dispatch import copy_segments
+from kvkeep.model.cuda_graph import CudaGraphRunner
+from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.model.hf_cache import HFCacheAdapter, execution_device, query_heads, single_device
+from kvkeep.storage.upload import upload
+
+DEVICES = {"cuda"}  # where steps are captured
+MOST_ROWS = 8  # of one step
+HELD_BYTES = 2**31
+
+
+class DraftPool(HFCacheAdapter):
+    """What the model sees of drafts: one token for every row."""
+
+    seen = 1  # not empty; every row has position ids of its own
+
+    def __init__(self, model: Any, state: Any = None) -> None:
+        """state: of the model, which steps are captured of; None: they are not"""
+        super().__init__(model)
+        self.state, self.captures, self.lock = state, state is not None, Lock()
+        self.free()
+
+    @property
+    def model(self) -> Any:
+        model = self._model()
+        assert model is not None  # it drafts through this pool
+        return model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = weakref.ref(model)  # not kept alive by a pool that is held
+
+    def free(self) -> None:
+        """Graphs and buffers."""
+        self.runners: dict[int, CudaGraphRunner] = {}  # by number of rows
+        self.size, self.buffers = DraftSize(), dict[int, LayerBuffer]()
+        self.tables: dict[torch.device, Tensor] = {}  # starts and lengths of all layers, active rows
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def __call__(self, texts: Sequence[Kept], count: int, between: Callable[[], None], most: int) -> dict[int, Tensor]:
+        """Queries of so many tokens after each text. layer -> [rows, heads, count, dim]
+
+        between: called after every token; most: bytes the buffers may take, if these texts do not need more
+        """
+        size = DraftSize.of(texts, count + 1)
+        rows = 1 << (size.rows - 1).bit_length() if self.captures else size.rows
+        with torch.inference_mode():  # only in this mode may its tensors be changed
+            self.reserve(size | DraftSize(rows), {i: LayerKind.of(layer) for i, layer in texts[0].store.items()}, most)
+            run = self.runner(rows)
+            self._load(texts, count + 1)
+            for _ in range(count + 1):
+                run()
+                between()
+        drafted = slice(1, count + 1), slice(size.rows)  # not the text's own
+        return {i: buffer.queries[drafted].permute(1, 2, 0, 3).clone() for i, buffer in self.buffers.items()}
+
+    # buffers
+
+    def reserve(self, size: DraftSize, kinds: dict[int, LayerKind], most: int) -> None:
+        """Make room, if there is not enough."""
+        if kinds != {i: buffer.kind for i, buffer in self.buffers.items()}:
+            self.free()
+        elif size | self.size == self.size:
+            return
+        size = size | self.size
+        if self.captures:  # a quarter of a power of two: prompts that keep a little more find room
+            part = max(1, (1 << size.slots.bit_length()) // 8)
+            queries = size.steps * size.rows * query_heads(self.model)
+            left = most - sum(queries * kind.key_dim * kind.dtype.itemsize for kind in kinds.values())
+            limit = left // sum(kind.slot_bytes for kind in kinds.values())
+            size = size | DraftSize(slots=min(limit, -(-size.slots // part) * part))
+        self.free()
+        ends = list(accumulate((2 * size.rows * kind.kv_heads for kind in kinds.values()), initial=0))
+        for device in {kind.device for kind in kinds.values()}:
+            self.tables[device] = torch.zeros(ends[-1] + size.rows, dtype=torch.int64, device=device)
+        for (i, kind), (start, end) in zip(kinds.items(), pairwise(ends), strict=True):
+            table = self.tables[kind.device]
+            self.buffers[i] = LayerBuffer(kind, size, table[start:end], table[ends[-1] :, None])
+        home = execution_device(self.model)
+        self.tokens, self.positions = torch.zeros(2, size.rows, 1, dtype=torch.int64, device=home)
+        self.step, self.size = torch.zeros(1, dtype=torch.int64, device=home), size
+
+    def _load(self, texts: Sequence[Kept], steps: int) -> None:
+        """Copy what is kept, with room for so many more tokens of every key head."""
+        self.awaiting = None  # of a step that was cut short
+        rows = [row for text in texts for row in text.rows.values()]
+        self._set_tables([self._segments(i, texts, steps) for i in self.buffers], len(rows))
+        parts = [(i, at, text) for i in self.buffers for at, text in _numbered(texts)]
+        spans = [text.spans(i) for i, _, text in parts]
+        uploaded = {device: upload([number for span in spans for number in span], device) for device in self.tables}
+        ends = accumulate(map(len, spans), initial=0)
+        for (i, at, text), (start, end) in zip(parts, pairwise(ends), strict=True):
+            buffer, flat = self.buffers[i], text.store[i].flat
+            taken = uploaded[buffer.kind.device][start:end].view(2, -1)
+            starts, total = buffer.starts[at : at + len(text.rows)].flatten(), sum(text.segments(i)[1])
+            copy_segments(buffer.keys, buffer.values, starts, (flat.keys, flat.values), *taken, total)
+        device = self.tokens.device
+        self.tokens[: len(rows)] = upload([row.ids[-1:] for row in rows], device)
+        self.positions[: len(rows)] = upload([[row.position - 1] for row in rows], device)
+
+    def _segments(self, index: int, texts: Sequence[Kept], steps: int) -> tuple[list[int], list[int]]:
+        """Start and length of every row and key head of a layer; rows too many begin at the slot nobody reads."""
+        lengths = [n for text in texts for n in text.segments(index)[1]]
+        *starts, _ = accumulate((n + steps for n in lengths), initial=0)
+        free = self.size.rows * self.buffers[index].kind.kv_heads - len(lengths)
+        return starts + free * [self.size.slots], lengths + free * [0]
+
+    def _set_tables(self, layers: Sequence[tuple[list[int], list[int]]], rows: int) -> None:
+        numbers = [number for pair in layers for part in pair for number in part]
+        numbers += [int(row < rows) for row in range(self.size.rows)]
+        for device, table in self.tables.items():
+            table.copy_(upload(numbers, device))
+        self.step.zero_()
+        self.tokens.zero_(), self.positions.zero_()
+
+    # steps
+
+    def runner(self, rows: int) -> Callable[[], Tensor]:
+        """One decode step of the first rows."""
+        if not self.captures:
+            return lambda: self.decode(rows)
+        if rows not in self.runners:
+            self._set_tables([self._segments(i, [], 0) for i in self.buffers], 0)  # no row is in use
+            weak = weakref.proxy(self)  # the runner is ours: buffers are freed with the model
+            self.runners[rows] = CudaGraphRunner(lambda: weak.decode(rows), self.model)
+            self.state = model_state(self.model)  # the first capture may have joined weights
+        return self.runners[rows]
+
+    def decode(self, rows: int) -> Tensor:
+        tokens, positions = self.tokens[:rows], self.positions[:rows]
+        out = self.model(tokens, position_ids=positions, past_key_values=self, logits_to_keep=1)
+        tokens.copy_(out.logits[:, -1:].argmax(-1))
+        positions.add_(1)
+        self.step.add_(1).clamp_max_(self.size.steps - 1)  # a capture runs it more often
+        return tokens
+
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        return call.to_hf_output(self.buffers[index].attend(call, self.step))
+
+
+def _numbered(texts: Sequence[Kept]) -> list[tuple[int, Kept]]:
+    """Each with the number of its first row among the rows of all."""
+    firsts = accumulate((len(text.rows) for text in texts), initial=0)
+    return list(zip(firsts, texts, strict=False))
+
+
+def model_state(model: Any) -> Any:
+    """What a captured step relies on: where the weights are, which adapters are used, and how it attends."""
+    weights = [(weight.data_ptr(), weight.requires_grad) for weight in model.parameters()]
+    return model.config.get_text_config(decoder=True)._attn_implementation, weights
+
+
+def _can_capture(model: Any) -> bool:
+    """Whether nothing but its weights decides what the model computes, where all drafts wait for each other."""
+    kind = model.device.type
+    if kind not in DEVICES or torch.is_autocast_enabled(kind):
+        return False
+    if kind == "cuda" and torch.cuda.current_stream(model.device) != torch.cuda.default_stream(model.device):
+        return False
+    return not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+_pools: weakref.WeakKeyDictionary[Any, DraftPool] = weakref.WeakKeyDictionary()
+
+
+def _held_pool(model: Any) -> DraftPool | None:
+    """The model's own, made anew where the model has changed; None where its steps cannot be captured."""
+    if not _can_capture(model):
+        return None
+    pool, state = _pools.get(model), model_state(model)
+    if pool is None or pool.state != state:
+        if single_device(model) is None:
+            return None
+        pool = _pools[model] = DraftPool(model, state)
+    return pool
+
+
+@contextmanager
+def pool_for(model: Any, nbytes: int) -> Iterator[DraftPool]:
+    """For so many bytes: the model's own; or one for this draft alone, where nothing is captured or another drafts."""
+    pool = _held_pool(model) if nbytes <= HELD_BYTES else None
+    if pool is None or not pool.lock.acquire(blocking=False):
+        yield DraftPool(model)
+        return
+    try:
+        yield pool
+    finally:
+        pool.lock.release()
+
+
+def held_bytes(model: Any) -> int:
+    """Of the buffers that drafts of this model have left."""
+    pool = _pools.get(model)
+    return 0 if pool is None else pool.nbytes
+
+
+def free_pool(model: Any) -> bool:
+    """Unless a draft is under way in it. -> whether there was one to free"""
+    pool = _pools.get(model)
+    if pool is None or not pool.nbytes or not pool.lock.acquire(blocking=False):
+        return False
+    try:
+        pool.free()
+    finally:
+        pool.lock.release()
+    return True
+
+
+def warmup(model: Any, rows: int, tokens: int, most: int) -> None:
+    """After a first draft: room for so many rows that keep so many tokens, as far as memory goes, and their graphs."""
+    if (pool := _pools.get(model)) is None or not pool.buffers:
+        return
+    kinds, steps = {i: buffer.kind for i, buffer in pool.buffers.items()}, pool.size.steps
+    slots, most = max(kind.kv_heads for kind in kinds.values()) * (tokens + steps), min(most, HELD_BYTES)
+    rows = min(rows, MOST_ROWS, most // (slots * sum(kind.slot_bytes for kind in kinds.values())))
+    with pool.lock, torch.inference_mode():
+        if rows:
+            longest, padded = 1 << (tokens + steps - 1).bit_length(), 1 << (rows - 1).bit_length()
+            pool.reserve(DraftSize(padded, rows * slots, longest, steps), kinds, most)
+        for number in range(pool.size.rows.bit_length()):
+            pool.runner(1 << number)
