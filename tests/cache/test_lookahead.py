@@ -18,35 +18,45 @@ from kvkeep.errors import BadParameter, CacheMisuse
 BUDGET, WINDOW = 24, 8
 
 
-def drafted(model, ids, cheap, count):
-    """Tokens that a stock model writes, given what was kept of the text; and their queries: layer -> [heads, q, dim]"""
-    n, queries, attend = ids.shape[1], {}, masked_reference._reference_attention
+def recorded(model, ids, evictions, first):
+    """Queries of a stock model, those from `first` on: layer -> [heads, q, dim]"""
+    queries, attend = {}, masked_reference._reference_attention
 
     def record(module, query, *args, **kwargs):
-        queries[module.layer_idx] = query[0, :, n:].double().numpy()
+        queries[module.layer_idx] = query[0, :, first:].double().numpy()
         return attend(module, query, *args, **kwargs)
 
+    AttentionInterface.register("masked_reference", record)
+    try:
+        reference(model, ids, evictions)
+    finally:
+        AttentionInterface.register("masked_reference", attend)
+    return queries
+
+
+def drafted(model, ids, cheap, count):
+    """Tokens that a stock model writes, given what was kept of the text; and their queries: layer -> [heads, q, dim]"""
+    n = ids.shape[1]
     before = [[[j for j in head if j < n - 1] for head in layer] for layer in cheap]
     for _ in range(count):
         logits = reference(model, ids, [(n - 1, before)])
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
-    AttentionInterface.register("masked_reference", record)
-    try:
-        reference(model, ids, [(n - 1, before)])
-    finally:
-        AttentionInterface.register("masked_reference", attend)
-    return ids[0, n:].tolist(), queries
+    return ids[0, n:].tolist(), recorded(model, ids, [(n - 1, before)], n)
 
 
-def expected(queries, keys, budget):
-    """[head] -> tokens: mean attention of the draft over the text, pooled by 5 before the window, which stays."""
+def expected(queries, keys, budget, own=0):
+    """[head] -> tokens: mean attention of the draft over the text, pooled by 5 before the window, which stays.
+
+    own: of the queries, how many are the text's last, each of which sees no later token
+    """
     kv_heads, n, dim = keys.shape
     group, out = len(queries) // kv_heads, []
     for h in range(kv_heads):
         mean = np.zeros(n)
         for member in range(h * group, (h + 1) * group):
-            for query in queries[member]:
-                mean += softmax(dots(keys[h], query) / dim**0.5) / (group * queries.shape[1])
+            for number, query in enumerate(queries[member]):
+                visible = n - own + number + 1 if own else n
+                mean[:visible] += softmax(dots(keys[h][:visible], query) / dim**0.5) / (group * queries.shape[1])
         scores = np.full(n, np.inf)
         scores[: n - WINDOW] = pool1d(mean[: n - WINDOW], 5)
         out.append(sorted(top(scores, budget)))
@@ -66,6 +76,35 @@ def test_the_draft_chooses_from_the_whole_text(count, seed):
     assert all(each.shape[1] == count for each in queries.values())
     want = [expected(queries[i], layer.keys[0].numpy(), BUDGET) for i, layer in enumerate(full.layers)]
     assert row(cache) == want != row(cheap)
+
+
+@pytest.mark.parametrize("chunks", [[90], [50, 40]])
+def test_of_a_long_text_so_many_budgets_are_held(chunks):
+    """Layer by layer, what snapkv keeps of them: the draft is decoded from a part of that, and chooses from it."""
+    model, ids, hold, count = build().double(), tokens(90), 2, 3
+    held, full = kvkeep.Cache(model, "snapkv", hold * BUDGET, window=WINDOW), DynamicCache()
+    cache = kvkeep.Cache(model, "lookahead", BUDGET, window=WINDOW, tokens=count, hold=hold)
+    for each in (held, full):
+        model(ids, past_key_values=each)
+    cache.defer_eviction(90)
+    for part in ids.split(chunks, 1):
+        model(part, past_key_values=cache)
+    keys = [np.stack([layer.keys[0, h, j].numpy() for h, j in enumerate(row(held)[i])])
+            for i, layer in enumerate(full.layers)]  # fmt: skip
+
+    def tokens_of(i, queries, own=0):
+        chosen = expected(queries[i], keys[i], BUDGET, own)
+        return [[row(held)[i][h][j] for j in head] for h, head in enumerate(chosen)]
+
+    last = recorded(model, ids, [], 90 - WINDOW)
+    cheap = [tokens_of(i, last, WINDOW) for i in range(len(keys))]
+    _, queries = drafted(model, ids, cheap, count)
+    assert row(cache) == [tokens_of(i, queries) for i in range(len(keys))]
+    report, layers = cache.report(), len(keys)
+    if len(chunks) == 1:  # in chunks a prompt is whole until its end, with every method
+        layerwise = (1 + (layers - 1) * hold * BUDGET / 90) / layers  # one layer whole, of the others what is held
+        in_the_end = (hold + 1) * BUDGET / 90  # what is held, and what is kept of it
+        assert report.peak_bytes <= report.full_bytes * max(layerwise, in_the_end)
 
 
 def test_chunks_rows_turns_and_engine():

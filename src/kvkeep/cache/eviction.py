@@ -20,7 +20,8 @@ from kvkeep.cache.replay import LayerRows
 from kvkeep.cache.report import Report
 from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.cache.step_eviction import StepEvictor
-from kvkeep.compress.method import Method
+from kvkeep.compress.method import Draft, Method
+from kvkeep.compress.pipeline import compress
 from kvkeep.compress.step_rule import StepRule
 from kvkeep.kernels.dispatch import ragged_attention
 from kvkeep.kernels.torch.rotation import Rotation
@@ -139,7 +140,25 @@ class EvictingBackend:
             layer.hold([gather_kept(row, [row.keys.shape[1]] * len(row.keys), None) for row in rows])
         self.query_buffer.append_chunk(index, call.query, layout)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
+        if self.method.draft:
+            self._evict_for_draft(index, layer, layout, self.method.draft)
         return result
+
+    @torch.no_grad()
+    def _evict_for_draft(self, index: int, layer: RaggedLayer, layout: BatchLayout, draft: Draft) -> None:
+        """Of rows whose prompt ends here, no more is held than their draft may choose from."""
+        seen = [before + count for before, count in zip(layout.seen, layout.counts, strict=True)]
+        most = [draft.held(self.budget, n) for n in seen]
+        due = [ends and max(layer.row_lengths(row)) > most[row] for row, ends in enumerate(layout.evict_later or ())]
+        if not any(due):
+            return
+        self.snapshots[index], rows = None, []  # evicted tokens cannot be restored
+        for row, evicts in enumerate(due):
+            held = self.query_buffer.stored(index, row, self.how[index], layer, seen[row], Found(), evicts)
+            assert held.observation is not None
+            chosen = compress(held.observation, draft.method, most[row]) if evicts else None
+            rows.append(gather_kept(held.tokens, held.lengths, chosen))
+        layer.hold(rows)
 
     def _attend_guesses(
         self, index: int, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout

@@ -53,14 +53,15 @@ def kvkeep(window=32, pool=7, block=16, sinks=4, alpha=0.5):
     return Method("kvkeep", scorer, guard, Blocks(block), heads=heads, observation_window=window)
 
 
-def kvkeep_lookahead(tokens=8, window=32, pool=7, block=16, sinks=4, alpha=0.5):
-    method, drafting = kvkeep(window, pool, block, sinks, alpha), lookahead(tokens, window, pool, "max")
+def kvkeep_lookahead(tokens=8, window=32, pool=7, block=16, sinks=4, alpha=0.5, hold=8):
+    method, drafting = kvkeep(window, pool, block, sinks, alpha), lookahead(tokens, window, pool, "max", hold)
     return replace(method, name="kvkeep_lookahead", scorer=ValueNormScorer(drafting.scorer), draft=drafting.draft)
 
 
-def kvkeep_context(near=8, chunk=2048, sinks=4, floor=0.1, local=True):
+def kvkeep_context(near: int | None = 8, chunk=2048, sinks=4, floor=0.1, local=True, recent=0):
     method = kvzip_plus(chunk, sinks, near=near, local=local)
-    return replace(method, name="kvkeep_context", heads=SharedBudget(floor, yields=True))
+    guard, heads = Guard(sinks, recent), SharedBudget(floor, yields=True)
+    return replace(method, name="kvkeep_context", guard=guard, heads=heads)
 
 
 def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0, boundary=IntentKVScorer.boundary):
@@ -130,8 +131,8 @@ def snapkv(window=64, pool=5, pooling="avg"):
     return Method("snapkv", SnapKVScorer(window, pool, pooling), Guard(window=window), observation_window=window)
 
 
-def lookahead(tokens=8, window=64, pool=5, pooling="avg"):
-    scorer, draft = LookaheadScorer(window, pool, pooling), Draft(snapkv(window, pool, pooling), tokens)
+def lookahead(tokens=8, window=64, pool=5, pooling="avg", hold: int | None = None):
+    scorer, draft = LookaheadScorer(window, pool, pooling), Draft(snapkv(window, pool, pooling), tokens, hold)
     return Method("lookahead", scorer, Guard(window=window), observation_window=window, draft=draft)
 
 
