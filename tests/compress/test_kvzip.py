@@ -100,7 +100,7 @@ def test_select_and_sizes_are_refused_by_name():
 
 
 @pytest.mark.parametrize(("preset", "spelled"), [
-    ("kvkeep_context", "kvzip_plus:near=8:local=true+shared:floor=0.1"),
+    ("kvkeep_context", "kvzip_plus:local=true+shared:floor=0.1"),
     ("kvkeep_lookahead", "lookahead:window=32:pool=7:pooling=max:hold=8+blocks:block=16+values+sinks+adakv:alpha=0.5"),
 ])  # fmt: skip
 def test_presets_are_what_the_search_measured(preset, spelled):

@@ -58,10 +58,9 @@ def kvkeep_lookahead(tokens=8, window=32, pool=7, block=16, sinks=4, alpha=0.5, 
     return replace(method, name="kvkeep_lookahead", scorer=ValueNormScorer(drafting.scorer), draft=drafting.draft)
 
 
-def kvkeep_context(near: int | None = 8, chunk=2048, sinks=4, floor=0.1, local=True, recent=0):
+def kvkeep_context(near: int | None = None, chunk=2048, sinks=4, floor=0.1, local=True):
     method = kvzip_plus(chunk, sinks, near=near, local=local)
-    guard, heads = Guard(sinks, recent), SharedBudget(floor, yields=True)
-    return replace(method, name="kvkeep_context", guard=guard, heads=heads)
+    return replace(method, name="kvkeep_context", heads=SharedBudget(floor, yields=True))
 
 
 def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0, boundary=IntentKVScorer.boundary):
@@ -354,12 +353,13 @@ METHODS = Registry("method", {
     ),
     "kvkeep_context": Preset(
         kvkeep_context, "docs/RESULTS.md", "what repeating the text, part by part, needs; one budget for all heads",
-        "kvzip_plus, but each part is repeated over itself alone, queries at most `near` tokens from a token score it, "
-        f"and every head keeps a tenth of an equal share (not with budget='auto'); {REPLAY}",
+        "kvzip_plus, but each part is repeated over itself alone, and every head keeps a tenth of an equal share (not "
+        f"with budget='auto'); {REPLAY}",
     ),
     "kvkeep_lookahead": Preset(
         kvkeep_lookahead, "docs/RESULTS.md", "kvkeep, by what a draft of the answer attends to",
-        "the draft of 8 tokens is decoded from what snapkv keeps, one token at a time",
+        "the draft of 8 tokens is decoded from what snapkv keeps, one token at a time; of a long prompt it chooses from "
+        "what snapkv keeps of eight budgets (hold)",
     ),
     "intentkv": Preset(
         intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to",

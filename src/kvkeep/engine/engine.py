@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,8 @@ from kvkeep.model.chat import (
 )
 
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
-PROMPT_METHOD = "kvkeep"  # unless another one is given
-CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared"  # the first that the model allows
+PROMPT_METHODS = "kvkeep_lookahead", "kvkeep"  # unless another one is given, the first that the model allows
+CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared"  # the same, of texts that are read before a question is known
 
 
 @contextmanager
@@ -73,7 +73,8 @@ class Engine:
         prefix_cache: PrefixStore | int | None = None,
         **parameters: Any,
     ):
-        """method: None: `kvkeep`, and `kvkeep_context` for texts that are read before a question is known
+        """method: None: `kvkeep_lookahead`, and `kvkeep_context` for texts that are read before a question is known;
+        where a model cannot be run again beside its cache, `kvkeep` and `echo:near=8+shared`.
 
         prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
 
@@ -92,8 +93,11 @@ class Engine:
                 check_count(name, value, 1, "use a whole number, at least one")
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         auto = {name: parameters[name] for name in {"coverage", "max_budget"} & parameters.keys() if budget == "auto"}
-        self._context_method = None if method else _context_method(model, budget, auto)
-        how = *parse_budget(method or PROMPT_METHOD, budget, **parameters), prefill_chunk_size, options
+        self._context_method = None
+        if method is None:
+            method = first_allowed(model, PROMPT_METHODS, budget, parameters)
+            self._context_method = parse_budget(first_allowed(model, CONTEXT_METHODS, budget, auto), budget, **auto)[0]
+        how = *parse_budget(method, budget, **parameters), prefill_chunk_size, options
         self.config = SequenceConfig(model, tokenizer, *how)
         self._sequence = self.config.new_sequence()
         self.config = replace(self.config, host_budget=self._sequence.cache.host_budget)
@@ -412,13 +416,10 @@ class Engine:
         return complete and begins and self.cache.seen == len(seen)
 
 
-def _context_method(model: Any, budget: Any, auto: dict[str, Any]) -> Method:
-    """Of texts that are read before a question is known: some models cannot be run again beside their cache."""
-    for spec in CONTEXT_METHODS:
-        method = parse_budget(spec, budget, **auto)[0]
-        try:
-            Cache(model, method, budget)
-        except UnsupportedModel:
-            continue
-        return method
-    return method  # never used: heads are split over processes, and texts are read with the prompts' method
+def first_allowed(model: Any, specs: tuple[str, ...], budget: Any, parameters: dict[str, Any]) -> str:
+    """The first method that works with the model: some models cannot be run again beside their cache."""
+    for spec in specs[:-1]:
+        with suppress(UnsupportedModel):
+            Cache(model, spec, budget, **parameters)
+            return spec
+    return specs[-1]
