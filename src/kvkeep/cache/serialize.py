@@ -34,7 +34,7 @@ def save(cache: CacheState, path: str | Path, **more: Any) -> None:
 
 
 def can_save(cache: CacheState) -> bool:
-    return not cache.method.retrieval and is_named(cache.method)
+    return not (cache.method.retrieval or cache.shards) and is_named(cache.method)
 
 
 def describe(cache: CacheState, **more: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

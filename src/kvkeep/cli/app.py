@@ -219,6 +219,9 @@ def serve(
         bool, typer.Option("--allow-parameters", help="Clients may give methods' parameters; some take hours.")
     ] = False,
     drain_seconds: Annotated[float, typer.Option(min=0, help="For answers under way, after SIGTERM.")] = 60.0,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Split the model over so many processes, with a GPU each; sizes are of each.")
+    ] = 1,
     ray: Annotated[
         str | None, typer.Option(metavar="[ADDRESS]", help="Replicas on Ray: of this address, or this machine.")
     ] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,11 +34,17 @@ def check_lengths(
 
 
 def load_engine(
-    name: str, device: str | None, dtype: str | None, plan: Plan, say: Callable[[str], None], **how: Any
+    name: str,
+    device: str | None,
+    dtype: str | None,
+    plan: Plan,
+    say: Callable[[str], None],
+    tp_plan: Literal["auto"] | None = None,
+    **how: Any,
 ) -> kvkeep.Engine:
-    """An engine that is ready to answer. how: of `Engine`, which may choose the method"""
+    """An engine that is ready to answer. tp_plan: of `kvkeep.load`; how: of `Engine`, which may choose the method"""
     quiet_transformers()
-    model, tokenizer = load(name, device=device, dtype=dtype, progress=say)
+    model, tokenizer = load(name, device=device, dtype=dtype, progress=say, tp_plan=tp_plan)
     how = {"method": plan.method, "storage": plan.storage, **plan.parameters, **how}
     engine = kvkeep.Engine(model, tokenizer, budget=plan.budget, **how)
     engine.warmup(progress=say)

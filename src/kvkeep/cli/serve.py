@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 from kvkeep.cli.inputs import Plan, byte_count
 from kvkeep.errors import BadInput, BadParameter, MissingExtra
@@ -45,6 +48,7 @@ class Options:
     max_contexts: int = 64
     max_context_bytes: str | None = None
     allow_parameters: bool = False
+    tensor_parallel: int = 1  # processes that one model is split over
     ray: str | None = None  # the address of a cluster, or LOCAL
     replicas: int = 1
     autoscale: tuple[str, ...] = ()
@@ -64,6 +68,11 @@ def run(options: Options, plan: Plan, say: Callable[[str], None]) -> None:
     keys = Keys.load(options.keys)
     check_access(options, bool(keys))
     autoscaling_settings(options)
+    if options.tensor_parallel > 1 and options.prefix_folder:
+        raise BadParameter(
+            f"--prefix-folder saves whole caches, and --tensor-parallel {options.tensor_parallel} splits them; leave "
+            "one of them out."
+        )
     with bind(options.host, options.port) as listening:
         if options.ray:
             return _serve_replicas(options, plan, keys, listening, say)
@@ -105,7 +114,7 @@ def bind(host: str, port: int) -> socket.socket:
     return found
 
 
-def _engine(options: Options, plan: Plan, say: Callable[[str], None]) -> Any:
+def _engine(options: Options, plan: Plan, say: Callable[[str], None], tp_plan: Literal["auto"] | None = None) -> Any:
     from kvkeep.cli.run import load_engine
     from kvkeep.engine.prefix_store import PrefixStore
 
@@ -117,7 +126,7 @@ def _engine(options: Options, plan: Plan, say: Callable[[str], None]) -> Any:
         "max_rows": options.max_rows,
         "max_waiting": options.max_waiting,
     }
-    return load_engine(options.model, options.device, options.dtype, plan, say, **how)
+    return load_engine(options.model, options.device, options.dtype, plan, say, tp_plan, **how)
 
 
 def make_server(options: Options, plan: Plan, keys: Any, say: Callable[[str], None] = lambda text: None) -> Any:
@@ -133,7 +142,45 @@ def make_server(options: Options, plan: Plan, keys: Any, say: Callable[[str], No
         max_context_bytes=_context_bytes(options, keys),
         allow_parameters=options.allow_parameters,
     )
-    return Server(_engine(options, plan, say), options.name or model_name(options.model), keys, limits)
+    name = options.name or model_name(options.model)
+    if options.tensor_parallel > 1:
+        return _split_server(options, plan, say, lambda engine: Server(engine, name, keys, limits))
+    return Server(_engine(options, plan, say), name, keys, limits)
+
+
+def _split_server(options: Options, plan: Plan, say: Callable[[str], None], make: Callable[[Any], Any]) -> Any:
+    """Of a model that is split over several processes: this is the first, the others follow. make: of an engine"""
+    from kvkeep.serve.followers import Followers
+
+    size = options.tensor_parallel
+    followers = Followers([sys.executable, "-m", "kvkeep.cli.follower"], size - 1, _end)
+    try:
+        from kvkeep.model.tensor_parallel import Place, check_split
+
+        first = Place(0, size, check_split(options.model, size, options.device))
+        meeting = first.listen()
+        say(f"splitting the model over {size} processes")
+        for rank in range(1, size):
+            followers.send_to(rank, pickle.dumps((options, plan, replace(first, rank=rank, port=meeting.port))))
+        server = make(load_split_engine(options, plan, first, say, meeting))
+        server.engine.lead(followers.send, followers.failed, grammars=server.grammars)
+    except BaseException:
+        followers.close()
+        raise
+    server.followers, followers.ready = followers, True
+    return server
+
+
+def load_split_engine(options: Options, plan: Plan, place: Any, say: Callable[[str], None], meeting: Any = None) -> Any:
+    """The part of one process. place, meeting: of model/tensor_parallel.py"""
+    place.join(meeting)
+    return _engine(options, plan, say, tp_plan="auto")
+
+
+def _end(reason: str) -> NoReturn:
+    """The server, from any thread: others may wait for a process that is gone."""
+    print(f"error: {reason} The server ends; start it again.", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _context_bytes(options: Options, keys: Any) -> int | None:
@@ -172,7 +219,10 @@ def _serve_replicas(
             max_ongoing=options.max_rows,
             max_queued=options.max_waiting,
             drain_seconds=options.drain_seconds,
-            resources={"num_cpus": 1, "num_gpus": 1 if has_gpus else 0},
+            resources={
+                "num_cpus": options.tensor_parallel,
+                "num_gpus": options.tensor_parallel if has_gpus else 0,
+            },
         )
         say(f"starting {options.replicas} replicas on Ray")
         try:

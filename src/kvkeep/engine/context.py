@@ -54,7 +54,8 @@ class Context:
             if sequence.config.method.query_aware:
                 check_can_rewind(sequence.cache)
                 rest = question_ids(sequence.config.tokenizer, text, question, ids)
-        driver.prefill(sequence, torch.tensor(ids + rest), progress)
+        whole = sequence.config, torch.tensor(ids + rest), Generation(1), sequence
+        driver.prefill(Request(*whole, progress=progress, prefill_only=True, keeps_cache=True))
         if rest:
             rewind(sequence.cache, len(ids))
         sequence.token_ids = ids

@@ -10,17 +10,19 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache import draft_pool
 from kvkeep.cache.cache import Cache
+from kvkeep.engine.lockstep import Leader
 from kvkeep.engine.pooled_batch import USUAL_BUDGET
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import PACKED_TOKENS, Scheduler
-from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
+from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import CacheMisuse, QueueFull
 from kvkeep.model.hf_cache import context_length
 
@@ -41,6 +43,8 @@ class Driver:
         self.thread: threading.Thread | None = None
         self.thread_lock = threading.Lock()  # of `thread`
         self.submit_lock = threading.Lock()
+        self.leader: Leader | None = None  # where other processes share the model, and make the same steps
+        self.failed: Callable[[BaseException], None] = lambda error: None  # told of a step that was cut short
 
     def submit(self, request: Request, max_waiting: int | None = None) -> Request:
         """max_waiting: refuse it where so many wait already"""
@@ -50,6 +54,8 @@ class Driver:
         with self.submit_lock:
             if max_waiting is not None and self.scheduler.num_waiting >= max_waiting:
                 raise QueueFull(f"{max_waiting} requests wait already (max_waiting=); try again later.")
+            if self.leader:
+                self.leader.prepare(request)
             return self.scheduler.submit(request)
 
     def step(self) -> None:
@@ -61,6 +67,7 @@ class Driver:
                 self.scheduler.step()
             except BaseException as error:
                 self.scheduler.abort(error)
+                self.failed(error)
                 raise
             finally:
                 self.stepper = None
@@ -105,23 +112,35 @@ class Driver:
         pending = [request for request in requests if not request.done]
         for request in pending:
             request.cancelled = True
-        if pending and self.stepper != threading.get_ident() and not sys.is_finalizing():
+        if pending and self.leader and not self.closed:
+            self.start()  # in the next step, as everywhere
+        elif pending and self.stepper != threading.get_ident() and not sys.is_finalizing():
             with self.lock:
                 self.scheduler.drop_cancelled()
 
-    def prefill(self, sequence: Sequence, ids: Tensor, progress: ProgressCallback) -> None:
-        """Beside all others."""
-        request = Request(
-            sequence.config, ids, Generation(1), sequence, progress=progress, prefill_only=True, keeps_cache=True
-        )
+    def prefill(self, request: Request) -> None:
+        """A text, beside all others."""
         try:
             self.wait(self.submit(request))
         finally:
             self.cancel([request])
         if request.error is not None:
             raise request.error
-        if len(sequence.token_ids) != len(ids):
+        if not (request.pinned if request.pin else request.is_prefilled):
             raise CacheMisuse("this engine was closed before the text was prefilled; make a new one.")
+
+    def unpin(self, key: str, id: str) -> None:
+        """A stored text; where others store it, too, in the next step."""
+        store, leader = self.scheduler.store, self.leader
+        assert store is not None
+        if leader is None or self.closed:
+            return store.remove(key, id)
+        store.owned(key, id)  # raises where it is not
+        leader.unpinned.append((key, id))
+        self.start()
+        while id in store.entries and not self.closed:
+            with self.stepped:
+                self.stepped.wait(PATIENCE)
 
     def settle(self, request: Request) -> None:
         """Of a request that is done: complete its cache, if it is kept."""
@@ -139,12 +158,21 @@ class Driver:
     def _run(self) -> None:
         while True:
             with suppress(BaseException):  # every request has been told
-                while self.scheduler.busy and not self.closed:
+                while self._busy and not self.closed:
                     self.step()
             with self.thread_lock:
-                if self.closed or not self.scheduler.busy:
+                if self.closed or not self._busy:
                     self.thread = None
                     return
+
+    @property
+    def _busy(self) -> bool:
+        return self.scheduler.busy or bool(self.leader and self.leader.unpinned)
+
+    def follow(self) -> NoReturn:
+        """Where another process leads: every step waits for its word."""
+        while True:
+            self.step()
 
     def warmup(
         self, config: SequenceConfig, context: SequenceConfig, rows: int, progress: Callable[[str], None]
@@ -170,6 +198,8 @@ class Driver:
         """Cancel all requests, and free the pool."""
         self.closed = True
         with self.lock:
+            if self.leader:
+                self.leader.open = False
             self.cancel(self.scheduler.requests)
             self.scheduler.batches.clear()
             draft_pool.free_pool(self.scheduler.model)

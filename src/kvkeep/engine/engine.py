@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.context import Context
 from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
 from kvkeep.engine.driver import Driver, Handle
+from kvkeep.engine.lockstep import Follower, Leader
 from kvkeep.engine.prefix_store import PrefixStore, cuts_of
 from kvkeep.engine.prompts import Prompt, check_prompts, is_chat, only_text, prompt_ids
-from kvkeep.engine.request import Request, raise_numbered, too_long
+from kvkeep.engine.request import Pin, Request, raise_numbered, too_long
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
@@ -28,12 +29,16 @@ from kvkeep.errors import BadParameter, CacheMisuse, UnknownName, UnsupportedMod
 from kvkeep.model.chat import (
     check_messages,
     check_text,
+    context_ids,
     encode,
     end_of_turn,
     eos_token_ids,
     question_ids,
     with_question,
 )
+from kvkeep.model.head_shards import head_shards
+from kvkeep.model.hf_cache import uncompiled
+from kvkeep.model.rope import learn_rotations
 
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
 PROMPT_METHODS = "kvkeep_lookahead", "kvkeep"  # unless another one is given, the first that the model allows
@@ -94,7 +99,9 @@ class Engine:
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         auto = {name: parameters[name] for name in {"coverage", "max_budget"} & parameters.keys() if budget == "auto"}
         self._context_method = None
-        if method is None:
+        if method is None and head_shards(uncompiled(model)):  # texts are read with the prompts' method, too
+            method = PROMPT_METHODS[-1]
+        elif method is None:
             method = first_allowed(model, PROMPT_METHODS, budget, parameters)
             self._context_method = parse_budget(first_allowed(model, CONTEXT_METHODS, budget, auto), budget, **auto)[0]
         how = *parse_budget(method, budget, **parameters), prefill_chunk_size, options
@@ -205,10 +212,11 @@ class Engine:
         engine/prefix_store.py says; False: all at once. None: chats in parts that end with messages, where the engine
         has a prefix_cache.
         """
-        if shards := self.sequence.cache.shards:
+        if (shards := self._sequence.cache.shards) and not self._driver.leader:
             raise CacheMisuse(
                 f"{shards.size} processes share this model and have to run the same forward passes in the same order; "
-                "threads would not: use generate, for many prompts at once, or stream."
+                "threads would not: use generate, for many prompts at once, or stream, or kvkeep serve "
+                "--tensor-parallel."
             )
         how = Generation.of(options)
         if context is not None:
@@ -236,19 +244,32 @@ class Engine:
                 request.find_stored = partial(store.longest, *which)
 
     def pin(
-        self, text: str, *, key: str = "", public: bool = False, progress: ProgressCallback = None, **how: Any
+        self,
+        text: str,
+        *,
+        key: str = "",
+        public: bool = False,
+        method: str | Method | None = None,
+        budget: int | float | None = None,
+        progress: ProgressCallback = None,
     ) -> str:
         """Prefill a text once and store it. -> an id, for `submit(question, context=…)`
 
-        public: for requests with any key; how: method=, budget= in the place of the engine's
+        public: for requests with any key; method, budget: in the place of the engine's
         """
-        context = self.read(text, progress=progress, **how)
-        return self._store().add(key, context.sequence, True, public=public, text=text)
+        self._store()
+        config = self._reading_config(method, budget)
+        check_text("text", text)
+        ids, pin = torch.tensor(context_ids(self.tokenizer, text)), Pin(text, public)
+        request = Request(config, ids, Generation(1), progress=progress, prefill_only=True, key=key, pin=pin)
+        self._driver.prefill(request)
+        return request.pinned
 
     def unpin(self, id: str, *, key: str = "") -> None:
         """Remove a stored text; of its own key alone."""
+        self._store()
         with _known(id):
-            self._store().remove(key, id)
+            self._driver.unpin(key, id)
 
     def _store(self) -> PrefixStore:
         if self.prefixes is None:
@@ -290,6 +311,24 @@ class Engine:
         check_count("rows", most if rows is None else rows, 1, "use a whole number, at least one")
         self._driver.warmup(self.config, self._context_config(self.config), min(rows or most, most), progress)
 
+    def lead(self, send: Callable[[bytes], None], failed: Callable[[BaseException], None], **parts: Any) -> None:
+        """Have `submit` and `pin` answer together with the engines of other processes, which `follow` this one.
+
+        send: to each of them; failed: told of an error that none can go on after; parts: as in engine/lockstep.py
+        """
+        self._driver.leader = Leader(self._driver.scheduler, self._parts(parts), send)
+        self._driver.failed = failed
+
+    def follow(self, receive: Callable[[], bytes], **parts: Any) -> NoReturn:
+        """Do what the engine that leads does, until this process ends. receive: what it sends"""
+        Follower(self._driver.scheduler, self._parts(parts), receive)
+        self._driver.follow()
+
+    def _parts(self, more: dict[str, Any]) -> dict[str, Any]:
+        """Those of every engine, when all of them join: what takes a forward pass to be known is found out together."""
+        learn_rotations(self._sequence.cache.model)
+        return {"config": self.config, "store": self.prefixes, **more}
+
     def close(self) -> None:
         """Cancel all answers under way, and free the pool."""
         self._driver.close()
@@ -316,14 +355,17 @@ class Engine:
         question: one that is known before: query-aware methods keep what it needs; others may be asked, too
         method, budget: in the place of the engine's
         """
-        config = self._config_for(method, budget)
-        if method is None and question is None:
-            config = self._context_config(config)
+        config = self._config_for(method, budget) if question is not None else self._reading_config(method, budget)
         return Context.read(self._driver, config.new_sequence(), text, question, progress)
+
+    def _reading_config(self, method: str | Method | None, budget: int | float | None) -> SequenceConfig:
+        """Of a text whose questions are not known."""
+        config = self._config_for(method, budget)
+        return self._context_config(config) if method is None else config
 
     def _context_config(self, config: SequenceConfig) -> SequenceConfig:
         """Of a text that is read before a question is known, unless a method was named."""
-        if self._context_method is None or self.sequence.cache.shards:
+        if self._context_method is None:
             return config
         return replace(config, method=self._context_method)
 

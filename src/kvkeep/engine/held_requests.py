@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -16,8 +17,9 @@ from kvkeep.engine.fair_queue import FairQueue
 from kvkeep.engine.memory import MemoryCap, row_bytes
 from kvkeep.engine.pooled_batch import InflightStep, PooledBatch
 from kvkeep.engine.prefix_store import PrefixStore, nbytes_of
-from kvkeep.engine.request import Request
+from kvkeep.engine.request import Pin, Request
 from kvkeep.errors import BadInput
+from kvkeep.model.head_shards import agree_on_least
 
 
 class HeldRequests:
@@ -26,7 +28,8 @@ class HeldRequests:
     def __init__(self, model: Any, memory: int | None, store: PrefixStore | None) -> None:
         """memory: bytes of keys and values of all requests and stored prefixes"""
         self.model, self.store = model, store
-        self.memory = MemoryCap(memory, lambda: self.held_bytes, self._free_some) if memory else None
+        self.memory = MemoryCap(memory, self._most_held, self._free_some) if memory else None
+        self.check_alike: Callable[[Exception], None] = lambda error: None  # raises what one process alone must not do
         self.submitted: deque[Request] = deque()  # by any thread, since the last step
         self.waiting = FairQueue()  # those whose prompts are not prefilled to the end
         self.sampled: deque[InflightStep] = deque()  # first tokens on their way, of prompts prefilled in the last pass
@@ -61,8 +64,13 @@ class HeldRequests:
     @property
     def requests(self) -> list[Request]:
         """All that are not done."""
+        return [*self.submitted, *self.taken]
+
+    @property
+    def taken(self) -> list[Request]:
+        """The same, but for those submitted since the last step."""
         sampled = [request for first in self.sampled for request in first.requests.values()]
-        return [*self.submitted, *self.waiting, *sampled, *(each for each, _ in self.prefilled), *self.running]
+        return [*self.waiting, *sampled, *(each for each, _ in self.prefilled), *self.running]
 
     # memory
 
@@ -95,6 +103,10 @@ class HeldRequests:
         """Bytes that drafts may take: what they have, and what is left. For one row, each prompt reserves them."""
         return self.memory.left + draft_pool.held_bytes(self.model) if self.memory else sys.maxsize
 
+    def _most_held(self) -> int:
+        """By any process, where several share the model."""
+        return -agree_on_least(self.model, -self.held_bytes)
+
     def _free_some(self) -> bool:
         """The oldest stored prefix, a pool that nobody is in, or the drafts'. -> whether there was one"""
         if self.store is not None and self.store.evict_oldest():
@@ -112,8 +124,16 @@ class HeldRequests:
             return
         try:
             self.store.add(request.key, request.sequence.fork())
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
+            self.check_alike(error)
             self.store.evict_oldest()
+
+    def store_pinned(self, request: Request, pin: Pin) -> str:
+        """A text that is prefilled, until it is removed. -> its id"""
+        assert self.store is not None
+        sequence = request.sequence
+        sequence.cache.tracker.mark_context()
+        return self.store.add(request.key, sequence, True, public=pin.public, text=pin.text)
 
     def _room_for_copy(self, size: int) -> bool:
         """Older copies make room, and nobody else."""

@@ -155,7 +155,7 @@ class PooledBatch:
             return self.max_slots
         if self.memory is not None:
             left = self.memory.left + self.pool.nbytes - rows * tail_bytes(self.model, self.storage)
-            return max(0, left) // self._slot_bytes
+            return agree_on_least(self.model, max(0, left) // self._slot_bytes)
         free = free_device_bytes(self.device) if self.on_gpu else free_host_bytes()
         if free is None:
             return sys.maxsize

@@ -20,10 +20,11 @@ import shutil
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from queue import Queue
@@ -37,6 +38,7 @@ from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import format_bytes
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadCacheFile, StoreFull
+from kvkeep.model.head_shards import agree_on_least
 from kvkeep.storage import checkpoint
 
 LEAST_PART = 32  # tokens: parts are not shorter, but for the last
@@ -96,6 +98,7 @@ class PrefixStore:
         self.to_save: Queue[str] = Queue()  # ids: who is dropped meanwhile is not held
         self.writer: threading.Thread | None = None
         self.num_unsaved = 0  # that could not be written
+        self.new_id: Callable[[], str] = partial(secrets.token_urlsafe, 24)
 
     @property
     def nbytes(self) -> int:
@@ -172,18 +175,22 @@ class PrefixStore:
                         "pinned; remove others, or use a larger prefix_cache=."
                     )
                 return ""
-            made = secrets.token_urlsafe(24), _hashed(owner), public, place, size, pinned, text
+            made = self.new_id(), _hashed(owner), public, place, size, pinned, text
             entry = Entry(*made, sequence.cuts, sequence.token_ids, sequence)
             self._insert(entry)
         self._save_later(entry)
         return entry.id
 
+    def owned(self, owner: str, id: str) -> Entry:
+        """KeyError: there is none of this owner."""
+        if (entry := self.entry(owner, id)).owner != _hashed(owner):
+            raise KeyError(id)
+        return entry
+
     def remove(self, owner: str, id: str) -> None:
         """KeyError: there is none of this owner."""
         with self.lock:
-            if self.entry(owner, id).owner != _hashed(owner):
-                raise KeyError(id)
-            self._drop(self.entries[id])
+            self._drop(self.owned(owner, id))
 
     def evict_oldest(self) -> bool:
         """-> whether there was one that is not pinned"""
@@ -355,8 +362,9 @@ def _hashed(owner: str) -> str:
 
 
 def nbytes_of(sequence: Sequence) -> int:
-    """Of keys, values, and what is known of them, on the device and offloaded."""
+    """Of keys, values, and what is known of them, on the device and offloaded; in the process that has most of them."""
     cache = sequence.cache
     held = cache.backend.report(cache.tracker.seen)
     others = [part for layer in cache.hf_layers for part in vars(layer).values() if isinstance(part, Tensor)]
-    return held.bytes + held.index_bytes + held.host_bytes + sum(part.nbytes for part in others)
+    size = held.bytes + held.index_bytes + held.host_bytes + sum(part.nbytes for part in others)
+    return -agree_on_least(cache.model, -size)

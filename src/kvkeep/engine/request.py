@@ -20,6 +20,18 @@ from kvkeep.storage.offload.malloc_trim import trim
 from kvkeep.storage.ragged import GROWTH
 
 
+def nothing_stored() -> Sequence | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A text that is stored when it is prefilled, for requests to come."""
+
+    text: str
+    public: bool
+
+
 @dataclass(eq=False)
 class Request:
     """Scheduled from `submit` until it is done: answered, failed or cancelled."""
@@ -36,13 +48,15 @@ class Request:
     banned_first: tuple[int, ...] = ()  # tokens the answer must not begin with
     key: str = ""  # whose it is: keys take turns in the queue
     cuts: tuple[int, ...] = ()  # ends of parts of the prompt, each of which is evicted from by itself
-    find_stored: Callable[[], Sequence | None] = lambda: None  # a copy of a stored sequence to go on with
+    find_stored: Callable[[], Sequence | None] = nothing_stored  # a copy of a stored sequence to go on with
+    pin: Pin | None = None  # the prompt is a text to be stored
     logits: Tensor | None = None  # after the prompt, if the sequence has seen it to the end [vocabulary]
 
     def __post_init__(self) -> None:
         self._sequence = self.continues
         self.deltas: deque[str] = deque()  # text to be streamed
         self.started = self.done = self.cancelled = False
+        self.pinned = ""  # the id of a text that is stored
         self.num_cached = 0  # tokens of the prompt that its sequence had seen before
         self.reserved = 0  # bytes its own cache may take
         self.packs = True  # its prompt may be prefilled together with others

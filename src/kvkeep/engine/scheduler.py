@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from kvkeep.model.hf_cache import attention_cost, execution_device
 from kvkeep.storage.upload import upload
 
 Chunk = tuple[Request, Tensor]  # a request, and those of its ids that are prefilled next
+News = tuple[list[Request], list[Request]]  # requests submitted since the last step; those that are cancelled
 OUT_OF_MEMORY = torch.OutOfMemoryError, StoreFull
 PACKED_TOKENS = {"cuda": 8192, "cpu": 1024}  # of several prompts in one forward pass
 BESIDE_TOKENS = {"cuda": 8192, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
@@ -58,6 +59,7 @@ class Scheduler(HeldRequests):
         self.forward = PackedForward(model)
         self.attention_cost, self.device = attention_cost(model), execution_device(model).type
         self.row_limit = max_rows  # fewer while memory is short
+        self.agree: Callable[[News], News] = lambda news: news  # what all processes that share the model know
 
     def submit(self, request: Request) -> Request:
         """From any thread."""
@@ -98,19 +100,22 @@ class Scheduler(HeldRequests):
         return any(request.interactive for request in self.running)
 
     def drop_cancelled(self) -> None:
-        """Between two steps."""
-        while self.submitted:
-            self.waiting.append(self.submitted.popleft())
-        for request in [each for each in self.waiting if each.cancelled]:
+        """Between two steps, when those that were submitted join the others."""
+        submitted = [self.submitted.popleft() for _ in range(len(self.submitted))]
+        gone = [each for each in (*submitted, *self.taken) if each.cancelled]
+        submitted, gone = self.agree((submitted, gone))
+        for request in submitted:
+            self.waiting.append(request)
+        for request in [each for each in self.waiting if each in gone]:
             self._finish(request)
-        for first in [each for each in self.sampled if each.requests[0].cancelled]:
+        for first in [each for each in self.sampled if each.requests[0] in gone]:
             self.sampled.remove(first)
             first.requests[0].finish()
-        for request, batch in [each for each in self.prefilled if each[0].cancelled]:
+        for request, batch in [each for each in self.prefilled if each[0] in gone]:
             self.prefilled.remove((request, batch))
             request.finish()
         for batch in self.batches.values():
-            for request in [each for each in batch.requests if each.cancelled]:
+            for request in [each for each in batch.requests if each in gone]:
                 batch.release(request)
                 request.finish()
 
@@ -134,6 +139,7 @@ class Scheduler(HeldRequests):
         try:
             batch.launch()
         except OUT_OF_MEMORY as error:
+            self.check_alike(error)
             requests = list(batch.requests)
             batch.clear()
             self.row_limit = max(1, len(requests) // 2)
@@ -213,6 +219,7 @@ class Scheduler(HeldRequests):
             request.start()
             self.waiting.take_turn(request)
         except Exception as error:
+            self.check_alike(error)
             self._fail(request, error)
         return request.started
 
@@ -227,6 +234,7 @@ class Scheduler(HeldRequests):
             with between_passes(caches, partial(self._replay, active), self.draft_room):
                 logits = self.forward([(request.sequence, ids) for request, ids in chunks], 1, passing)
         except Exception as error:
+            self.check_alike(error)
             if len(chunks) == 1:
                 return self._fail(chunks[0][0], error)
             for request, _ in chunks:  # alone, it will be seen whose error it is
@@ -254,6 +262,7 @@ class Scheduler(HeldRequests):
         try:
             yield
         except Exception as error:
+            self.check_alike(error)
             if request in list(self.waiting):
                 self.waiting.remove(request)
             self.prefilled = deque(each for each in self.prefilled if each[0] is not request)
@@ -277,6 +286,8 @@ class Scheduler(HeldRequests):
             request.begin_part()
         if request.is_prefilled:
             request.reserved = 0
+            if request.pin is not None:
+                request.pinned = self.store_pinned(request, request.pin)
             if request.prefill_only:
                 self._finish(request)
             else:
@@ -359,6 +370,7 @@ class Scheduler(HeldRequests):
                     return
                 batch.admit(request)
             except Exception as error:
+                self.check_alike(error)
                 request.finish(error)
             self.prefilled.popleft()
 

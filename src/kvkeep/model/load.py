@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model.default_model import (
@@ -48,13 +48,19 @@ def known_models() -> list[KnownModel]:
 
 
 def load(
-    name: str | None = None, *, device: Any = None, dtype: Any = None, progress: Say | None = None
+    name: str | None = None,
+    *,
+    device: Any = None,
+    dtype: Any = None,
+    progress: Say | None = None,
+    tp_plan: Literal["auto"] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer, ready to generate.
 
     name: None or "default" for the default model, else a hub id or a local folder.
     dtype: float32 on CPU unless given; elsewhere what the model was saved in.
     progress: called with one line of text at each step.
+    tp_plan: "auto" splits it over the processes of torch.distributed, each with a device of its own; None: one process.
     """
     say = progress or (lambda text: None)
     device, dtype = check_device(device, dtype)
@@ -63,12 +69,12 @@ def load(
     say(f"loading {DEFAULT if name in DEFAULT_NAMES else name}")
     try:
         with _progress_bar(name not in DEFAULT_NAMES):
-            model, tokenizer = _from_pretrained(source, dtype)
+            model, tokenizer = _from_pretrained(source, dtype, tp_plan)
     except Exception as error:  # transformers and its dependencies raise many types
         raise ModelUnavailable(_why(name, source, error)) from error
     if name in DEFAULT_NAMES:
         check_tokenizer(tokenizer, source)
-    return model.to(device), tokenizer
+    return model if tp_plan else model.to(device), tokenizer
 
 
 def load_tokenizer(name: str | None = None, progress: Say | None = None) -> Any:
@@ -78,13 +84,17 @@ def load_tokenizer(name: str | None = None, progress: Say | None = None) -> Any:
     return _load_part(AutoTokenizer, name, progress)
 
 
-def load_context_length(name: str | None = None) -> int:
-    """Tokens a model was trained for, from its config alone."""
+def load_config(name: str | None = None) -> Any:
     from transformers import AutoConfig
 
+    return _load_part(AutoConfig, name)
+
+
+def load_context_length(name: str | None = None) -> int:
+    """Tokens a model was trained for, from its config alone."""
     from kvkeep.model.hf_cache import config_context_length
 
-    return config_context_length(_load_part(AutoConfig, name))
+    return config_context_length(load_config(name))
 
 
 def _load_part(kind: Any, name: str | None, progress: Say | None = None) -> Any:
@@ -167,11 +177,18 @@ def _source(name: str, say: Say | None) -> str:
     return name
 
 
-def _from_pretrained(source: str, dtype: Any) -> tuple[Any, Any]:
+def _from_pretrained(source: str, dtype: Any, tp_plan: Literal["auto"] | None = None) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    how: dict[str, Any] = {}
+    if tp_plan:
+        from torch import distributed
+        from transformers.distributed import DistributedConfig
+
+        size = distributed.get_world_size() if distributed.is_initialized() else None  # None: as torchrun says
+        how = {"distributed_config": DistributedConfig(tp_size=size, tp_plan=tp_plan)}
     tokenizer = AutoTokenizer.from_pretrained(source)
-    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), tokenizer
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **how), tokenizer
 
 
 def _why(name: str, source: str, error: BaseException) -> str:

@@ -20,8 +20,7 @@ ROTATED: weakref.WeakKeyDictionary[Any, dict[int, bool]] = weakref.WeakKeyDictio
 
 def rotations(model: Any, layers: list[int]) -> dict[int, Rotation | None]:
     """The rotation of each layer, None for one without RoPE; checked against the model's own code."""
-    config = model.config.get_text_config(decoder=True)
-    embedding = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+    config, embedding = model.config.get_text_config(decoder=True), _embedding(model)
     name = type(model).__name__
     if embedding is None:
         raise UnsupportedModel(
@@ -39,6 +38,16 @@ def rotations(model: Any, layers: list[int]) -> dict[int, Rotation | None]:
             of_kind[kind] = _rotation(model, embedding, kind, name)
         found[layer] = of_kind[kind]
     return found
+
+
+def _embedding(model: Any) -> Any:
+    return next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+
+
+def learn_rotations(model: Any) -> None:
+    """Run the forward pass that `rotations` needs now, not when the first method asks."""
+    if _embedding(model) is not None:
+        rotated_layers(model, model.config.get_text_config(decoder=True))
 
 
 def rotated_layers(model: Any, config: Any) -> dict[int, bool]:

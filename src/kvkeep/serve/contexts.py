@@ -30,7 +30,7 @@ async def create(server: Server, owner: str, asked: ContextRequest) -> dict[str,
         try:
             server.limits.check_contexts([each.nbytes for each in server.store().pinned_by(owner)])
         except Failure:
-            server.engine.unpin(made.id, key=owner)
+            await asyncio.to_thread(server.engine.unpin, made.id, key=owner)
             raise
         return _object(made)
     finally:

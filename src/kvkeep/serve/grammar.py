@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BadParameter
+from kvkeep.model.chat import eos_token_ids
 
+MOST_MATCHERS = 64  # grammars that are compiled for the next answer
 FEW_BLANKS = {"x-guidance": {"whitespace_pattern": r"[ \n\t]{0,20}"}}  # small models would never stop writing them
 
 
@@ -38,6 +40,12 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, eos: list[int]) -> None:
         """vocabulary: how many logits the model has"""
         self.tokenizer, self.vocabulary, self.eos = tokenizer, vocabulary, eos
+        self.matchers: dict[str, Any] = {}  # by grammar, before their first token
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any) -> Grammars:
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        return cls(tokenizer, vocabulary, sorted(eos_token_ids(model, tokenizer)))
 
     @cached_property
     def llguidance(self) -> Any:
@@ -60,9 +68,19 @@ class Grammars:
         return self._constraints(self.llguidance.LLMatcher.grammar_from_lark(lark))
 
     def _constraints(self, grammar: str) -> Callable[[], JsonConstraint]:
-        """A new one for every answer."""
-        first = self.llguidance.LLMatcher(self.tokens, grammar, log_level=0)
+        """A new one for every answer. Another process makes the same of its own `Grammars`."""
+        first = self._matcher(grammar)
         if first.is_error():
             reason = first.get_error().splitlines()[0]
             raise BadParameter(f"this JSON schema cannot be used ({reason}); leave out what it names.")
-        return lambda: JsonConstraint(first.deep_copy(), self.vocabulary)
+        return partial(self.constraint, grammar)
+
+    def constraint(self, grammar: str) -> JsonConstraint:
+        return JsonConstraint(self._matcher(grammar).deep_copy(), self.vocabulary)
+
+    def _matcher(self, grammar: str) -> Any:
+        if grammar not in self.matchers:
+            if len(self.matchers) >= MOST_MATCHERS:
+                self.matchers.clear()
+            self.matchers[grammar] = self.llguidance.LLMatcher(self.tokens, grammar, log_level=0)
+        return self.matchers[grammar]

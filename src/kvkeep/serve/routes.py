@@ -112,7 +112,7 @@ async def context(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
 
 @router.delete("/v1/contexts/{name}")
 async def delete_context(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
-    return contexts.remove(server, owner, name)
+    return await asyncio.to_thread(contexts.remove, server, owner, name)
 
 
 @router.get("/v1/models")

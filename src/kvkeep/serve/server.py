@@ -17,10 +17,11 @@ from kvkeep.engine.engine import Engine
 from kvkeep.engine.prefix_store import Entry, PrefixStore
 from kvkeep.engine.prompts import ChatIds, only_text, prompt_ids
 from kvkeep.errors import BadInput, UnknownName
-from kvkeep.model.chat import eos_token_ids, question_ids
+from kvkeep.model.chat import question_ids
 from kvkeep.model.hf_cache import context_length
 from kvkeep.serve.answers import Answer, Answers
 from kvkeep.serve.failure import Failure, no_context
+from kvkeep.serve.followers import Followers
 from kvkeep.serve.grammar import Grammars
 from kvkeep.serve.job import Job, Prompt
 from kvkeep.serve.keys import Keys
@@ -39,9 +40,8 @@ class Server:
         self.live: set[Answers] = set()  # whose clients are waiting
         self.metrics = Metrics(self.live, engine.prefixes)
         self.tool_format = tool_format(engine.tokenizer.chat_template)
-        eos = sorted(eos_token_ids(engine.model, engine.tokenizer))
-        vocabulary = engine.model.config.get_text_config(decoder=True).vocab_size
-        self.grammars = Grammars(engine.tokenizer, vocabulary, eos)
+        self.grammars = Grammars.of(engine.model, engine.tokenizer)
+        self.followers: Followers | None = None  # where the model is split over processes
         self.longest_token = max(map(len, engine.tokenizer.get_vocab()))  # in characters, or bytes, which are more
         self._thread = ThreadPoolExecutor(1, "kvkeep-submit")  # one: tokenizers are not for several threads
 
@@ -171,6 +171,8 @@ class Server:
     def close(self) -> None:
         self._thread.shutdown()
         self.engine.close()
+        if self.followers:
+            self.followers.close()
 
 
 def _cancel(work: Future[list[Handle]]) -> None:

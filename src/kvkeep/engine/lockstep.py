@@ -1,0 +1,184 @@
+"""One engine in several processes, each with some of the key heads: all make the same steps, in the same order.
+
+Requests come to the first process, the leader, at any time and from any thread. When a step begins, it tells the
+others, its followers, what has happened since the last one, and each applies that at the same point of its own step.
+All that comes after is decided alike: by the requests, by logits that are the same everywhere, and by memory that is
+agreed on (`agree_on_least`). After what one process alone meets, such as too little memory, none goes on: `OutOfStep`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import pickle
+import secrets
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from itertools import count
+from typing import Any
+
+from kvkeep.engine.prefix_store import PrefixStore
+from kvkeep.engine.request import Request
+from kvkeep.engine.scheduler import News, Scheduler
+from kvkeep.engine.sequence import SequenceConfig
+from kvkeep.errors import CacheMisuse, KvkeepError
+
+MOST_CONFIGS = 256  # that are known by a number
+OF_THE_LEADER = "progress", "continues", "logits"  # fields of a request that are not sent
+ALONE = RuntimeError, MemoryError, OSError  # what one process may meet, and others not
+
+
+class OutOfStep(BaseException):
+    """The processes would part ways. No Exception: nobody may go on after it."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the leader tells before a step."""
+
+    submitted: list[bytes]  # requests
+    cancelled: list[int]  # by number, in the order they were submitted
+    unpinned: list[tuple[str, str]]  # key and id of texts
+    state: int  # of its scheduler and store, which are those of the others
+
+
+class Leader:
+    """Of the process whose engine is asked."""
+
+    def __init__(self, scheduler: Scheduler, parts: dict[str, Any], send: Callable[[bytes], None]) -> None:
+        """parts: what requests refer to and every process has, by name: "config", "store", …"""
+        self.scheduler, self.store, self.send = scheduler, parts["store"], send
+        self.pickler, self.open = RequestPickler(parts), True
+        self.messages: dict[Request, bytes] = {}  # of those that are not sent yet
+        self.numbers: dict[Request, int] = {}  # of those that are
+        self.count, self.unpinned = count(), deque[tuple[str, str]]()
+        seed = secrets.token_bytes(16)
+        send(seed)
+        _join(scheduler, self.store, seed, self.agree)
+
+    def prepare(self, request: Request) -> None:
+        """Before it is submitted: raises why others cannot be told of it."""
+        if request.continues or request.keeps_cache or request.progress:
+            raise CacheMisuse(
+                "several processes share this model, and none can keep a cache or report progress by itself; use "
+                "submit, or pin for a text with many questions."
+            )
+        self.messages[request] = self.pickler.dumps(request)
+
+    def agree(self, news: News) -> News:
+        if not self.open:
+            return news
+        submitted, cancelled = news
+        messages = [self.messages.pop(request) for request in submitted]
+        self.numbers = {request: number for request, number in self.numbers.items() if not request.done}
+        self.numbers |= {request: next(self.count) for request in submitted}
+        unpinned = [self.unpinned.popleft() for _ in range(len(self.unpinned))]
+        told = Message(messages, [self.numbers[each] for each in cancelled], unpinned, _state(self.scheduler))
+        self.send(pickle.dumps(told))
+        _unpin(self.store, unpinned)
+        return news
+
+
+class Follower:
+    """Of every other process: it steps when it is told to."""
+
+    def __init__(self, scheduler: Scheduler, parts: dict[str, Any], receive: Callable[[], bytes]) -> None:
+        self.scheduler, self.parts, self.receive = scheduler, parts, receive
+        self.configs: OrderedDict[int, SequenceConfig] = OrderedDict()
+        self.requests: dict[int, Request] = {}
+        self.count = count()
+        _join(scheduler, parts["store"], receive(), self.agree)
+
+    def agree(self, _: News) -> News:
+        told: Message = pickle.loads(self.receive())
+        if told.state != _state(self.scheduler):
+            raise OutOfStep("it has other requests, tokens or prefixes than the first process")
+        submitted = [RequestUnpickler(message, self.parts, self.configs).request() for message in told.submitted]
+        self.requests = {number: each for number, each in self.requests.items() if not each.done}
+        self.requests |= {next(self.count): each for each in submitted}
+        _unpin(self.parts["store"], told.unpinned)
+        return submitted, [self.requests[number] for number in told.cancelled]
+
+
+def _join(scheduler: Scheduler, store: PrefixStore | None, seed: bytes, agree: Callable[[News], News]) -> None:
+    """seed: of the names of stored texts, which are the same in every process"""
+    scheduler.agree, scheduler.check_alike = agree, _check_alike
+    if store is not None:
+        numbers = count()
+        store.new_id = lambda: _named(seed + next(numbers).to_bytes(8, "big"))
+
+
+def _named(source: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(source).digest()[:24]).decode()
+
+
+def _check_alike(error: Exception) -> None:
+    if isinstance(error, ALONE) and not isinstance(error, KvkeepError):
+        raise OutOfStep(f"{type(error).__name__}: {error}") from error
+
+
+def _unpin(store: PrefixStore | None, texts: list[tuple[str, str]]) -> None:
+    for key, id in texts:
+        assert store is not None
+        with suppress(KeyError):  # removed twice
+            store.remove(key, id)
+
+
+def _state(scheduler: Scheduler) -> int:
+    """A number that differs as soon as two processes do."""
+    requests = [(len(each.ids), len(each.answer.ids), each.answer.ids[-1:]) for each in scheduler.taken]
+    stored = None if scheduler.store is None else [entry.nbytes for entry in scheduler.store.entries.values()]
+    return zlib.crc32(repr((requests, [len(each.requests) for each in scheduler.batches.values()], stored)).encode())
+
+
+class RequestPickler:
+    """Requests as bytes. What every process has is named."""
+
+    def __init__(self, parts: dict[str, Any]) -> None:
+        self.names = {id(part): name for name, part in parts.items() if part is not None}
+        self.configs: OrderedDict[int, tuple[int, SequenceConfig]] = OrderedDict()  # by `id`, with their numbers
+        self.count = count()
+
+    def dumps(self, request: Request) -> bytes:
+        names = [each.name for each in fields(request) if each.name not in OF_THE_LEADER]
+        out = io.BytesIO()
+        pickler = pickle.Pickler(out)
+        pickler.persistent_id = self._name  # type: ignore[method-assign]
+        pickler.dump({name: getattr(request, name) for name in names})
+        return out.getvalue()
+
+    def _name(self, part: Any) -> Any:
+        if id(part) in self.names or not isinstance(part, SequenceConfig):
+            return self.names.get(id(part))
+        if id(part) not in self.configs:
+            self.configs[id(part)] = next(self.count), part
+            _forget(self.configs)
+        return self.configs[id(part)][0], part.method, part.budget
+
+
+class RequestUnpickler(pickle.Unpickler):
+    def __init__(self, message: bytes, parts: dict[str, Any], configs: OrderedDict[int, SequenceConfig]) -> None:
+        """configs: by number; those of one method and budget are one object, as where they come from"""
+        super().__init__(io.BytesIO(message))
+        self.parts, self.configs = parts, configs
+
+    def request(self) -> Request:
+        return Request(**self.load())
+
+    def persistent_load(self, name: Any) -> Any:
+        if isinstance(name, str):
+            return self.parts[name]
+        number, method, budget = name
+        if number not in self.configs:
+            self.configs[number] = replace(self.parts["config"], method=method, budget=budget)
+            _forget(self.configs)
+        return self.configs[number]
+
+
+def _forget(configs: OrderedDict[int, Any]) -> None:
+    while len(configs) > MOST_CONFIGS:
+        configs.popitem(last=False)

@@ -1,0 +1,69 @@
+"""A model split over processes of this machine: what is checked before, and how they find each other."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvkeep.errors import BadParameter, MissingExtra, UnsupportedModel
+from kvkeep.model.load import check_device, load_config
+
+HOST = "127.0.0.1"
+PATIENCE = timedelta(minutes=30)  # of a process that waits for another one in a forward pass
+
+
+def check_split(name: str, size: int, device: str | None) -> str:
+    """Refuse what cannot be split over so many processes, before any is started. -> the kind of their devices"""
+    if find_spec("transformers.distributed.tensor_parallel") is None:
+        raise MissingExtra("--tensor-parallel needs transformers 5.17 or newer; run `pip install -U transformers`.")
+    found = check_device(device)[0]
+    if found.index is not None:
+        raise BadParameter(
+            f"--device {device}: --tensor-parallel {size} takes the first {size} GPUs; use --device {found.type}, and "
+            "CUDA_VISIBLE_DEVICES to choose others."
+        )
+    if found.type == "cuda" and (gpus := torch.cuda.device_count()) < size:
+        raise BadParameter(f"--tensor-parallel {size} takes a GPU each, and there are {gpus}; use {gpus} or fewer.")
+    config = load_config(name).get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % size:
+        others = [str(each) for each in range(2, heads + 1) if heads % each == 0]
+        raise UnsupportedModel(
+            f"--tensor-parallel {size}: the model {name!r} has {heads} key heads, which cannot be split over {size} "
+            f"processes; use {' or '.join(others) or 'one process'}."
+        )
+    return found.type
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of one process among those that share a model."""
+
+    rank: int
+    size: int
+    device: str  # cpu or cuda
+    port: int = 0  # where the first one listens
+
+    def listen(self) -> Any:
+        """Of the first process: where the others meet it, at a port that is free."""
+        return dist.TCPStore(HOST, 0, self.size, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+
+    def join(self, meeting: Any = None) -> None:
+        """Until all have come. meeting: of the process that listens"""
+        os.environ["LOCAL_RANK"] = str(self.rank)  # transformers takes the device from it
+        how: dict[str, Any] = {"backend": "gloo"}
+        if self.device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would take a GPU where there is one
+            if "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(max(1, torch.get_num_threads() // self.size))
+        else:
+            torch.cuda.set_device(self.rank)
+            how = {"backend": "nccl", "device_id": torch.device("cuda", self.rank)}
+        meeting = meeting or dist.TCPStore(HOST, self.port, self.size, is_master=False, timeout=PATIENCE)
+        dist.init_process_group(store=meeting, rank=self.rank, world_size=self.size, timeout=PATIENCE, **how)
