@@ -358,8 +358,8 @@ METHODS = Registry("method", {
     ),
     "kvkeep_lookahead": Preset(
         kvkeep_lookahead, "docs/RESULTS.md", "kvkeep, by what a draft of the answer attends to",
-        "the draft of 8 tokens is decoded from what snapkv keeps, one token at a time; of a long prompt it chooses from "
-        "what snapkv keeps of eight budgets (hold)",
+        "the draft of 8 tokens is decoded from what snapkv keeps, one token at a time; of a long prompt it chooses "
+        "from what snapkv keeps of eight budgets (hold)",
     ),
     "intentkv": Preset(
         intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to",
