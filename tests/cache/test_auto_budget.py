@@ -7,6 +7,7 @@ from conftest import make_llama
 from oracles.frontier import coverage
 
 import kvkeep
+from kvkeep.cache import passes
 from kvkeep.cli import inputs
 from kvkeep.cli.eval import shaped
 from kvkeep.compress.method import Method
@@ -53,6 +54,38 @@ def test_each_chunk_is_covered_with_what_is_held(parts, most):
     for part in IDS.split(parts, 1):
         model(part, past_key_values=alone)
     assert kept(alone) == [running((128,), 0.99, most)] * LAYERS
+
+
+@pytest.mark.parametrize("spec", ["kvzip", "kvkeep_context", "kvzip+adakv"])
+@pytest.mark.parametrize("tau", [None, 0.02, 0.03])
+def test_where_a_text_is_fed_again_what_scores_above_tau_is_kept(spec, tau, monkeypatch):
+    """And the first four tokens; of all layers, within the bound, however even the scores are."""
+    found, own = {}, passes.replay_scores
+    monkeypatch.setattr(passes, "replay_scores", lambda *given: found.update(own(*given)) or own(*given))
+    model = make_llama()
+    cache = kvkeep.Cache(model, spec, "auto", max_budget=1.0, **({} if tau is None else {"tau": tau}))
+    model(IDS, past_key_values=cache)
+    least = 0.003 if tau is None else tau
+    want = [[[j for j, score in enumerate(head) if j < 4 or score > least] for head in found[i, 0].tolist()]
+            for i in range(LAYERS)]  # fmt: skip
+    assert kept(cache) == want
+    assert tau is None or 4 < cache.report().kept_per_head < 128
+    bound = kvkeep.Cache(model, spec, "auto", max_budget=0.25, tau=0.0)
+    model(IDS, past_key_values=bound)
+    assert bound.report().kept_per_head == 32
+
+
+def test_a_token_without_a_hidden_state_has_a_score_within_bounds(monkeypatch):
+    """KVzip+ divides by the hidden state's norm: by no less than a hundredth of the median."""
+    found, own = [], passes.replay_scores
+    monkeypatch.setattr(passes, "replay_scores", lambda *given: found.append(own(*given)) or found[-1])
+    for size in (1.0, 1e-9):
+        model = make_llama()
+        with torch.no_grad():
+            model.get_input_embeddings().weight[int(IDS[0, 64])] *= size
+        model(IDS, past_key_values=kvkeep.Cache(model, "kvzip_plus", 0.25))
+    usual, tiny = (max(float(scores.max()) for scores in each.values()) for each in found)
+    assert tiny < 200 * usual
 
 
 @pytest.mark.parametrize("spec", ["kvkeep", "snapkv", "snapkv+adakv", "kvkeep_context", "kvzip", "expected_attention"])
@@ -152,6 +185,8 @@ def test_other_values_are_refused():
     for share in (0, -0.1, 1.5):
         with pytest.raises(BadParameter, match=f"coverage={float(share)} is not a share"):
             kvkeep.Cache(model, "snapkv", "auto", coverage=float(share))
+    with pytest.raises(BadParameter, match="tau=0.1 is a score from 0 on, and takes the place of coverage="):
+        kvkeep.Cache(model, "kvzip", "auto", coverage=0.9, tau=0.1)
     with pytest.raises(BadParameter, match="budget='some' is not a number; use .* or 'auto'"):
         kvkeep.Cache(model, "snapkv", "some")
     with pytest.raises(BadParameter, match="budget=1.5 is not a fraction"):

@@ -149,11 +149,11 @@ class Evictor:
         heads, unseen = [kept.kv_heads for _, kept in each], len(self.store) - len(layers)
         total = self.budget.tokens(layers[0].seq_len) * (sum(heads) + unseen * max(heads))
         if not unseen or sum(len(kept) for _, kept in each) > SPARE * total:
-            coverage = self.method.coverage if not unseen and each[0][1].whole is not None else None
-            left = best_of([kept for _, kept in each], total, coverage)
+            needed = self.method.needed if not unseen and each[0][1].whole is not None else None
+            left = best_of([kept for _, kept in each], total, needed)
             for (layer, _), best in zip(each, left, strict=True):
                 layer.kept = best
-            if coverage is not None:
+            if needed is not None:
                 self.covered[0, row] = coverage_of(left)
 
     def _update_token_state(self, row: EvictionCandidate) -> EvictionCandidate:

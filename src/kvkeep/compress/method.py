@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
+from kvkeep.compress.budget.coverage import Needed
 from kvkeep.compress.budget.heads import EqualHeads, Threshold
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.guard import Guard
@@ -87,6 +88,7 @@ class Method:
     draft: Draft | None = None  # the scorer sees the queries of tokens that follow the prompt
     rerank: Reranking | None = None  # changes the scores of tokens that are not kept anyway
     coverage: float | None = None  # no more is kept than makes up this share of the scores (budget/coverage.py)
+    tau: float | None = None  # or than scores above this
     paper: str = ""
     keeps: str = ""
     deviates: str = ""  # where this differs from the paper
@@ -113,6 +115,11 @@ class Method:
     def needs_passes(self) -> bool:
         """The model runs again after a prompt, before anything is evicted."""
         return self.replay is not None or self.draft is not None
+
+    @property
+    def needed(self) -> Needed | None:
+        """What decides how much is kept, within the budget; None: the budget alone."""
+        return None if self.coverage is None and self.tau is None else Needed(self.coverage, self.tau)
 
     @property
     def needs_output(self) -> bool:
@@ -175,7 +182,7 @@ class Method:
                 f"{self._called} cannot work: one part of the budget is spent by other scores, {reason}."
             )
 
-        if self.coverage is not None and (reason := self._cannot_cover):
+        if self.needed is not None and (reason := self._cannot_cover):
             raise BadParameter(
                 f"{self._called} cannot work with budget='auto': {reason}. Give a number of tokens (512) or a fraction "
                 "(0.1), or use a method whose scores are amounts of attention: 'kvkeep_context', 'echo' or 'snapkv'."
@@ -195,8 +202,10 @@ class Method:
     @property
     def _cannot_cover(self) -> str:
         """Why a share of the scores cannot decide how many tokens are kept; empty if it can."""
-        if self.coverage is None or not 0 < self.coverage <= 1:
+        if self.coverage is not None and not 0 < self.coverage <= 1:
             return f"coverage={self.coverage} is not a share of the scores in (0, 1]"
+        if self.tau is not None and (self.coverage is not None or not self.tau >= 0):
+            return f"tau={self.tau} is a score from 0 on, and takes the place of coverage="
         if self.retrieval:
             return "it retrieves for every token, and evicts nothing"
         traits = ScorerTraits.of(self.scorer)

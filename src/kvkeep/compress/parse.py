@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvkeep.compress.budget.coverage import COVERAGE
 from kvkeep.compress.budget.heads import Threshold
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.method import Method, Preset
-from kvkeep.compress.presets import METHODS, MODIFIERS
+from kvkeep.compress.presets import METHODS, MODIFIERS, keep_needed
 from kvkeep.compress.protocols import Clustering, ScorerTraits
 from kvkeep.errors import BadParameter
 from kvkeep.registry import did_you_mean
@@ -55,8 +54,8 @@ def parse_budget(
     """A method with its budget. "auto": the method +auto, within `max_budget`, by default half of the tokens seen."""
     if budget == "auto":
         budget, known = parameters.pop("max_budget", MOST), parse(spec)
-        if known.coverage is None and (known.scorer or known.retrieval):
-            auto = replace(known, coverage=COVERAGE)  # or it is refused by its own name
+        if known.needed is None and (known.scorer or known.retrieval):
+            auto = replace(known, **keep_needed()(known))  # or it is refused by its own name
             spec = f"{spec}+auto" if isinstance(spec, str) else auto
     method = parse(spec, **parameters)
     return method, method.check(budget)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.compress.attention import token_mask
-from kvkeep.compress.budget.coverage import amounts, covered, covering
+from kvkeep.compress.budget.coverage import amounts, covered
 from kvkeep.compress.budget.shared import Candidates, SharedBudget
 from kvkeep.compress.method import Method
 from kvkeep.compress.protocols import Scorer, ScorerTraits
@@ -66,7 +66,7 @@ def decide(
 
 def covers(seen: Observation, method: Method) -> bool:
     """The scores decide how many tokens are kept, within the budget: after a prefill, not in decode."""
-    return method.coverage is not None and not seen.is_step
+    return method.needed is not None and not seen.is_step
 
 
 def fits(seen: Observation, method: Method, budget: int) -> bool:
@@ -77,14 +77,14 @@ def fits(seen: Observation, method: Method, budget: int) -> bool:
 def cover(
     seen: Observation, method: Method, budget: int, scores: Tensor, forced: Tensor, units: Units | None, tokens: Tensor
 ) -> Selection:
-    """As many tokens as make up the method's coverage of the scores. budget: the layer's; the rest as in `score`"""
-    assert method.coverage is not None
+    """As many tokens as are needed by their scores. budget: the layer's; the rest as in `score`"""
+    assert method.needed is not None
     order, each = ranked(scores, forced, tokens, units), amounts(scores, tokens & ~forced)
     rank, given = inverse(order), (scores, forced, seen.lengths, budget, units)
     if counts := getattr(method.heads, "counts", None):
-        quota = counts(*given, rank, method.coverage).tolist()
+        quota = counts(*given, rank, method.needed).tolist()
     else:
-        needed = covering(each.gather(1, order), method.coverage).maximum(forced.sum(1))
+        needed = method.needed.count(each.gather(1, order)).maximum(forced.sum(1))
         quota = [min(pair) for pair in zip(method.heads(*given), needed.tolist(), strict=True)]
     kept = each.masked_fill(rank >= torch.tensor(quota, device=rank.device)[:, None], 0.0)
     return replace(first(order, quota), coverage=covered(kept.sum(), each.sum()))
@@ -112,7 +112,7 @@ def candidates(seen: Observation, method: Method, budget: int, held: Tokens) -> 
     by_unit = () if units is None else (units.member, units.scores)
     rank = ranks(scores, forced, tokens if seen.is_padded else None, *by_unit)
     whole = amounts(scores, tokens & ~forced).sum() if covers(seen, method) else None
-    sure = method.heads.sure(forced, budget if method.coverage is None else 0)
+    sure = method.heads.sure(forced, budget if method.needed is None else 0)
     return Candidates.of(held, scores, rank, sure, units, whole).flat(seen.is_padded)
 
 

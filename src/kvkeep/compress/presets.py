@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvkeep.compress.budget.coverage import COVERAGE
+from kvkeep.compress.budget.coverage import COVERAGE, TAU
 from kvkeep.compress.budget.heads import AdaptiveHeads, Threshold
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.budget.shared import SharedBudget
@@ -331,6 +331,17 @@ def keep_above(tau=0.001):
     return lambda method: {"heads": Threshold(method.heads, tau)}
 
 
+def keep_needed(coverage: float | None = None, tau: float | None = None):
+    """Keep no more than the scores say is needed."""
+    share = COVERAGE if coverage is None else coverage
+
+    def needed(method: Method):
+        by_score = tau is not None or (coverage is None and method.replay)
+        return {"tau": TAU if tau is None else tau, "coverage": coverage} if by_score else {"coverage": share}
+
+    return needed
+
+
 def by_output(share=0.5, offset=1e-4):
     """A share of the budget by score, the rest by score and output."""
     return lambda method: {"rerank": Critical(share, offset)}
@@ -505,9 +516,10 @@ MODIFIERS = Registry("modifier", {
         "a fixed tau; with units, as many tokens of the best units",
     ),
     "auto": Preset(
-        lambda coverage=COVERAGE: {"coverage": coverage}, "after arXiv:2505.23416",
-        "no more than makes up a share of the scores, within the budget",
-        "budget='auto' is this, within half of the tokens; decided after a prompt or each chunk of it, not in decode",
+        keep_needed, "after arXiv:2505.23416",
+        "no more than makes up a share of the scores (.99), or scores above tau, within the budget",
+        f"budget='auto' is this, within half of the tokens; tau is {TAU} where the text is fed again; decided after a "
+        "prompt or each chunk of it, not in decode",
     ),
     "pyramid": Preset(
         lambda beta=20: {"layers": Pyramid(beta)}, "arXiv:2406.02069", "early layers get larger budgets than late ones",

@@ -41,6 +41,7 @@ from kvkeep.model.hf_cache import uncompiled
 from kvkeep.model.rope import learn_rotations
 
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
+AUTO = {"coverage", "tau", "max_budget"}  # parameters of budget="auto", whatever the method
 PROMPT_METHOD = "kvkeep"  # unless another one is given
 CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared"  # the first that the model allows
 
@@ -96,7 +97,7 @@ class Engine:
             if value is not None:
                 check_count(name, value, 1, "use a whole number, at least one")
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
-        auto = {name: parameters[name] for name in {"coverage", "max_budget"} & parameters.keys() if budget == "auto"}
+        auto = {name: parameters[name] for name in AUTO & parameters.keys() if budget == "auto"}
         self._context_method = None
         if method is None and not head_shards(uncompiled(model)):  # there, texts are read with the prompts' method
             self._context_method = parse_budget(_context_method(model, budget, auto), budget, **auto)[0]

@@ -231,8 +231,9 @@ def _references(sample: Sample) -> str | list[str]:
 def _budget_unit(context: PrefilledContext) -> str:
     if context.config[1] is None:
         return "none"
-    if context.method.coverage is not None:
-        return f"{context.method.coverage:g} of the scores, within {context.sequence.cache.budget} per key head"
+    if (needed := context.method.needed) is not None:
+        what = f"scores above {needed.tau:g}" if needed.share is None else f"{needed.share:g} of the scores"
+        return f"{what}, within {context.sequence.cache.budget} per key head"
     unit = "fraction of the tokens read" if isinstance(context.config[1], float) else "tokens"
     return f"{unit} per key head, window included"
 

@@ -1,4 +1,8 @@
-"""budget="auto": as few of the best tokens as make up a share of all scores, within an upper bound.
+"""budget="auto": as few of the best tokens as make up a share of all scores, or those above a score; to an upper bound.
+
+A share takes no notice of how large scores are: of a text that says the same again and again every token gets a little
+attention, and most of them are kept. Where scores are attention in a repetition of the text (kvzip and the like), what
+is needed scores high, and a fixed score keeps less of such a text.
 
 What competes is covered together: the tokens of a key head, of a layer's heads (+adakv), of all layers (+shared).
 Tokens that are kept whatever their score count neither as covered nor as missing. After a prefill alone: decode steps
@@ -8,10 +12,13 @@ held and new: of the whole text, n chunks cover share**n or more, by the scores 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 COVERAGE = 0.99  # unless another share is given
+TAU = 0.003  # of methods that feed the text again, unless another score or a share is given
 CERTAIN = 1e6  # scores from here on are no amounts: they say that a token is evicted last
 
 
@@ -21,11 +28,26 @@ def amounts(scores: Tensor, free: Tensor | None = None) -> Tensor:
     return each if free is None else each.masked_fill(~free, 0.0)
 
 
-def covering(ordered: Tensor, share: float, whole: Tensor | None = None) -> Tensor:
-    """How many of the first amounts make up this share of the whole: the fewest that do.
+@dataclass(frozen=True)
+class Needed:
+    """How many of the first amounts are needed: the fewest that make up a share of the whole, or all above a score."""
 
-    ordered [.., n], best first; whole [..]: their sum, and that of others that are gone -> [..]
-    """
+    share: float | None = None
+    tau: float | None = None
+
+    def count(self, ordered: Tensor, whole: Tensor | None = None) -> Tensor:
+        """ordered [.., n], best first; whole [..]: their sum, and that of others that are gone -> [..]"""
+        return covering(ordered, self.share, whole) if self.share is not None else above(ordered, self.tau or 0.0)
+
+
+def above(ordered: Tensor, tau: float) -> Tensor:
+    """Up to the last amount above tau. ordered [.., n], best first -> [..]"""
+    places = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
+    return torch.where(ordered > tau, places, 0).amax(-1)
+
+
+def covering(ordered: Tensor, share: float, whole: Tensor | None = None) -> Tensor:
+    """The fewest of the first amounts that make up this share of the whole."""
     sums = ordered.cumsum(-1)
     whole = sums[..., -1] if whole is None else whole
     short = (sums < share * whole[..., None]).sum(-1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.compress.budget.coverage import amounts, covering
+from kvkeep.compress.budget.coverage import Needed, amounts
 from kvkeep.compress.protocols import HeadAllocator
 from kvkeep.compress.select import MOST, Units, best_first, inverse, packs, ranked, sort_packed, sortable
 from kvkeep.errors import BadParameter
@@ -57,18 +57,18 @@ class AdaptiveHeads:
 
     def counts(
         self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None, rank: Tensor,
-        coverage: float | None = None,
+        needed: Needed | None = None,
     ) -> Tensor:  # fmt: skip
         """The same on the device, given the place of each token in its head's order. [kv_heads]
 
-        coverage: no more than make up this share of the heads' scores
+        needed: no more than is needed of all heads
         """
         member, unit_scores = (None, None) if units is None else (units.member, units.scores)
         total = min(len(lengths) * budget, sum(lengths))
-        if coverage is not None:
+        if needed is not None:
             ordered = _all_best_first(scores, forced, member, unit_scores)
-            needed = int(covering(_token_major(amounts(scores, ~forced))[ordered], coverage))
-            total = min(total, max(needed, int(forced.sum())))
+            count = int(needed.count(_token_major(amounts(scores, ~forced))[ordered]))
+            total = min(total, max(count, int(forced.sum())))
             budget = total // len(lengths)
         return top_counts(scores, rank, self.sure(forced, budget), total, member, unit_scores)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.compress.budget.coverage import amounts, covered, covering
+from kvkeep.compress.budget.coverage import Needed, amounts, covered
 from kvkeep.compress.budget.heads import INF, AdaptiveHeads
 from kvkeep.compress.select import Units
 from kvkeep.errors import BadParameter
@@ -90,12 +90,12 @@ class Candidates:
         return [self.tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def best_of(layers: Sequence[Candidates], total: int, coverage: float | None = None) -> list[Candidates]:
+def best_of(layers: Sequence[Candidates], total: int, needed: Needed | None = None) -> list[Candidates]:
     """The best `total` tokens of all layers. Ties go to the later token, then the lower head, then the lower layer.
 
-    coverage: no more than make up this share of all layers' scores
+    needed: no more than is needed of all layers
     """
-    if sum(map(len, layers)) <= total and coverage is None:
+    if sum(map(len, layers)) <= total and needed is None:
         return list(layers)
     device = layers[0].rank.device
     layer = torch.cat([torch.full_like(each.head, i).to(device) for i, each in enumerate(layers)])
@@ -108,9 +108,9 @@ def best_of(layers: Sequence[Candidates], total: int, coverage: float | None = N
     if layers[0].unit_scores is not None:
         units = torch.cat([each.unit_scores.to(device) for each in layers if each.unit_scores is not None])
         order = order[units[order].sort(descending=True, stable=True).indices]
-    if coverage is not None:
-        needed = int(covering(amounts(scores[order]), coverage, sum_of(layers).to(device)))
-        total = min(total, max(needed, int((scores == INF).sum())))
+    if needed is not None:
+        count = int(needed.count(amounts(scores[order]), sum_of(layers).to(device)))
+        total = min(total, max(count, int((scores == INF).sum())))
     winners, heads = order[:total], max(each.kv_heads for each in layers)
     counts = torch.bincount(layer[winners] * heads + head[winners], minlength=len(layers) * heads)
     return [each.first(count) for each, count in zip(layers, counts.view(len(layers), heads), strict=True)]

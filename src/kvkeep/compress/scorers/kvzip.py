@@ -22,6 +22,7 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 LEAD = 8  # tokens
 WORDS = 32  # tokens of an instruction and the end of a message, about
 LEAST = 64  # tokens of a part, however little room the model's context length leaves
+LEAST_NORM = 0.01  # of the median: a token with an embedding near 0 must not have a score beyond all bounds
 PARTS = 64  # at most because of that: a text as long as the model's context length is not fed word by word
 
 
@@ -62,8 +63,9 @@ class Replay:
         if not self.by_output:
             return repeated_maximum(*how).clamp_min(1e-30)
         assert seen.output_gram is not None and seen.hidden_norms is not None
-        norms = output_norms(seen.values, seen.output_gram)
-        return repeated_maximum(*how, norms, 1 / seen.hidden_norms.float().clamp_min(1e-12)).clamp_min(1e-30)
+        norms, hidden = output_norms(seen.values, seen.output_gram), seen.hidden_norms.float()
+        hidden = hidden.maximum(LEAST_NORM * hidden.median()).clamp_min(1e-12)
+        return repeated_maximum(*how, norms, 1 / hidden).clamp_min(1e-30)
 
 
 def output_norms(values: Tensor, gram: Tensor) -> Tensor:
