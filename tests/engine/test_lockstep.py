@@ -4,6 +4,7 @@ import threading
 from contextlib import contextmanager
 from queue import Queue
 
+import psutil
 import pytest
 import tiny_chat
 import torch
@@ -12,6 +13,7 @@ from serving import wait_until
 import kvkeep
 from kvkeep.engine.lockstep import OutOfStep
 from kvkeep.errors import BadParameter, CacheMisuse, UnknownName
+from kvkeep.model.tensor_parallel import Place
 
 TEXT = "".join(chr(97 + i * i % 23) for i in range(300))
 TALK = [{"role": "user", "content": TEXT[:120]}, {"role": "assistant", "content": TEXT[:90]}]
@@ -78,6 +80,12 @@ def record(engine):
     append = waiting.append
     waiting.append = lambda request: (found.append(request), append(request))
     return found
+
+
+def test_other_machines_cannot_meet_the_processes():
+    meeting = Place(0, 2, "cpu").listen()
+    listens = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert [each.ip for each in listens if each.port == meeting.port] == ["127.0.0.1"]
 
 
 def test_the_follower_answers_what_the_leader_is_asked():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -51,14 +53,21 @@ class Place:
     port: int = 0  # where the first one listens
 
     def listen(self) -> Any:
-        """Of the first process: where the others meet it, at a port that is free."""
-        return dist.TCPStore(HOST, 0, self.size, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+        """Of the first process: where the others meet it, at a port that is free. No other machine can connect."""
+        with socket.socket() as bound:
+            bound.bind((HOST, 0))
+            bound.listen()
+            port, descriptor = bound.getsockname()[1], bound.detach()  # by itself, torch listens to the whole network
+        how: dict[str, Any] = {"wait_for_workers": False, "timeout": PATIENCE, "master_listen_fd": descriptor}
+        return dist.TCPStore(HOST, port, self.size, is_master=True, **how)
 
     def join(self, meeting: Any = None) -> None:
         """Until all have come. meeting: of the process that listens"""
         os.environ["LOCAL_RANK"] = str(self.rank)  # transformers takes the device from it
         how: dict[str, Any] = {"backend": "gloo"}
         if self.device == "cpu":
+            if sys.platform == "linux":
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would take a GPU where there is one
             if "OMP_NUM_THREADS" not in os.environ:
                 torch.set_num_threads(max(1, torch.get_num_threads() // self.size))
