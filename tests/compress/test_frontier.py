@@ -8,7 +8,7 @@ from oracles import frontier
 from test_against_oracles import assert_same, draw, ours
 
 import kvkeep
-from kvkeep.compress.budget.coverage import amounts
+from kvkeep.compress.budget.coverage import Needed, amounts
 from kvkeep.compress.budget.heads import AdaptiveHeads, EqualHeads, Threshold
 from kvkeep.compress.budget.shared import Candidates, SharedBudget, best_of, coverage_of
 from kvkeep.compress.guard import Guard
@@ -121,7 +121,7 @@ def test_coverage_of_all_layers(at_once, seed):
         held.append(candidates(scores[layer], forced[layer], most, 0.0, covers=True))
         if not at_once:
             held = best_of(held, total)
-    kept = best_of(held, total, share)
+    kept = best_of(held, total, Needed(share))
     expected = frontier.coverage(scores, forced, most, share, "all")
     assert [[head.token_positions.tolist() for head in each.heads()] for each in kept] == expected
     assert coverage_of(kept) == pytest.approx(reached(scores, forced, expected))
