@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.replay import RowText
-from kvkeep.kernels.dispatch import append_ragged, ragged_attention
 from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.storage.pool import RaggedBuffer
 from kvkeep.storage.ragged import RaggedLayer
 
 
@@ -73,31 +73,27 @@ class DraftSize:
         return DraftSize(*map(max, vars(self).values(), vars(other).values()))
 
 
-class LayerBuffer:
-    """One layer: a slot more than asked for, and where each row and key head has its tokens."""
+class LayerBuffer(RaggedBuffer):
+    """One layer, where each row and key head has its tokens, and the queries of all steps."""
 
     def __init__(self, kind: LayerKind, size: DraftSize, table: Tensor, active: Tensor) -> None:
         """table: [2 * rows * kv_heads] starts and lengths; active [rows, 1]"""
+        super().__init__(size.slots, kind.key_dim, kind.dtype, kind.device, kind.value_dim)
         self.kind, self.size, self.active = kind, size, active
         self.starts, self.lengths = table.view(2, size.rows, kind.kv_heads)
-        self.keys, self.values = (
-            torch.zeros(size.slots + 1, dim, dtype=kind.dtype, device=kind.device)
-            for dim in (kind.key_dim, kind.value_dim)
-        )
         self.queries = torch.empty(0)  # [steps, rows, heads, dim] made in the first step, which tells their shape
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.queries.nbytes
+        return super().nbytes + self.queries.nbytes
 
-    def attend(self, call: AttentionCall, step: Tensor) -> Tensor:
+    def decode(self, call: AttentionCall, step: Tensor) -> Tensor:
         """Append the new token of the first rows, and write their queries. step [1]"""
         rows, _, _, dim = call.query.shape
         if not len(self.queries):
             self.queries = call.query.new_zeros(self.size.steps, self.size.rows, call.query.shape[1], dim)
         self.queries[:, :rows].index_copy_(0, step.to(call.query.device), call.query[None, :, :, 0])
         where = self.starts[:rows], self.lengths[:rows]
-        append_ragged(self.keys, self.values, call.key, call.value, *where, self.active[:rows])
-        query = call.query.to(self.kind.dtype)
-        output = ragged_attention(query, self.keys, self.values, *where, self.size.longest, *call.how)
+        self.append(call.key, call.value, *where, self.active[:rows])
+        output = self.attend(call.query.to(self.kind.dtype), *where, self.size.longest, *call.how)
         return output.to(call.query.dtype)

@@ -161,7 +161,7 @@ class DraftPool(HFCacheAdapter):
         return tokens
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        return call.to_hf_output(self.buffers[index].attend(call, self.step))
+        return call.to_hf_output(self.buffers[index].decode(call, self.step))
 
 
 def _numbered(texts: Sequence[Kept]) -> list[tuple[int, Kept]]:

@@ -333,13 +333,9 @@ def keep_above(tau=0.001):
 
 def keep_needed(coverage: float | None = None, tau: float | None = None):
     """Keep no more than the scores say is needed."""
-    share = COVERAGE if coverage is None else coverage
-
-    def needed(method: Method):
-        by_score = tau is not None or (coverage is None and method.replay)
-        return {"tau": TAU if tau is None else tau, "coverage": coverage} if by_score else {"coverage": share}
-
-    return needed
+    if coverage is not None or tau is not None:
+        return lambda method: {"coverage": coverage, "tau": tau}
+    return lambda method: {"tau": TAU} if method.replay else {"coverage": COVERAGE}
 
 
 def by_output(share=0.5, offset=1e-4):
@@ -443,7 +439,8 @@ METHODS = Registry("method", {
     ),
     "kvzip_plus": Preset(
         kvzip_plus, "after arXiv:2505.23416", "the same, by what a token adds to the hidden state of the one repeated",
-        f"attention × ‖W_O v‖ / ‖h‖, h as the layer receives it, before its norm; {REPLAY}",
+        "attention × ‖W_O v‖ / ‖h‖, h as the layer receives it, before its norm, and ‖h‖ a hundredth of the median at "
+        f"least; {REPLAY}",
     ),
     "expected_attention": Preset(
         expected_attention, "arXiv:2510.00636", "keys that the next queries, if distributed as the text's, attend to",

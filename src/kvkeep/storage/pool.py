@@ -27,8 +27,11 @@ from kvkeep.storage.upload import upload
 class RaggedBuffer:
     """The model's dtype; one extra slot at the end, where inactive rows write."""
 
-    def __init__(self, tokens: int, dim: int, dtype: torch.dtype, device: Any):
-        self.keys, self.values = (torch.zeros(tokens + 1, dim, dtype=dtype, device=device) for _ in range(2))
+    def __init__(self, tokens: int, dim: int, dtype: torch.dtype, device: Any, value_dim: int | None = None):
+        """value_dim: None: as keys"""
+        self.keys, self.values = (
+            torch.zeros(tokens + 1, each, dtype=dtype, device=device) for each in (dim, value_dim or dim)
+        )
 
     def grow(self, rows: int, tokens: int) -> None:
         """Make room for more; what is there stays where it is."""
