@@ -68,7 +68,7 @@ def main() -> None:
     methods = tuple(name for name in eval_options.methods if _allowed(name, budgets))
     grid = Grid(methods, budgets, tuple(options.protocols))
     places = {name: Path(value) if (value := getattr(options, name)) else None for name in FOLDERS}
-    sources = suite.Sources(**places, lengths=eval_options.length, limit=options.limit)
+    sources = suite.Sources(**places, lengths=eval_options.length, limit=options.limit, seed=options.seed)
     samples, skipped = suite.load(tasks, load_tokenizer(options.model), sources)
     samples = _interleaved(samples)
     print(f"{len(samples)} samples, {len(grid.configs)} configs; left out: {skipped}", flush=True)
@@ -190,6 +190,7 @@ def _options() -> Any:
     parser.add_argument("--budget", type=budgets_of, help="by commas, in place of the part's own")
     parser.add_argument("--length", type=integers, help="of generated prompts, in place of the part's own")
     parser.add_argument("--limit", type=int, help="samples of each task")
+    parser.add_argument("--seed", type=int, default=suite.Sources.seed, help="of generated samples")
     parser.add_argument("--tasks", nargs="+", help="in place of the part's own")
     parser.add_argument("--methods", nargs="+", help="in place of the part's own")
     parser.add_argument("--also", nargs="*", default=[], help="methods beside the part's own")

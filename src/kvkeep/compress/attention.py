@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -77,14 +77,17 @@ def mean_and_variance(rows: Tensor) -> tuple[Tensor, Tensor]:
     return mean.squeeze(-2), variance.squeeze(-2)
 
 
-def new_chunks(seen: Observation, size: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Position of the first token, queries [heads, m, dim] and keys [kv_heads, m, dim] of this pass, chunk by chunk.
+def new_chunks(seen: Observation, size: int, most: int = 1) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Position of the first token, length, queries [heads, m, dim] and keys [kv_heads, m, dim] of this pass's chunks.
 
-    Chunks begin at multiples of their size; one that the pass cuts is shorter.
+    Chunks begin at multiples of their size; one that the pass cuts is shorter. Those of one length come together, at
+    most so many.
     """
     keys = seen.keys.gather(1, seen.newest[..., None].expand(-1, -1, seen.keys.shape[-1]))
     before = seen.seq_len - seen.new
     edges = [before, *range((before // size + 1) * size, seen.seq_len, size), seen.seq_len]
-    for first, end in pairwise(edges):
-        part = slice(first - before, end - before)
-        yield first, seen.queries[:, part], keys[:, part]
+    for length, chunks in groupby(pairwise(edges), lambda chunk: chunk[1] - chunk[0]):
+        starts = [first for first, _ in chunks]
+        for run in (starts[i : i + most] for i in range(0, len(starts), most)):
+            part = slice(run[0] - before, run[-1] + length - before)
+            yield run[0], length, seen.queries[:, part], keys[:, part]

@@ -8,6 +8,7 @@ is removed, the more leverage counts. No question is needed.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
 UNSCORED = 1e6  # score of generated tokens: they are evicted last
+BLOCK = 2**25  # logits held at a time
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,16 @@ class ChunkAttention:
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         if seen.is_step:
             return seen.token_state
-        received = seen.memoize(
-            self, lambda: torch.cat([_received(*each) for _, *each in new_chunks(seen, self.chunk)], 1)
-        )
+        received = seen.memoize(self, lambda: torch.cat(list(self._received(seen)), 1))
         return seen.token_state.scatter(1, seen.newest[..., None], received.clamp_min(1e-30)[..., None])
 
-
-def _received(queries: Tensor, keys: Tensor) -> Tensor:
-    """Column sums of softmax(queries keysᵀ), averaged over the group. -> [kv_heads, m]"""
-    grouped = queries.float().unflatten(0, (len(keys), -1))
-    return (grouped @ keys.float().transpose(1, 2)[:, None]).softmax(-1).sum(2).mean(1)
+    def _received(self, seen: Observation) -> Iterator[Tensor]:
+        """Column sums of softmax(queries keysᵀ), averaged over the group, several chunks at a time. [kv_heads, m]"""
+        together = max(1, BLOCK // (len(seen.queries) * self.chunk**2))
+        for _, size, queries, keys in new_chunks(seen, self.chunk, together):
+            grouped = queries.float().unflatten(1, (-1, size)).unflatten(0, (len(keys), -1))
+            keys_of_each = keys.float().unflatten(1, (-1, size))[:, None]
+            yield (grouped @ keys_of_each.transpose(-1, -2)).softmax(-1).sum(-2).mean(1).flatten(1)
 
 
 def standardized(scores: Tensor, tokens: Tensor) -> Tensor:

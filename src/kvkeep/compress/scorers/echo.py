@@ -55,7 +55,7 @@ class Repetition:
 
     def _chunks(self, seen: Observation) -> Iterator[Tensor]:
         """Scores of the tokens of this pass, chunk by chunk. [kv_heads, m]"""
-        for first, queries, keys in new_chunks(seen, self.chunk):
+        for first, _, queries, keys in new_chunks(seen, self.chunk):
             by = torch.full((keys.shape[1],), seen.expected + self.gap - first, device=keys.device)
             sinks, how = seen.keys[:, : min(self.sinks, first)], (seen.scale, seen.softcap, seen.sink_logits)
             yield column_maximum(queries, seen.rotate(queries, by), keys, sinks, *how, self.near)
