@@ -44,19 +44,15 @@ def drafted(model, ids, cheap, count):
     return ids[0, n:].tolist(), recorded(model, ids, [(n - 1, before)], n)
 
 
-def expected(queries, keys, budget, own=0):
-    """[head] -> tokens: mean attention of the draft over the text, pooled by 5 before the window, which stays.
-
-    own: of the queries, how many are the text's last, each of which sees no later token
-    """
+def expected(queries, keys, budget):
+    """[head] -> tokens: mean attention of the draft over the text, pooled by 5 before the window, which stays."""
     kv_heads, n, dim = keys.shape
     group, out = len(queries) // kv_heads, []
     for h in range(kv_heads):
         mean = np.zeros(n)
         for member in range(h * group, (h + 1) * group):
-            for number, query in enumerate(queries[member]):
-                visible = n - own + number + 1 if own else n
-                mean[:visible] += softmax(dots(keys[h][:visible], query) / dim**0.5) / (group * queries.shape[1])
+            for query in queries[member]:
+                mean += softmax(dots(keys[h], query) / dim**0.5) / (group * queries.shape[1])
         scores = np.full(n, np.inf)
         scores[: n - WINDOW] = pool1d(mean[: n - WINDOW], 5)
         out.append(sorted(top(scores, budget)))
@@ -80,7 +76,7 @@ def test_the_draft_chooses_from_the_whole_text(count, seed):
 
 @pytest.mark.parametrize("chunks", [[90], [50, 40]])
 def test_of_a_long_text_so_many_budgets_are_held(chunks):
-    """Layer by layer, what snapkv keeps of them: the draft is decoded from a part of that, and chooses from it."""
+    """Layer by layer, what snapkv keeps of them: the draft is decoded from that, and chooses from it."""
     model, ids, hold, count = build().double(), tokens(90), 2, 3
     held, full = kvkeep.Cache(model, "snapkv", hold * BUDGET, window=WINDOW), DynamicCache()
     cache = kvkeep.Cache(model, "lookahead", BUDGET, window=WINDOW, tokens=count, hold=hold)
@@ -92,13 +88,11 @@ def test_of_a_long_text_so_many_budgets_are_held(chunks):
     keys = [np.stack([layer.keys[0, h, j].numpy() for h, j in enumerate(row(held)[i])])
             for i, layer in enumerate(full.layers)]  # fmt: skip
 
-    def tokens_of(i, queries, own=0):
-        chosen = expected(queries[i], keys[i], BUDGET, own)
+    def tokens_of(i, queries):
+        chosen = expected(queries[i], keys[i], BUDGET)
         return [[row(held)[i][h][j] for j in head] for h, head in enumerate(chosen)]
 
-    last = recorded(model, ids, [], 90 - WINDOW)
-    cheap = [tokens_of(i, last, WINDOW) for i in range(len(keys))]
-    _, queries = drafted(model, ids, cheap, count)
+    _, queries = drafted(model, ids, row(held), count)
     assert row(cache) == [tokens_of(i, queries) for i in range(len(keys))]
     report, layers = cache.report(), len(keys)
     if len(chunks) == 1:  # in chunks a prompt is whole until its end, with every method

@@ -35,13 +35,14 @@ def test_scores(by_output, seed):
     group = len(queries) // len(keys)
     weights = oracle.worth(values, wo, hidden, group) if by_output else None
     logits = oracle.logits_of(queries, keys, own, scale)
-    near = (None, None, 0, 1, 5)[seed % 5]
-    want = oracle.scores_from_logits(logits, start, end, n, sinks, group, weights, near)
+    near, norm = (None, None, 0, 1, 5)[seed % 5], (None, 1, 2)[seed % 3]
+    want = oracle.scores_from_logits(logits, start, end, n, sinks, group, weights, near, norm)
     before = single(keys[:, : min(sinks, start)])
     part = single(keys[:, start:end]), single(values[:, start:end]), before
     norms = torch.linalg.vector_norm(single(hidden), dim=1)
     seen = Replayed(single(queries), single(own), *part, scale, output_gram=output_gram(single(wo)), hidden_norms=norms)
-    np.testing.assert_allclose(Replay(by_output=by_output, near=near).score(seen).numpy(), want, rtol=3e-5, atol=1e-7)
+    got = Replay(by_output=by_output, near=near, norm=norm).score(seen).numpy()
+    np.testing.assert_allclose(got, want, rtol=3e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -49,9 +50,9 @@ def test_blocks_of_queries_soft_caps_and_sink_logits(softcap, monkeypatch):
     """However few queries come at a time, the same; and as the softmax over one row says."""
     torch.manual_seed(0)
     q, own, keys, sinks, extra = (torch.randn(*s) for s in ((4, 50, 8), (2, 50, 8), (2, 20, 8), (2, 3, 8), (4,)))
-    whole = reference.repeated_maximum(q, own, keys, sinks, 0.5, softcap, extra)
+    whole = reference.repeated_attention(q, own, keys, sinks, 0.5, softcap, extra)
     monkeypatch.setitem(reference.BLOCK_PROBS, "cpu", 1)
-    torch.testing.assert_close(reference.repeated_maximum(q, own, keys, sinks, 0.5, softcap, extra), whole)
+    torch.testing.assert_close(reference.repeated_attention(q, own, keys, sinks, 0.5, softcap, extra), whole)
     logits = (
         torch.cat([sinks, keys, own], 1).repeat_interleave(2, 0) @ q.transpose(1, 2) * 0.5
     )  # [heads, keys, queries]
@@ -97,11 +98,16 @@ def test_select_and_sizes_are_refused_by_name():
     for wrong in ({"chunk": 0}, {"sinks": -1}, {"near": -1}):
         with pytest.raises(BadParameter, match="is too small"):
             parse("kvzip", **wrong)
+    with pytest.raises(BadParameter, match="norm=3 is not known; use 1, 2"):
+        parse("kvzip", norm=3)
 
 
 @pytest.mark.parametrize(("preset", "spelled"), [
-    ("kvkeep_context", "kvzip_plus:local=true+shared:floor=0.1"),
-    ("kvkeep_lookahead", "lookahead:window=32:pool=7:pooling=max:hold=8+blocks:block=16+values+sinks+adakv:alpha=0.5"),
+    ("kvkeep_context", "kvzip_plus:local=true+shared:floor=0.25"),
+    (
+        "kvkeep_lookahead",
+        "lookahead:tokens=32:window=32:pool=7:pooling=max:hold=8+blocks:block=16+values+sinks+adakv:alpha=0.5",
+    ),
 ])  # fmt: skip
 def test_presets_are_what_the_search_measured(preset, spelled):
     mine, theirs = parse(preset), parse(spelled)

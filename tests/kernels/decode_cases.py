@@ -194,7 +194,7 @@ def test_column_maximum(shape, capped, kind):
 
 
 @pytest.mark.parametrize("shape, capped, kind", pairs(REPEATED, KINDS, BOUND), ids=str)
-def test_repeated_maximum(shape, capped, kind):
+def test_repeated_attention(shape, capped, kind):
     (heads, kv_heads, m, sinks, dim), (softcap, sunk) = shape, capped
     for q in (m + 7, max(1, m - 3)):
         torch.manual_seed(m)
@@ -203,11 +203,11 @@ def test_repeated_maximum(shape, capped, kind):
         how = 0.3, softcap, drawn(heads) if sunk else None
         for near in (None, 0, 3, 70):
             for weights in ((), (torch.rand(heads, m, device=DEVICE), torch.rand(q, device=DEVICE) + 0.1)):
-                got = column_maximum.repeated_maximum(queries, own, keys, first, *how, near, *weights)
-                want = reference.repeated_maximum(
-                    *(t.float() for t in (queries, own, keys, first)), *how, near, *weights
-                )
-                assert off(got, want) <= BOUND[kind]
+                for norm in (None, 1, 2):
+                    rest = *how, near, *(weights or (None, None)), norm
+                    got = column_maximum.repeated_attention(queries, own, keys, first, *rest)
+                    want = reference.repeated_attention(*(t.float() for t in (queries, own, keys, first)), *rest)
+                    assert off(got, want) <= BOUND[kind]
 
 
 def test_column_mass_of_queries_with_more_digits_than_keys():

@@ -46,8 +46,8 @@ def worth(values, wo, hidden, group):
     return out
 
 
-def scores_from_logits(logits, start, end, n, sinks, group, weights=None, near=None):
-    """[Hk, end - start]: the maximum over fed tokens and the group. logits [Hq, fed, n + fed], scaled
+def scores_from_logits(logits, start, end, n, sinks, group, weights=None, near=None, norm=None):
+    """[Hk, end - start]: the maximum over fed tokens and the group, or their norm. logits [Hq, fed, n + fed], scaled
 
     near: a fed token counts for keys at most so far from the one it repeats; the last fed one repeats key end - 1.
     """
@@ -58,8 +58,9 @@ def scores_from_logits(logits, start, end, n, sinks, group, weights=None, near=N
             for j, share in zip(keys, softmax(np.array([logits[h, i, j] for j in keys])), strict=True):
                 if start <= j < end and (near is None or abs(j - (end - fed + i)) <= near):
                     share = share if weights is None else share * weights[h, i, j]
-                    out[h // group, j - start] = max(out[h // group, j - start], share)
-    return out
+                    before = out[h // group, j - start]
+                    out[h // group, j - start] = max(before, share) if norm is None else before + share**norm
+    return out if norm is None else out ** (1 / norm)
 
 
 def logits_of(queries, keys, own, scale):

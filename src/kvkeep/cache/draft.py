@@ -1,4 +1,4 @@
-"""A few tokens decoded from what another method keeps of a text, before anything of it is evicted: their queries.
+"""Some tokens decoded from what another method keeps of a text, before the rest of it is evicted: their queries.
 
 The text's last token is fed once more, without its copy in the draft's layers: so the first token of the draft comes
 from the same layers as the others. The text itself stays as it is. Rows of all caches that are prefilled together are
@@ -50,7 +50,7 @@ def draft_queries(caches: Sequence[CacheState]) -> list[LayerRows]:
     """Of each cache, the queries of every layer and row that has a draft. [heads, tokens, dim]"""
     found: dict[int, LayerRows] = {id(cache): {} for cache in caches}
     rows = [each for cache in caches for each in _rows(cache)]
-    most = min([draft_pool.HELD_BYTES, *(cache.draft_room() for cache in caches)])
+    most = min([draft_pool.most_held(caches[0].model), *(cache.draft_room() for cache in caches)])
     stores: dict[int, dict[int, RaggedLayer]] = {}  # by cache
     for group in _groups(rows, most):
         _draft(group, stores, most, found)
@@ -65,9 +65,10 @@ def _rows(cache: CacheState) -> Iterator[DraftRow]:
         return
     token_bytes = sum(layer.token_nbytes * layer.kv_heads for layer in cache.backend.store.values())
     for row, (n, text) in enumerate(zip(cache.tracker.seen, cache.unreplayed.rows, strict=True)):
-        kept = cache.backend.budget.tokens(n)
-        if text.ids and n > kept:
-            yield DraftRow(cache, draft, row, text, draft_tokens(cache.model, draft, kept) * token_bytes)
+        budget = cache.backend.budget.tokens(n)
+        if text.ids and n > budget:
+            tokens = draft_tokens(cache.model, draft, draft.kept(budget, n))
+            yield DraftRow(cache, draft, row, text, tokens * token_bytes)
 
 
 def _groups(rows: Sequence[DraftRow], most: int) -> Iterator[list[DraftRow]]:
@@ -105,10 +106,12 @@ def _draft(
 
 
 def _kept(rows: Sequence[DraftRow], stores: dict[int, dict[int, RaggedLayer]]) -> Kept:
-    """What the draft's method keeps of these rows of one cache."""
-    cache, method = rows[0].cache, rows[0].draft.method
-    if id(cache) not in stores:
+    """What the draft's method keeps of these rows of one cache: all that is held, if no more than that is."""
+    cache, draft = rows[0].cache, rows[0].draft
+    if draft.hold:
+        stores[id(cache)] = cache.backend.store
+    elif id(cache) not in stores:
         seen, store = cache.tracker.seen, {i: RaggedLayer() for i in cache.backend.store}
-        cache.backend.evict_into(store, method, seen, [True] * len(seen), {}, {})
+        cache.backend.evict_into(store, draft.method, seen, [True] * len(seen), {}, {})
         stores[id(cache)] = store
     return Kept(stores[id(cache)], {each.row: each.text for each in rows})

@@ -4,8 +4,8 @@
 
 There is a graph for each number of rows that was needed so far (1, 2, 4, 8); a row too many writes to a slot nobody
 reads. The buffers are held as long as the model lives, and grow with the rows and tokens of a draft (then all graphs
-are captured again): to HELD_BYTES of keys and values at most, and the queries of 8 rows (19 MB of an 8B model and 8
-tokens). Where nothing is captured, they are made for one draft and freed after it.
+are captured again): to `most_held` of keys and values, and the queries of 8 rows (69 MB of an 8B model and 32 tokens).
+Where nothing is captured, they are made for one draft and freed after it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvkeep.storage.upload import upload
 
 DEVICES = {"cuda"}  # where steps are captured
 MOST_ROWS = 8  # of one step
-HELD_BYTES = 2**31
+HELD_BYTES, HELD_SHARE = 2**31, 1 / 16  # of a GPU's memory, if that is more
 
 
 class DraftPool(HFCacheAdapter):
@@ -204,7 +204,7 @@ def _held_pool(model: Any) -> DraftPool | None:
 @contextmanager
 def pool_for(model: Any, nbytes: int) -> Iterator[DraftPool]:
     """For so many bytes: the model's own; or one for this draft alone, where nothing is captured or another drafts."""
-    pool = _held_pool(model) if nbytes <= HELD_BYTES else None
+    pool = _held_pool(model) if nbytes <= most_held(model) else None
     if pool is None or not pool.lock.acquire(blocking=False):
         yield DraftPool(model)
         return
@@ -212,6 +212,14 @@ def pool_for(model: Any, nbytes: int) -> Iterator[DraftPool]:
         yield pool
     finally:
         pool.lock.release()
+
+
+def most_held(model: Any) -> int:
+    """Bytes of keys and values that drafts of this model may leave."""
+    device = execution_device(model)
+    if device.type != "cuda":
+        return HELD_BYTES
+    return max(HELD_BYTES, int(HELD_SHARE * torch.cuda.get_device_properties(device).total_memory))
 
 
 def held_bytes(model: Any) -> int:
@@ -237,7 +245,7 @@ def warmup(model: Any, rows: int, tokens: int, most: int) -> None:
     if (pool := _pools.get(model)) is None or not pool.buffers:
         return
     kinds, steps = {i: buffer.kind for i, buffer in pool.buffers.items()}, pool.size.steps
-    slots, most = max(kind.kv_heads for kind in kinds.values()) * (tokens + steps), min(most, HELD_BYTES)
+    slots, most = max(kind.kv_heads for kind in kinds.values()) * (tokens + steps), min(most, most_held(model))
     rows = min(rows, MOST_ROWS, most // (slots * sum(kind.slot_bytes for kind in kinds.values())))
     with pool.lock, torch.inference_mode():
         if rows:

@@ -122,7 +122,8 @@ class EvictingBackend:
             for row in range(layer.rows):
                 found = Found(scores.get((index, row)), queries.get((index, row)))
                 rows.append(self.query_buffer.stored(index, row, self.how[index], layer, seen[row], found, due[row]))
-            evictor.evict(index, rows, may_wait=False)
+            evictor.evict(index, rows, may_wait=True)
+        evictor.store_all()
         self.query_buffer.shared = {}
 
     def _hold(
@@ -140,15 +141,15 @@ class EvictingBackend:
             layer.hold([gather_kept(row, [row.keys.shape[1]] * len(row.keys), None) for row in rows])
         self.query_buffer.append_chunk(index, call.query, layout)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
-        if self.method.draft:
+        if self.method.draft and self.method.draft.hold:
             self._evict_for_draft(index, layer, layout, self.method.draft)
         return result
 
     @torch.no_grad()
     def _evict_for_draft(self, index: int, layer: RaggedLayer, layout: BatchLayout, draft: Draft) -> None:
-        """Of rows whose prompt ends here, no more is held than their draft may choose from."""
+        """Of rows whose prompt ends here, no more is held than their draft is decoded from."""
         seen = [before + count for before, count in zip(layout.seen, layout.counts, strict=True)]
-        most = [draft.held(self.budget, n) for n in seen]
+        most = [draft.kept(self.budget.tokens(n), n) for n in seen]
         due = [ends and max(layer.row_lengths(row)) > most[row] for row, ends in enumerate(layout.evict_later or ())]
         if not any(due):
             return

@@ -33,7 +33,6 @@ from kvkeep.compress.retrieval.config import RetrievalConfig
 from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.torch.quantization import GROUP_SIZE
-from kvkeep.types import Budget
 
 PARTS = (  # field, what it has to be, and what if it has `step`
     ("scorer", Scorer, StepScorer),
@@ -55,17 +54,17 @@ class Draft:
 
     method: Method
     tokens: int = 8
-    hold: int | None = None  # budgets of a prompt's tokens held for the draft, by its method; None: all tokens
+    hold: int | None = None  # budgets: its method keeps so many for the draft; None: one, and all tokens stay meanwhile
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise BadParameter(f"tokens={self.tokens}: a draft has one token or more.")
         if self.hold is not None and self.hold < 1:
-            raise BadParameter(f"hold={self.hold}: a draft chooses from one budget or more.")
+            raise BadParameter(f"hold={self.hold}: a draft is decoded from one budget or more.")
 
-    def held(self, budget: Budget, seen: int) -> int:
-        """Tokens per key head of a prompt of `seen` tokens."""
-        return seen if self.hold is None else min(seen, self.hold * budget.tokens(seen))
+    def kept(self, budget: int, seen: int) -> int:
+        """Tokens per key head that it is decoded from, of a prompt of `seen` tokens."""
+        return min(seen, (self.hold or 1) * budget)
 
 
 @dataclass(frozen=True)

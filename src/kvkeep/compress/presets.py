@@ -53,13 +53,13 @@ def kvkeep(window=32, pool=7, block=16, sinks=4, alpha=0.5):
     return Method("kvkeep", scorer, guard, Blocks(block), heads=heads, observation_window=window)
 
 
-def kvkeep_lookahead(tokens=8, window=32, pool=7, block=16, sinks=4, alpha=0.5, hold=8):
+def kvkeep_lookahead(tokens=32, window=32, pool=7, block=16, sinks=4, alpha=0.5, hold=8):
     method, drafting = kvkeep(window, pool, block, sinks, alpha), lookahead(tokens, window, pool, "max", hold)
     return replace(method, name="kvkeep_lookahead", scorer=ValueNormScorer(drafting.scorer), draft=drafting.draft)
 
 
-def kvkeep_context(near: int | None = None, chunk=2048, sinks=4, floor=0.1, local=True):
-    method = kvzip_plus(chunk, sinks, near=near, local=local)
+def kvkeep_context(near: int | None = None, chunk=2048, sinks=4, floor=0.25, local=True, norm: int | None = None):
+    method = kvzip_plus(chunk, sinks, near=near, local=local, norm=norm)
     return replace(method, name="kvkeep_context", heads=SharedBudget(floor, yields=True))
 
 
@@ -179,12 +179,12 @@ def echo(chunk=2048, sinks=4, gap=20, near: int | None = None):
     return Method("echo", RepetitionScorer(), Guard(sinks), memory=Repetition(chunk, sinks, gap, near))
 
 
-def kvzip(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False):
-    return replayed("kvzip", Replay(chunk, sinks, near=near, local=local), layerwise)
+def kvzip(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm: int | None = None):
+    return replayed("kvzip", Replay(chunk, sinks, False, near, local, norm), layerwise)
 
 
-def kvzip_plus(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False):
-    return replayed("kvzip_plus", Replay(chunk, sinks, by_output=True, near=near, local=local), layerwise)
+def kvzip_plus(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm: int | None = None):
+    return replayed("kvzip_plus", Replay(chunk, sinks, True, near, local, norm), layerwise)
 
 
 def replayed(name: str, replay: Replay, layerwise: bool):
@@ -360,13 +360,13 @@ METHODS = Registry("method", {
     ),
     "kvkeep_context": Preset(
         kvkeep_context, "docs/RESULTS.md", "what repeating the text, part by part, needs; one budget for all heads",
-        "kvzip_plus, but each part is repeated over itself alone, and every head keeps a tenth of an equal share (not "
-        f"with budget='auto'); {REPLAY}",
+        "kvzip_plus, but each part is repeated over itself alone, and every head keeps a quarter of an equal share "
+        f"(not with budget='auto'); {REPLAY}",
     ),
     "kvkeep_lookahead": Preset(
         kvkeep_lookahead, "docs/RESULTS.md", "kvkeep, by what a draft of the answer attends to",
-        "the draft of 8 tokens is decoded from what snapkv keeps, one token at a time; of a long prompt it chooses "
-        "from what snapkv keeps of eight budgets (hold)",
+        "the draft of 32 tokens is decoded from the whole prompt, before anything is evicted; of a prompt longer than "
+        "eight budgets (hold), from what snapkv keeps of it in eight budgets",
     ),
     "intentkv": Preset(
         intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to",

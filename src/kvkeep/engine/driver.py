@@ -187,10 +187,11 @@ class Driver:
             if config.model.device.type == "cuda":
                 _prefill_in_chunks(config)
                 _ask(context, ids[:-2])
-            if config.method.draft:
+            if draft := config.method.draft:
                 kept = config.budget if isinstance(config.budget, int) else USUAL_BUDGET
                 packed = max(1, PACKED_TOKENS[self.scheduler.device] // (kept + 1))  # prompts that are drafted together
-                draft_pool.warmup(config.model, min(rows, packed), kept, self.scheduler.draft_room())
+                longest = draft.kept(kept, context_length(config.model))
+                draft_pool.warmup(config.model, min(rows, packed), longest, self.scheduler.draft_room())
             for batch in self.scheduler.batches.values():
                 batch.warmup(config.budget, rows, progress)
 

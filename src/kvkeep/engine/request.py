@@ -169,9 +169,10 @@ class Request:
     def draft_tokens(self) -> int:
         """Per key head, for a draft after the prefill, if its method wants one."""
         draft = self.config.method.draft
-        if self.continues and self.continues.cache.tracker.frozen:
+        if draft is None or (self.continues and self.continues.cache.tracker.frozen):
             return 0
-        return draft_tokens(self.config.model, draft, self.config.kept(len(self.ids))) if draft else 0
+        kept = draft.kept(self.config.kept(len(self.ids)), len(self.ids))
+        return draft_tokens(self.config.model, draft, kept)
 
     @property
     def own_bytes(self) -> int:

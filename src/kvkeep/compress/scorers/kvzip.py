@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.dispatch import repeated_maximum
+from kvkeep.kernels.dispatch import repeated_attention
 from kvkeep.types import Observation, Replayed, ReplayPass
 
 FIRST = "\n\nRepeat the previous context exactly."
@@ -38,12 +38,15 @@ class Replay:
     by_output: bool = False
     near: int | None = None  # queries of tokens at most so far from a token score it; None: all of its part
     local: bool = False  # what is fed attends to the first tokens, its part and itself alone
+    norm: int | None = None  # of all queries' attention to a token: 1 or 2; None: the most counts
     width, sees_all, prompt_only = 1, False, True
 
     def __post_init__(self) -> None:
         for name, value, least in (("chunk", self.size, 1), ("sinks", self.sinks, 0), ("near", self.near, 0)):
             if value is not None and value < least:
                 raise BadParameter(f"{name}={value} is too small; use {least} or more.")
+        if self.norm not in (None, 1, 2):
+            raise BadParameter(f"norm={self.norm} is not known; use 1, 2, or None for the most attention of any query.")
 
     @property
     def needs_output(self) -> bool:
@@ -60,12 +63,15 @@ class Replay:
 
     def score(self, seen: Replayed) -> Tensor:
         how = seen.queries, seen.own_keys, seen.keys, seen.sinks, seen.scale, seen.softcap, seen.sink_logits, self.near
-        if not self.by_output:
-            return repeated_maximum(*how).clamp_min(1e-30)
+        weights = self._output_weights(seen) if self.by_output else (None, None)
+        return repeated_attention(*how, *weights, self.norm).clamp_min(1e-30)
+
+    def _output_weights(self, seen: Replayed) -> tuple[Tensor, Tensor]:
+        """‖W_O v‖ of each key, 1 / ‖h‖ of each query."""
         assert seen.output_gram is not None and seen.hidden_norms is not None
-        norms, hidden = output_norms(seen.values, seen.output_gram), seen.hidden_norms.float()
+        hidden = seen.hidden_norms.float()
         hidden = hidden.maximum(LEAST_NORM * hidden.median()).clamp_min(1e-12)
-        return repeated_maximum(*how, norms, 1 / hidden).clamp_min(1e-30)
+        return output_norms(seen.values, seen.output_gram), 1 / hidden
 
 
 def output_norms(values: Tensor, gram: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def column_maximum(
     return highest.exp()
 
 
-def repeated_maximum(
+def repeated_attention(
     queries: Tensor,
     own_keys: Tensor,
     keys: Tensor,
@@ -141,9 +141,11 @@ def repeated_maximum(
     near: int | None = None,
     key_weights: Tensor | None = None,
     query_weights: Tensor | None = None,
+    norm: int | None = None,
 ) -> Tensor:
-    """The most attention each of `keys` gets from any query, or query head, of tokens that are fed after them.
+    """The attention each of `keys` gets from tokens that are fed after them: the most of any query and query head.
 
+    norm: of all of them, in the place of the most: 1: their sum, 2: the root of the sum of squares
     One softmax of each query, over sinks, keys, and its own tokens' keys up to itself. Queries come in blocks.
     near: the last m queries are of the keys' tokens again; those of tokens at most so far from a key count; None: all
     queries [heads, q, dim], own_keys [kv_heads, q, dim], keys [kv_heads, m, dim], sinks [kv_heads, s, dim]
@@ -164,8 +166,11 @@ def repeated_maximum(
         if near is not None:
             again = torch.arange(start, end, device=keys.device) - (q - m)
             rows = rows.masked_fill((again[:, None] - torch.arange(m, device=keys.device)).abs() > near, 0)
-        highest = torch.maximum(highest, rows.flatten(1, 2).amax(1))
-    return highest
+        if norm is None:
+            highest = torch.maximum(highest, rows.flatten(1, 2).amax(1))
+        else:
+            highest += rows.pow(norm).sum((1, 2))
+    return highest if norm is None else highest.pow(1 / norm)
 
 
 def sum_over_queries(rows: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The most attention each key gets from any query of a chunk that is read a second time (echo), or fed again (KVzip).
 
 Two passes, neither with a matrix of queries × keys: log-sum-exps of both readings (column_mass.py), then, per block of
-keys, the largest probability of all queries, or of those near them.
+keys, the largest probability of all queries, or of those near them; or a norm of these probabilities.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def column_maximum(
     return _maximum(moved, keys, torch.logaddexp(first, second), *how, m if near is None else min(near, m))
 
 
-def repeated_maximum(
+def repeated_attention(
     queries: Tensor,
     own_keys: Tensor,
     keys: Tensor,
@@ -49,6 +49,7 @@ def repeated_maximum(
     near: int | None = None,
     key_weights: Tensor | None = None,
     query_weights: Tensor | None = None,
+    norm: int | None = None,
 ) -> Tensor:
     """As in the reference."""
     (kv_heads, m, _), q, count, how = keys.shape, queries.shape[1], sinks.shape[1], (scale, softcap)
@@ -60,7 +61,7 @@ def repeated_maximum(
     lse = torch.logaddexp(text, own)
     if query_weights is not None:
         lse = lse - query_weights.log()
-    return _maximum(queries, keys, lse, *how, q + m if near is None else near, key_weights)
+    return _maximum(queries, keys, lse, *how, q + m if near is None else near, key_weights, norm)
 
 
 def _maximum(
@@ -71,6 +72,7 @@ def _maximum(
     softcap: float | None,
     near: int,
     weights: Tensor | None = None,
+    norm: int | None = None,
 ) -> Tensor:
     """Over all queries of tokens at most `near` from a key; the last m are of the keys' tokens.
 
@@ -81,7 +83,7 @@ def _maximum(
     log_weights = lse if weights is None else weights.float().log().contiguous()
     _column_maximum[cdiv(m, BLOCK), kv_heads](
         queries, keys, lse, log_weights, highest, q, m, near, *queries.stride()[:2], *keys.stride()[:2],
-        heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None, weights is not None, INTERPRETED,
+        heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None, weights is not None, norm or 0, INTERPRETED,
         max(MIN_BLOCK, pow2(dim)), BLOCK, BLOCK, num_warps=4, num_stages=2,
     )  # fmt: skip
     return highest
@@ -91,8 +93,8 @@ def _maximum(
 @triton.jit(do_not_specialize=["q", "m", "near"])
 def _column_maximum(
     queries, keys, lse, log_weights, highest, q, m, near, query_head, query_token, key_head, key_token, group, dim,
-    scale, softcap, CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    scale, softcap, CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, NORM: tl.constexpr, WIDEN: tl.constexpr,
+    DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
     tokens, channels = block * KEYS + tl.arange(0, KEYS), tl.arange(0, DIM)
@@ -101,7 +103,8 @@ def _column_maximum(
         keys + head.to(tl.int64) * key_head + tokens[:, None].to(tl.int64) * key_token + channels[None, :],
         mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
     ))  # fmt: skip
-    most = tl.full([QUERIES, KEYS], float("-inf"), tl.float32)  # reduced at the end: no synchronization before
+    # reduced at the end: no synchronization before
+    total = tl.zeros([QUERIES, KEYS], tl.float32) if NORM else tl.full([QUERIES, KEYS], float("-inf"), tl.float32)
     same = q - m  # the query of the first key's token
     first, last = tl.maximum(0, same + block * KEYS - near), tl.minimum(q, same + (block + 1) * KEYS + near)
     for member in range(0, group):
@@ -118,5 +121,10 @@ def _column_maximum(
             query_lse = tl.load(lse + offset * q + query_ids, mask=query_ids < q, other=float("inf"))
             logits = softcapped(dot(query, k, WIDEN) * scale, softcap, CAPPED)
             far = tl.abs(query_ids[:, None] - same - tokens[None, :]) > near
-            most = tl.maximum(most, tl.where(far, float("-inf"), logits - query_lse[:, None] + weight[None, :]))
-    tl.store(highest + head * m + tokens, tl.exp2(tl.max(most, 0) * LOG2E), mask=valid)
+            log_share = tl.where(far, float("-inf"), logits - query_lse[:, None] + weight[None, :]) * LOG2E
+            if NORM:
+                total += tl.exp2(log_share * NORM)
+            else:
+                total = tl.maximum(total, log_share)
+    result = tl.exp2(tl.log2(tl.sum(total, 0)) / NORM) if NORM else tl.exp2(tl.max(total, 0))
+    tl.store(highest + head * m + tokens, result, mask=valid)
