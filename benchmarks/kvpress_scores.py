@@ -70,9 +70,7 @@ def mask(positions: Sequence[int]) -> int:
 def by_kvkeep(options: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Answers prompt by prompt; their ids are left in prompts.jsonl."""
     from dataclasses import replace
-    from unittest.mock import patch
 
-    from kvkeep.cache import cache as cache_module
     from kvkeep.evaluate import suite
     from kvkeep.evaluate.prompt import PROTOCOLS, build_prompt
     from kvkeep.evaluate.worker import Item, Worker
@@ -88,18 +86,11 @@ def by_kvkeep(options: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
     class Watched(Worker):
         def _prefill(self, *args: Any) -> Any:
-            replays: dict[str, Any] = {}  # one for both budgets: the text is the same
-
-            def replay_scores(state: Any) -> Any:
-                name = state.method.name
-                return replays[name] if name in replays else replays.setdefault(name, original(state))
-
-            with patch.object(cache_module, "replay_scores", replay_scores):
-                contexts = super()._prefill(*args)
+            contexts = super()._prefill(*args)
             kept.extend([[mask(head) for head in c.sequence.cache.kept(i)[0]] for i in layers] for c in contexts)
             return contexts
 
-    original, layers = cache_module.replay_scores, range(model.config.num_hidden_layers)
+    layers = range(model.config.num_hidden_layers)
     kept: list[Masks] = []
     worker = Watched(model, tokenizer, configs)
     asked = list(product(samples, PROTOCOLS))

@@ -78,6 +78,7 @@ class CacheState(Protocol):
     unreplayed: Any
     between_passes: Any
     draft_room: Any
+    passes_later: bool
     in_forward: bool
     counts_guesses: bool
     bits: int | None

@@ -107,6 +107,7 @@ class Cache(HFCacheAdapter):
         self.capture_room = ROOM  # tokens; 0: decode steps are not captured
         self.croppable = 0  # tokens of the last forward pass that can be taken back
         self.settles_later = False  # the next forward pass does not wait for the device: `settle` does
+        self.passes_later = False  # after a prompt the model does not run again at once: whoever set this has it run
         self.unreplayed = Unreplayed()  # the text after which the model runs again, before it is evicted from
         self.between_passes: Callable[[], None] = no_call  # for others who use the model meanwhile
         self.draft_room: Callable[[], int] = unlimited  # bytes for drafts of several caches

@@ -16,7 +16,8 @@ def run_passes(caches: Sequence[CacheState], known: Replays | None = None) -> No
 
     known: scores of the text, where all of them have the same; to which those found here are added
     """
-    due = [cache for cache in caches if cache.unreplayed.due and not cache.unreplayed.layout]
+    ended = [cache for cache in caches if cache.unreplayed.due and not cache.unreplayed.layout]
+    due = [cache for cache in ended if not cache.passes_later]
     if not due:
         return
     with fused_ops(due[0].model, 1):  # these passes show other tokens than the prefill around them

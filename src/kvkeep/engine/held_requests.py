@@ -32,7 +32,7 @@ class HeldRequests:
         self.check_alike: Callable[[Exception], None] = lambda error: None  # raises what one process alone must not do
         self.submitted: deque[Request] = deque()  # by any thread, since the last step
         self.waiting = FairQueue()  # those whose prompts are not prefilled to the end
-        self.sampled: deque[InflightStep] = deque()  # first tokens on their way, of prompts prefilled in the last pass
+        self.sampled: deque[InflightStep] = deque()  # first tokens on their way, of prompts prefilled not long ago
         self.prefilled: deque[tuple[Request, DecodeBatch]] = deque()  # those a batch has no room for yet
         self.finished: deque[tuple[Request, DecodeBatch]] = deque()  # they still have a row
         self.batches: dict[str, DecodeBatch] = {}

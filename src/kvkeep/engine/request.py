@@ -141,6 +141,12 @@ class Request:
         method = self.config.method
         return not (self.interactive or self.prefill_only or method.retrieval or method.needs_passes)
 
+    @property
+    def can_draft_later(self) -> bool:
+        """Whether a draft after this prompt may wait for those of the next prompts."""
+        waits = not (self.interactive or self.prefill_only or self.pin is not None)
+        return waits and self.config.method.draft is not None
+
     def report_progress(self) -> None:
         """After a chunk."""
         if self.config.method.retrieval:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
-from kvkeep.cache.passes import between_passes
+from kvkeep.cache.draft_pool import MOST_ROWS, most_held
+from kvkeep.cache.passes import between_passes, run_passes
 from kvkeep.cache.step_pool import StepPool, step_rule
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.held_requests import HeldRequests
@@ -83,9 +84,7 @@ class Scheduler(HeldRequests):
         for batch in active:
             self._launch(batch)
         self._prefill(chunks, active)
-        for _ in range(num_sampled):  # the device has the next pass to do meanwhile
-            self._end_prefill(self.sampled[0])
-            self.sampled.popleft()
+        self._end_prefills(num_sampled, bool(chunks), active)  # the device has the next pass to do meanwhile
         for batch in active:
             self._collect(batch)
 
@@ -227,8 +226,11 @@ class Scheduler(HeldRequests):
         """One forward pass; a long one lets captured decode steps of the active batches pass between its layers."""
         if not chunks:
             return
+        alone = len(self.waiting) == len(chunks) and not self._drafts_due
         for request, ids in chunks:
-            request.sequence.cache.settles_later = request.can_settle_later and request.ends_with(ids)
+            cache, ends = request.sequence.cache, request.ends_with(ids)
+            cache.settles_later = ends and request.can_settle_later
+            cache.passes_later = ends and request.can_draft_later and not alone
         try:
             passing, caches = self._decode_between_layers(chunks, active), [one.sequence.cache for one, _ in chunks]
             with between_passes(caches, partial(self._replay, active), self.draft_room):
@@ -285,7 +287,8 @@ class Scheduler(HeldRequests):
             self.store_prefix(request)
             request.begin_part()
         if request.is_prefilled:
-            request.reserved = 0
+            if not request.sequence.cache.passes_later:
+                request.reserved = 0
             if request.pin is not None:
                 request.pinned = self.store_pinned(request, request.pin)
             if request.prefill_only:
@@ -298,10 +301,55 @@ class Scheduler(HeldRequests):
         rows, row = SamplingRows.of([request.how], logits.device), logits[None]
         token = self._sample_first(request, rows, row)
         first = InflightStep.of({0: request}, token, rows.logprobs(row, token))
-        if request.sequence.cache.settles_later:
+        if request.sequence.cache.settles_later or request.sequence.cache.passes_later:
             self.sampled.append(first)
         else:
             self._end_prefill(first)
+
+    @property
+    def _drafts_due(self) -> list[Request]:
+        """Of prompts that are prefilled."""
+        sampled = [first.requests[0] for first in self.sampled]
+        return [request for request in sampled if request.sequence.cache.passes_later]
+
+    def _end_prefills(self, count: int, more: bool, active: list[DecodeBatch]) -> None:
+        """Of the first so many that are sampled. Drafts wait for each other while there are more prompts to prefill."""
+        due, sampled = self._drafts_due, list(self.sampled)[:count]
+        held = sum(request.sequence.cache.nbytes for request in due)
+        if due and not (more and len(due) < MOST_ROWS and held < most_held(self.model)):
+            self._run_passes(due, active)
+        for first in sampled:
+            if first in self.sampled and not first.requests[0].sequence.cache.passes_later:
+                self._end_prefill(first)
+                self.sampled.remove(first)
+
+    def _run_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
+        """After prompts whose drafts have waited: together or, where that fails, one by one."""
+        caches = [request.sequence.cache for request in requests]
+        for cache in caches:
+            cache.passes_later = False
+        with between_passes(caches, partial(self._replay, active), self.draft_room):
+            try:
+                run_passes(caches)
+            except Exception as error:
+                self.check_alike(error)
+            for request, cache in zip(requests, caches, strict=True):
+                try:
+                    run_passes([cache])  # nothing, if it was one of those that did not fail
+                    request.reserved = 0
+                except Exception as error:
+                    self.check_alike(error)
+                    self._fail_sampled(request, error)
+
+    def _fail_sampled(self, request: Request, error: Exception) -> None:
+        """Out of memory beside others: try again when some of them are done."""
+        self.sampled = deque(first for first in self.sampled if first.requests[0] is not request)
+        if isinstance(error, OUT_OF_MEMORY) and self.num_rows:
+            self.row_limit = self.num_rows
+            request.restart()
+            self.waiting.put_back([request])
+        else:
+            request.finish(error)
 
     def _end_prefill(self, first: InflightStep) -> None:
         """When the first token of a prefilled request is there."""

@@ -1,0 +1,110 @@
+"""Drafts of prompts that are prefilled one after the other wait for each other."""
+
+import pytest
+import torch
+from test_scheduler import WORDS, alone, assert_free, ids, model, run  # noqa: F401 (a fixture)
+
+from kvkeep.cache.draft_pool import MOST_ROWS, DraftPool
+from kvkeep.compress.parse import parse
+from kvkeep.engine import scheduler as scheduling
+from kvkeep.engine.request import Request
+from kvkeep.engine.sampling import Generation
+from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.sequence import SequenceConfig
+
+TOKENS = 3  # of a draft
+
+
+def request(model, seed, length=200, new=5, budget=40):  # noqa: F811
+    config = SequenceConfig(model, WORDS, parse("kvkeep_lookahead", tokens=TOKENS, window=16), budget)
+    return Request(config, ids(seed, length), Generation(new))
+
+
+@pytest.fixture
+def drafts(monkeypatch):
+    """The rows of every draft, in order."""
+    monkeypatch.setitem(scheduling.PACKED_TOKENS, "cpu", 256)  # one prompt in a pass
+    own, found = DraftPool.__call__, []
+
+    def record(self, texts, *how):
+        found.append(sum(len(text.rows) for text in texts))
+        return own(self, texts, *how)
+
+    monkeypatch.setattr(DraftPool, "__call__", record)
+    return found
+
+
+def test_prompts_are_drafted_together_and_say_what_each_says_alone(model, drafts):  # noqa: F811
+    requests = [request(model, seed, 180 + seed) for seed in range(MOST_ROWS + 3)]
+    work = Scheduler(model, set())
+    run(work, requests)
+    assert drafts == [MOST_ROWS, 3]
+    assert [one.answer.ids for one in requests] == [alone(one) for one in requests]
+    assert not any(one.reserved for one in requests) and {one.kept_tokens for one in requests} == {40}
+    assert_free(work)
+
+
+def test_one_prompt_and_one_that_is_read_do_not_wait(model, drafts):  # noqa: F811
+    work = Scheduler(model, set())
+    work.submit(request(model, 1))
+    work.step()
+    assert drafts == [1]
+    read, other = (work.submit(request(model, seed)) for seed in (2, 3))
+    read.interactive = True
+    work.step()
+    assert drafts == [1, 1] and read.answer.ids and not other.answer.ids
+    while work.busy:
+        work.step()
+    assert [one.answer.ids for one in (read, other)] == [alone(one) for one in (read, other)]
+
+
+def test_they_do_not_wait_for_prompts_that_memory_keeps_out(model, drafts):  # noqa: F811
+    requests = [request(model, seed) for seed in range(6)]
+    total = Scheduler(model, set(), memory=10**9)
+    run(total, requests[:1])
+    most = total.memory.largest_prompt
+    work = Scheduler(model, set(), memory=3 * most)
+    run(work, requests[1:])
+    assert sum(drafts) == 6 and max(drafts) < 5
+    assert [one.answer.ids for one in requests] == [alone(one) for one in requests]
+    assert_free(work)
+
+
+def test_nor_for_more_than_a_draft_can_hold(model, drafts, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(scheduling, "most_held", lambda model: 1)
+    requests = [request(model, seed) for seed in range(3)]
+    run(Scheduler(model, set()), requests)
+    assert drafts == [1, 1, 1] and [one.answer.ids for one in requests] == [alone(one) for one in requests]
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), torch.OutOfMemoryError("of a draft")])
+def test_a_draft_that_fails_costs_one_request_and_memory_that_is_short_none(model, drafts, error, monkeypatch):  # noqa: F811
+    """One that runs out of memory beside others is tried again."""
+    requests, own, failed = [request(model, seed, 180 + seed) for seed in range(4)], DraftPool.__call__, []
+
+    def fail(self, texts, *how):
+        if 181 in [row.position for text in texts for row in text.rows.values()] and len(failed) < 2:
+            failed.append(len(texts))
+            raise error
+        return own(self, texts, *how)
+
+    monkeypatch.setattr(DraftPool, "__call__", fail)
+    work = Scheduler(model, set())
+    run(work, requests)
+    good = [one for one in requests if one.error is None]
+    assert len(good) == (3 if isinstance(error, ValueError) else 4)
+    assert [one.answer.ids for one in good] == [alone(one) for one in good]
+    assert_free(work)
+
+
+def test_one_that_is_cancelled_while_it_waits_is_gone(model, drafts):  # noqa: F811
+    work = Scheduler(model, set())
+    first, second, third = (work.submit(request(model, seed)) for seed in range(3))
+    work.step()
+    assert not drafts and len(work.sampled) == 1
+    first.cancelled = True
+    while work.busy:
+        work.step()
+    assert first.done and not first.answer.ids and drafts == [2]
+    assert [one.answer.ids for one in (second, third)] == [alone(one) for one in (second, third)]
+    assert_free(work)
