@@ -1,8 +1,9 @@
 """Drafts of prompts that are prefilled one after the other wait for each other."""
+# ruff: noqa: F811 (the fixture `model`)
 
 import pytest
 import torch
-from test_scheduler import WORDS, alone, assert_free, ids, model, run  # noqa: F401 (a fixture)
+from test_scheduler import WORDS, alone, assert_free, ids, model, run  # noqa: F401
 
 from kvkeep.cache.draft_pool import MOST_ROWS, DraftPool
 from kvkeep.compress.parse import parse
@@ -15,7 +16,7 @@ from kvkeep.engine.sequence import SequenceConfig
 TOKENS = 3  # of a draft
 
 
-def request(model, seed, length=200, new=5, budget=40):  # noqa: F811
+def request(model, seed, length=200, new=5, budget=40):
     config = SequenceConfig(model, WORDS, parse("kvkeep_lookahead", tokens=TOKENS, window=16), budget)
     return Request(config, ids(seed, length), Generation(new))
 
@@ -34,7 +35,7 @@ def drafts(monkeypatch):
     return found
 
 
-def test_prompts_are_drafted_together_and_say_what_each_says_alone(model, drafts):  # noqa: F811
+def test_prompts_are_drafted_together_and_say_what_each_says_alone(model, drafts):
     requests = [request(model, seed, 180 + seed) for seed in range(MOST_ROWS + 3)]
     work = Scheduler(model, set())
     run(work, requests)
@@ -44,21 +45,53 @@ def test_prompts_are_drafted_together_and_say_what_each_says_alone(model, drafts
     assert_free(work)
 
 
-def test_one_prompt_and_one_that_is_read_do_not_wait(model, drafts):  # noqa: F811
-    work = Scheduler(model, set())
-    work.submit(request(model, 1))
-    work.step()
-    assert drafts == [1]
-    read, other = (work.submit(request(model, seed)) for seed in (2, 3))
-    read.interactive = True
-    work.step()
-    assert drafts == [1, 1] and read.answer.ids and not other.answer.ids
+@pytest.mark.parametrize("read, together", [(False, [MOST_ROWS, 2]), (True, [MOST_ROWS // 2] * 2 + [2])])
+def test_fewer_wait_where_answers_are_read_and_first_tokens_wait_for_no_draft(
+    model, drafts, read, together, monkeypatch
+):
+    work, known, add = Scheduler(model, set()), {}, Request.add
+    monkeypatch.setattr(
+        Request, "add", lambda self, *given: known.setdefault(id(self), len(drafts)) and None or add(self, *given)
+    )
+    requests = [work.submit(request(model, seed)) for seed in range(MOST_ROWS + 2)]
+    for one in requests:
+        one.interactive = read
     while work.busy:
         work.step()
-    assert [one.answer.ids for one in (read, other)] == [alone(one) for one in (read, other)]
+    assert drafts == together
+    first = [known[id(each)] for each in requests]  # drafts before its first token
+    ends = [sum(together[:number]) for number in range(1, len(together) + 1)]
+    assert first == [sum(end <= place for end in ends) for place in range(len(requests))]
+    assert [one.answer.ids for one in requests] == [alone(one) for one in requests]
 
 
-def test_they_do_not_wait_for_prompts_that_memory_keeps_out(model, drafts):  # noqa: F811
+def test_a_first_token_that_ends_the_answer_waits_for_the_draft(model, drafts):
+    """What is kept is known when an answer is there."""
+    free, short = request(model, 1), request(model, 1, new=1)
+    run(Scheduler(model, set()), [free])
+    end = request(model, 1)
+    for one, eos in ((short, set()), (end, {free.answer.ids[0]})):
+        done = []
+        one.notify = lambda mine=one, done=done: done.append((mine.done, mine.kept_tokens, len(drafts)))
+        drafts.clear()
+        run(Scheduler(model, eos), [one])
+        assert all(kept == 40 and number == 1 for _, kept, number in done) and done[-1][0]
+    assert short.answer.ids == free.answer.ids[:1] and not end.answer.ids
+
+
+def test_a_prompt_alone_is_drafted_in_the_step_that_delivers_its_first_token(model, drafts):
+    work, one = Scheduler(model, set()), request(model, 1)
+    work.submit(one)
+    work.step()
+    assert not drafts and not one.answer.ids
+    work.step()
+    assert drafts == [1] and len(one.answer.ids) == 1
+    while work.busy:
+        work.step()
+    assert one.answer.ids == alone(one)
+
+
+def test_they_do_not_wait_for_prompts_that_memory_keeps_out(model, drafts):
     requests = [request(model, seed) for seed in range(6)]
     total = Scheduler(model, set(), memory=10**9)
     run(total, requests[:1])
@@ -70,7 +103,7 @@ def test_they_do_not_wait_for_prompts_that_memory_keeps_out(model, drafts):  # n
     assert_free(work)
 
 
-def test_nor_for_more_than_a_draft_can_hold(model, drafts, monkeypatch):  # noqa: F811
+def test_nor_for_more_than_a_draft_can_hold(model, drafts, monkeypatch):
     monkeypatch.setattr(scheduling, "most_held", lambda model: 1)
     requests = [request(model, seed) for seed in range(3)]
     run(Scheduler(model, set()), requests)
@@ -78,7 +111,7 @@ def test_nor_for_more_than_a_draft_can_hold(model, drafts, monkeypatch):  # noqa
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), torch.OutOfMemoryError("of a draft")])
-def test_a_draft_that_fails_costs_one_request_and_memory_that_is_short_none(model, drafts, error, monkeypatch):  # noqa: F811
+def test_a_draft_that_fails_costs_one_request_and_memory_that_is_short_none(model, drafts, error, monkeypatch):
     """One that runs out of memory beside others is tried again."""
     requests, own, failed = [request(model, seed, 180 + seed) for seed in range(4)], DraftPool.__call__, []
 
@@ -97,14 +130,14 @@ def test_a_draft_that_fails_costs_one_request_and_memory_that_is_short_none(mode
     assert_free(work)
 
 
-def test_one_that_is_cancelled_while_it_waits_is_gone(model, drafts):  # noqa: F811
+def test_one_that_is_cancelled_while_it_waits_is_gone(model, drafts):
     work = Scheduler(model, set())
     first, second, third = (work.submit(request(model, seed)) for seed in range(3))
-    work.step()
-    assert not drafts and len(work.sampled) == 1
+    work.step(), work.step()
+    assert not drafts and len(work.sampled) == 2
     first.cancelled = True
     while work.busy:
         work.step()
-    assert first.done and not first.answer.ids and drafts == [2]
+    assert first.done and len(first.answer.ids) == 1 and drafts == [2]
     assert [one.answer.ids for one in (second, third)] == [alone(one) for one in (second, third)]
     assert_free(work)

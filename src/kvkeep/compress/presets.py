@@ -58,9 +58,12 @@ def kvkeep_lookahead(tokens=32, window=32, pool=7, block=16, sinks=4, alpha=0.5,
     return replace(method, name="kvkeep_lookahead", scorer=ValueNormScorer(drafting.scorer), draft=drafting.draft)
 
 
-def kvkeep_context(near: int | None = None, chunk=2048, sinks=4, floor=0.25, local=True, norm: int | None = None):
+def kvkeep_context(
+    near: int | None = None, chunk=2048, sinks=4, floor=0.25, local=True, norm: int | None = None, recent=0
+):
     method = kvzip_plus(chunk, sinks, near=near, local=local, norm=norm)
-    return replace(method, name="kvkeep_context", heads=SharedBudget(floor, yields=True))
+    heads, guard = SharedBudget(floor, yields=True), replace(method.guard, recent=recent)
+    return replace(method, name="kvkeep_context", heads=heads, guard=guard)
 
 
 def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0, boundary=IntentKVScorer.boundary):

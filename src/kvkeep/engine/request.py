@@ -143,9 +143,13 @@ class Request:
 
     @property
     def can_draft_later(self) -> bool:
-        """Whether a draft after this prompt may wait for those of the next prompts."""
-        waits = not (self.interactive or self.prefill_only or self.pin is not None)
-        return waits and self.config.method.draft is not None
+        """Whether a draft after this prompt may wait: for its first token, and for drafts after the next prompts."""
+        return self.config.method.draft is not None and not self.prefill_only and self.pin is None
+
+    def goes_on_after(self, token: int, eos_token_ids: set[int]) -> bool:
+        """Whether the answer surely does not end with this token, its first."""
+        more = self.how.max_new_tokens > 1 and token not in eos_token_ids
+        return more and not self.how.stop and not self.how.constraint
 
     def report_progress(self) -> None:
         """After a chunk."""

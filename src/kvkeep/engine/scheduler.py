@@ -226,11 +226,10 @@ class Scheduler(HeldRequests):
         """One forward pass; a long one lets captured decode steps of the active batches pass between its layers."""
         if not chunks:
             return
-        alone = len(self.waiting) == len(chunks) and not self._drafts_due
         for request, ids in chunks:
             cache, ends = request.sequence.cache, request.ends_with(ids)
             cache.settles_later = ends and request.can_settle_later
-            cache.passes_later = ends and request.can_draft_later and not alone
+            cache.passes_later = ends and request.can_draft_later
         try:
             passing, caches = self._decode_between_layers(chunks, active), [one.sequence.cache for one, _ in chunks]
             with between_passes(caches, partial(self._replay, active), self.draft_room):
@@ -314,14 +313,30 @@ class Scheduler(HeldRequests):
 
     def _end_prefills(self, count: int, more: bool, active: list[DecodeBatch]) -> None:
         """Of the first so many that are sampled. Drafts wait for each other while there are more prompts to prefill."""
-        due, sampled = self._drafts_due, list(self.sampled)[:count]
-        held = sum(request.sequence.cache.nbytes for request in due)
-        if due and not (more and len(due) < MOST_ROWS and held < most_held(self.model)):
+        sampled, due = list(self.sampled)[:count], self._drafts_due
+        begins = bool(due) and not (more and self._may_wait(due))
+        for first in self.sampled if begins else sampled:
+            self._deliver_first(first)
+        if begins:
             self._run_passes(due, active)
         for first in sampled:
             if first in self.sampled and not first.requests[0].sequence.cache.passes_later:
                 self._end_prefill(first)
                 self.sampled.remove(first)
+
+    def _deliver_first(self, first: InflightStep) -> None:
+        """Before its draft, if that is due: the token does not depend on what is evicted, but an end has to wait."""
+        if not first.requests[0].sequence.cache.passes_later:
+            return
+        for request, token, logprobs in first.wait():
+            if not request.answer.ids and request.goes_on_after(token, self.eos_token_ids):
+                request.add(token, self.eos_token_ids, logprobs)
+
+    def _may_wait(self, due: list[Request]) -> bool:
+        """For more drafts: fewer of them where somebody waits for the next token."""
+        most = MOST_ROWS // 2 if any(request.interactive for request in due) else MOST_ROWS
+        held = sum(request.sequence.cache.nbytes for request in due)
+        return len(due) < most and held < most_held(self.model)
 
     def _run_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
         """After prompts whose drafts have waited: together or, where that fails, one by one."""
@@ -357,7 +372,8 @@ class Scheduler(HeldRequests):
             with self._fails_alone(request):
                 request.sequence.cache.settle()
                 request.count_kept()
-                request.add(token, self.eos_token_ids, logprobs)
+                if not request.answer.ids:
+                    request.add(token, self.eos_token_ids, logprobs)
                 if not request.done:
                     self.prefilled.append((request, self._batch_for(request)))
         self._admit_prefilled()
