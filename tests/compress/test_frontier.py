@@ -15,7 +15,7 @@ from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.scorers.chance import POSITIONS
-from kvkeep.compress.scorers.compactor import CompactorScorer
+from kvkeep.compress.scorers.compactor import CompactorScorer, gram
 from kvkeep.compress.scorers.echo import Repetition
 from kvkeep.compress.select import ranks, select
 from kvkeep.compress.uniform import uniform
@@ -265,3 +265,9 @@ def test_compactor(seed):
     worst = sorted((score for row in scores for score in row), reverse=True)[most - 1]
     assert sum(map(len, shared)) == most  # standardized over the layer, so heads compare
     assert all(scores[head][j] >= worst - 1e-3 for head, mine in enumerate(shared) for j in mine)
+
+
+@pytest.mark.parametrize("n", [1, 1023, 1024, 2500])
+def test_products_of_blocks_are_the_products(n):
+    x = torch.randn(2, n, 5)
+    assert torch.allclose(gram(x), x.double().mT @ x.double(), rtol=1e-5, atol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvkeep.kernels.torch import reference
-from kvkeep.kernels.triton import column_mass, column_maximum, decode, extend_attention
+from kvkeep.kernels.triton import chunk_mass, column_mass, column_maximum, decode, extend_attention
 from kvkeep.types import PAD_POSITION
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -208,6 +208,31 @@ def test_repeated_attention(shape, capped, kind):
                     got = column_maximum.repeated_attention(queries, own, keys, first, *rest)
                     want = reference.repeated_attention(*(t.float() for t in (queries, own, keys, first)), *rest)
                     assert off(got, want) <= BOUND[kind]
+
+
+CHUNKS = [  # heads, kv_heads, chunks, size, dim
+    (1, 1, 1, 1, 16),
+    (4, 2, 3, 5, 16),
+    (6, 2, 2, 100, 24),
+    (4, 1, 2, 256, 64),
+    (2, 1, 1, 300, 32),
+]
+
+
+@pytest.mark.parametrize("shape, kind", pairs(CHUNKS, BOUND), ids=str)
+def test_chunk_mass(shape, kind):
+    heads, kv_heads, chunks, size, dim = shape
+    torch.manual_seed(size)
+    queries = drawn(heads, chunks * size + 2, dim, kind=kind)[:, 1:-1]
+    keys = drawn(chunks * size, kv_heads, dim, kind=kind).transpose(0, 1)
+    got, want = chunk_mass.chunk_mass(queries, keys, size), reference.chunk_mass(queries, keys, size)
+    assert off(got, want) <= BOUND[torch.float32]  # no product is rounded
+    assert got.view(kv_heads, chunks, size).sum(-1).allclose(torch.tensor(float(size), device=DEVICE))
+
+
+def test_chunk_mass_of_logits_beyond_the_exponential():
+    queries, keys = 100 * torch.eye(16, device=DEVICE)[None, :8], torch.eye(16, device=DEVICE)[None, :8]
+    assert chunk_mass.chunk_mass(queries, keys, 4)[0].allclose(torch.ones(8, device=DEVICE))
 
 
 def test_column_mass_of_queries_with_more_digits_than_keys():

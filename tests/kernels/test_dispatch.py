@@ -50,3 +50,27 @@ def test_a_kernel_starts_where_its_tensors_are(monkeypatch):
     now[0] = 1
     monkeypatch.setattr(torch.cuda, "device", None)  # nothing to do
     assert best(torch.randn(2).as_subclass(There)) == 1
+
+
+@pytest.mark.parametrize(
+    "size, dim, kind, fits",
+    [
+        (256, 128, torch.bfloat16, True),
+        (3, 80, torch.float32, True),
+        (257, 128, torch.bfloat16, True),
+        (513, 16, torch.bfloat16, False),
+        (257, 256, torch.bfloat16, False),
+        (256, 256, torch.float32, False),
+    ],
+)
+def test_chunks_of_keys_that_fit_into_shared_memory_have_a_kernel(size, dim, kind, fits):
+    from kvkeep.kernels.dispatch import chunk_mass
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda")
+
+    queries, keys = (torch.zeros(1, size, dim, dtype=kind).as_subclass(OnGpu) for _ in range(2))
+    assert chunk_mass.uses_kernel(queries, keys, size) is fits
+    assert not chunk_mass.uses_kernel(queries, keys.to(torch.float16), size)
+    assert not chunk_mass.uses_kernel(queries.mT.contiguous().mT, keys, size)
+    assert not chunk_mass.uses_kernel(queries.as_subclass(torch.Tensor), keys, size)

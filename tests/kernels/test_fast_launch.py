@@ -301,6 +301,7 @@ def test_kernels_of_reading_and_writing_are_quick():
         "weighted_query",
         "column_mass",
         "column_maximum",
+        "chunk_mass",
         "divergence",
         "assign",
         "key_similarity",

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from kvkeep.kernels.torch import reference
 from kvkeep.kernels.torch.reference import padded_attention
 
 
@@ -23,3 +24,18 @@ def test_attention_over_slots_is_attention(q, softcap, sinks):
         total = sum(map(math.exp, logits)) + (math.exp(float(extra[head])) if sinks else 0)
         want = sum(math.exp(each) / total * values[row, mine, i].double() for i, each in enumerate(logits))
         assert torch.allclose(got[row, head, number].double(), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("logits", [1, 2**25])
+def test_attention_within_chunks_is_a_softmax_of_each_query(logits, monkeypatch):
+    monkeypatch.setattr(reference, "CHUNK_LOGITS", logits)  # one chunk at a time, or all
+    torch.manual_seed(0)
+    heads, kv_heads, chunks, size, dim = 4, 2, 3, 5, 6
+    queries, keys = torch.randn(heads, chunks * size, dim), torch.randn(kv_heads, chunks * size, dim)
+    want = torch.zeros(kv_heads, chunks * size, dtype=torch.float64)
+    for head, i in torch.cartesian_prod(torch.arange(heads), torch.arange(chunks * size)).tolist():
+        mine, first = head // 2, i // size * size
+        weights = [math.exp(float(queries[head, i].double() @ keys[mine, first + j].double())) for j in range(size)]
+        for j, weight in enumerate(weights):
+            want[mine, first + j] += weight / sum(weights) / 2
+    assert torch.allclose(reference.chunk_mass(queries, keys, size).double(), want, atol=1e-5)

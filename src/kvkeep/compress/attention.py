@@ -77,17 +77,18 @@ def mean_and_variance(rows: Tensor) -> tuple[Tensor, Tensor]:
     return mean.squeeze(-2), variance.squeeze(-2)
 
 
-def new_chunks(seen: Observation, size: int, most: int = 1) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+def new_chunks(seen: Observation, size: int, together: bool = False) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Position of the first token, length, queries [heads, m, dim] and keys [kv_heads, m, dim] of this pass's chunks.
 
-    Chunks begin at multiples of their size; one that the pass cuts is shorter. Those of one length come together, at
-    most so many.
+    Chunks begin at multiples of their size; one that the pass cuts is shorter. together: those of one length at once
     """
-    keys = seen.keys.gather(1, seen.newest[..., None].expand(-1, -1, seen.keys.shape[-1]))
+    keys = seen.keys[:, seen.tokens - seen.new :]
+    if seen.is_padded:
+        keys = seen.keys.gather(1, seen.newest[..., None].expand(-1, -1, seen.keys.shape[-1]))
     before = seen.seq_len - seen.new
     edges = [before, *range((before // size + 1) * size, seen.seq_len, size), seen.seq_len]
     for length, chunks in groupby(pairwise(edges), lambda chunk: chunk[1] - chunk[0]):
         starts = [first for first, _ in chunks]
-        for run in (starts[i : i + most] for i in range(0, len(starts), most)):
+        for run in [starts] if together else [[first] for first in starts]:
             part = slice(run[0] - before, run[-1] + length - before)
             yield run[0], length, seen.queries[:, part], keys[:, part]

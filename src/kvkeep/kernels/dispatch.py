@@ -25,6 +25,12 @@ def _two_dense_last_axes(first: Tensor, second: Tensor, *_: Any) -> bool:
     return first.stride(-1) == second.stride(-1) == 1
 
 
+def _chunk_fits(queries: Tensor, keys: Tensor, size: int) -> bool:
+    """The keys of a chunk are one tile, in a GPU's shared memory."""
+    tile = (1 << (size - 1).bit_length()) * (1 << (keys.shape[-1] - 1).bit_length()) * keys.element_size()
+    return size <= 512 and tile <= 2**17 and queries.dtype == keys.dtype and _two_dense_last_axes(queries, keys)
+
+
 append_ragged = KernelDispatch("append_ragged", "decode")
 copy_segments = KernelDispatch("copy_segments", "decode")
 two_region_attention = KernelDispatch("two_region_attention", "retrieval_attention", _dense_last_axis)
@@ -37,6 +43,7 @@ quantized_attention = KernelDispatch("quantized_attention", "quantized_decode", 
 column_mass = KernelDispatch("column_mass", "column_mass")
 column_maximum = KernelDispatch("column_maximum", "column_maximum")
 repeated_attention = KernelDispatch("repeated_attention", "column_maximum")
+chunk_mass = KernelDispatch("chunk_mass", "chunk_mass", _chunk_fits)
 js_distance = KernelDispatch("js_distance", "divergence")
 assign = KernelDispatch("assign", "assign")
 means = KernelDispatch("means", "assign")

@@ -8,20 +8,21 @@ is removed, the more leverage counts. No question is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvkeep.compress.attention import new_chunks, norms, token_mask
 from kvkeep.compress.pooling import pool
 from kvkeep.compress.uniform import layer_seed, uniform
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.dispatch import chunk_mass
 from kvkeep.types import Observation
 
 UNSCORED = 1e6  # score of generated tokens: they are evicted last
-BLOCK = 2**25  # logits held at a time
+GRAM_BLOCK = 1024  # tokens whose products are summed in float32
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,10 @@ class CompactorScorer:
         """x (XᵀX + ridge)⁻¹ xᵀ of each key x, centred and projected. [kv_heads, n]"""
         real = tokens[..., None]
         keys = seen.rotate(seen.keys.float(), -seen.token_positions.where(tokens, 0))
-        mean = (keys * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
-        x = ((keys - mean) * real) @ self.directions(keys.shape[-1], seen.layer, keys.device)
-        products = (x.transpose(1, 2) @ x).double()
+        x = keys @ self.directions(keys.shape[-1], seen.layer, keys.device)
+        mean = (x * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
+        x = (x - mean) * real
+        products = gram(x)
         products.diagonal(dim1=1, dim2=2).add_(self.ridge)
         return torch.linalg.vecdot(x @ torch.linalg.inv(products).float(), x)
 
@@ -74,16 +76,23 @@ class ChunkAttention:
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         if seen.is_step:
             return seen.token_state
-        received = seen.memoize(self, lambda: torch.cat(list(self._received(seen)), 1))
+        received = seen.memoize(self, lambda: self._received(seen))
         return seen.token_state.scatter(1, seen.newest[..., None], received.clamp_min(1e-30)[..., None])
 
-    def _received(self, seen: Observation) -> Iterator[Tensor]:
-        """Column sums of softmax(queries keysᵀ), averaged over the group, several chunks at a time. [kv_heads, m]"""
-        together = max(1, BLOCK // (len(seen.queries) * self.chunk**2))
-        for _, size, queries, keys in new_chunks(seen, self.chunk, together):
-            grouped = queries.float().unflatten(1, (-1, size)).unflatten(0, (len(keys), -1))
-            keys_of_each = keys.float().unflatten(1, (-1, size))[:, None]
-            yield (grouped @ keys_of_each.transpose(-1, -2)).softmax(-1).sum(-2).mean(1).flatten(1)
+    def _received(self, seen: Observation) -> Tensor:
+        """Column sums of softmax(queries keysᵀ), averaged over the group. [kv_heads, new]"""
+        chunks = new_chunks(seen, self.chunk, together=True)
+        return torch.cat([chunk_mass(queries, keys, size) for _, size, queries, keys in chunks], 1)
+
+
+def gram(x: Tensor) -> Tensor:
+    """XᵀX, blocks of tokens by themselves first: a GPU is slow at few columns and very many rows.
+
+    x [kv_heads, n, columns] -> [kv_heads, columns, columns] float64
+    """
+    size = min(GRAM_BLOCK, x.shape[1])
+    blocks = pad(x, (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
+    return (blocks.transpose(-1, -2) @ blocks).sum(1, dtype=torch.float64)
 
 
 def standardized(scores: Tensor, tokens: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from kvkeep.kernels.chunk_attention import causal_lower_right, chunk_attention
 BLOCK_PROBS = {"cpu": 2**22}  # attention probabilities held while `column_mass` sums them: what a CPU's cache holds
 BLOCK_PROBS_GPU = 2**26  # 256 MB
 BLOCK_TOKENS = 1024  # tokens per block where several passes over a block follow
+CHUNK_LOGITS = 2**25  # held at a time by `chunk_mass`
 
 
 def probabilities(
@@ -171,6 +172,21 @@ def repeated_attention(
         else:
             highest += rows.pow(norm).sum((1, 2))
     return highest if norm is None else highest.pow(1 / norm)
+
+
+def chunk_mass(queries: Tensor, keys: Tensor, size: int) -> Tensor:
+    """Attention each key receives from the queries of its own chunk, summed over them, averaged over the group.
+
+    Every query sees its whole chunk, without a scale. Some chunks at a time.
+    queries [heads, m, dim], keys [kv_heads, m, dim], m a multiple of the chunks' size -> [kv_heads, m] float32
+    """
+    together = size * max(1, CHUNK_LOGITS // (len(queries) * size**2))
+    received = []
+    for some, theirs in zip(queries.split(together, 1), keys.split(together, 1), strict=True):
+        grouped = some.float().unflatten(1, (-1, size)).unflatten(0, (len(keys), -1))
+        keys_of_each = theirs.float().unflatten(1, (-1, size))[:, None]
+        received.append((grouped @ keys_of_each.transpose(-1, -2)).softmax(-1).sum(-2).mean(1).flatten(1))
+    return torch.cat(received, 1)
 
 
 def sum_over_queries(rows: Tensor) -> Tensor:
