@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 Softmax = tuple[float, float | None, Tensor | None]  # of attention: scale, soft cap, sink logits
-Rotate = Callable[[Tensor, Tensor], Tensor]  # moves vectors [.., n, dim] by [.., n] positions, as RoPE does
+Rotate = Callable[..., Tensor]  # moves vectors [.., n, dim] by [.., n] positions, as RoPE does; a dtype may follow
 
 
-def stay(vectors: Tensor, by: Tensor) -> Tensor:
+def stay(vectors: Tensor, by: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """In the place of a rotation: vectors without positions."""
-    return vectors
+    return vectors if dtype is None else vectors.to(dtype)
 
 
 NOTHING = torch.empty(0)  # in place of a tensor that is not needed
@@ -80,7 +80,7 @@ class Observation:
     layer: int = 0
     layers: int = 1
     lse: Tensor | None = None  # [heads, w] log-sum-exp of each query's logits, where the attention kernel returned it
-    rotate: Callable[[Tensor, Tensor], Tensor] = stay  # moves [.., n, dim] by [.., n] positions, as RoPE does
+    rotate: Rotate = stay
     whole: int = 0  # tokens of the prompt, where its end is known; 0: it is not
     memo: dict[Any, Tensor] | None = None  # results shared by methods that observe the same queries and keys
     shared: dict[Any, Tensor] | None = None  # masks and indices that are those of every layer of a forward pass

@@ -5,7 +5,9 @@ import torch
 from conftest import make_llama
 
 import kvkeep
+from kvkeep.compress.scorers import expected_attention
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.torch.rotation import Rotation
 
 IDS = torch.randperm(128, generator=torch.Generator().manual_seed(9))[None, :100]
 SPEC = "expected_attention"
@@ -31,6 +33,19 @@ def test_moments_are_summed_over_passes(spec):
         torch.testing.assert_close(summaries(in_passes)[key], summary, rtol=1e-4, atol=1e-3)
         assert (summary[:, -1] == 96).all()  # the first four do not count
     assert kept(at_once) == kept(in_passes)
+
+
+@pytest.mark.parametrize("first, n", [(0, 11), (0, 3), (2, 4), (7, 9)])
+def test_moments_of_queries_at_position_0(first, n, monkeypatch):
+    monkeypatch.setattr(expected_attention, "BLOCK", 4)  # a few queries at a time
+    torch.manual_seed(n)
+    queries, rotation = torch.randn(2, n, 6), Rotation(torch.tensor([1.0, 0.3, 0.01]), False)
+    got = expected_attention.QueryMoments()(queries, first, rotation.rotate)
+    want = torch.zeros(2, 8, 6, dtype=torch.float64)
+    for head, i in torch.cartesian_prod(torch.arange(2), torch.arange(min(n, max(0, 4 - first)), n)).tolist():
+        plain = rotation.rotate(queries[head, i : i + 1], torch.tensor([-first - i]))[0].double()
+        want[head] += torch.cat([plain.outer(plain), plain[None], torch.ones(1, 6)])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_saved_one_goes_on_where_it_was(tmp_path):

@@ -8,6 +8,7 @@ from oracles import frontier
 from test_against_oracles import assert_same, draw, ours
 
 import kvkeep
+from kvkeep.compress.attention import gram
 from kvkeep.compress.budget.coverage import Needed, amounts
 from kvkeep.compress.budget.heads import AdaptiveHeads, EqualHeads, Threshold
 from kvkeep.compress.budget.shared import Candidates, SharedBudget, best_of, coverage_of
@@ -15,7 +16,7 @@ from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.scorers.chance import POSITIONS
-from kvkeep.compress.scorers.compactor import CompactorScorer, gram
+from kvkeep.compress.scorers.compactor import CompactorScorer
 from kvkeep.compress.scorers.echo import Repetition
 from kvkeep.compress.select import ranks, select
 from kvkeep.compress.uniform import uniform

@@ -11,7 +11,7 @@ from conftest import make_llama
 
 import kvkeep
 from kvkeep.kernels.torch import rotation
-from kvkeep.kernels.triton import apply_rope, host_gather
+from kvkeep.kernels.triton import apply_angles, apply_rope, host_gather
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore
 from kvkeep.storage.offload.pinned import HostBlockTable
 
@@ -238,3 +238,19 @@ def test_turning(heads, n, dim, times, kind):
     got, want = apply_rope.rotate(vectors, *angles), rotation.rotate(vectors, *angles)
     bound = 1e-6 if kind == torch.float32 else 2 * torch.finfo(kind).eps  # rounded alike, unless on a verge
     assert got.dtype == kind and (got.float() - want.float()).abs().max() <= bound * vectors.float().abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("heads, n, dim, pairs", [(1, 1, 2, 1), (3, 20, 24, 5), (2, 9, 128, 64), (2, 33, 80, 16)])
+def test_angles(heads, n, dim, pairs, interleaved, own, wide, kind):
+    torch.manual_seed(n)
+    angle = 100 * torch.rand(*([heads] if own else []), n, pairs, device=DEVICE)
+    vectors = drawn(n + 3, heads, dim, kind=kind).transpose(0, 1)[:, 1 : n + 1]
+    how = vectors, angle.cos(), angle.sin(), interleaved, torch.float32 if wide else kind
+    got, want = apply_angles.apply_angles(*how), rotation.rotate_pairs(*how)
+    bound = 1e-6 if wide or kind == torch.float32 else 2 * torch.finfo(kind).eps
+    assert got.dtype == want.dtype and (got.float() - want.float()).abs().max() <= bound * vectors.float().abs().max()
+    assert got[..., 2 * pairs :].equal(want[..., 2 * pairs :])

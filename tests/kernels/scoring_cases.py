@@ -12,7 +12,7 @@ from kvkeep.compress.retrieval.index import Bounds, Centres, OffloadedTokens, Re
 from kvkeep.compress.retrieval.query import concat_heads
 from kvkeep.kernels.torch import reference
 from kvkeep.kernels.torch.reference import entropy, probabilities
-from kvkeep.kernels.triton import assign, divergence, key_similarity, unit_scores
+from kvkeep.kernels.triton import assign, divergence, key_similarity, quadratic_form, unit_scores
 from kvkeep.types import PAD_POSITION
 
 TIE = 1e-6  # cosines this close are the same to float32
@@ -211,3 +211,16 @@ def test_score_page_bounds(heads, kv_heads, units, dim, kind):
     query = drawn(heads, dim, kind=kind)
     bounds = drawn(kv_heads, units, 2, dim, kind=kind).sort(2).values
     assert off(unit_scores.score_page_bounds(query, bounds), plain_bounds(query, bounds)) <= BOUND[torch.float32]
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, n, dim", [(1, 1, 1, 16), (6, 2, 200, 24), (4, 4, 1030, 32), (4, 1, 128, 128)]
+)
+def test_quadratic_form(heads, kv_heads, n, dim):
+    torch.manual_seed(n)
+    keys = drawn(n + 1, kv_heads, dim, kind=torch.bfloat16).transpose(0, 1)[:, 1:]
+    matrices, vectors = drawn(heads, dim, dim), drawn(heads, dim, scale=3)
+    repeated = keys.double().repeat_interleave(heads // kv_heads, 0)
+    want = ((repeated @ matrices.double() + vectors.double()[:, None]) * repeated).sum(-1)
+    assert off(reference.quadratic_form(keys, matrices, vectors), want) <= BOUND[torch.float32]
+    assert off(quadratic_form.quadratic_form(keys, matrices, vectors), want) <= BOUND[torch.float32]

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 
+class OnGpu(torch.Tensor):
+    device = torch.device("cuda")
+
+
 def test_a_failing_kernel_is_reported_once_and_done_without(monkeypatch):
     from kvkeep.kernels.dispatch import KernelDispatch
-
-    class OnGpu(torch.Tensor):
-        device = torch.device("cuda")
 
     best = KernelDispatch("column_mass", "nothing_of_this_name")
     queries = torch.randn(2, 3, 4).as_subclass(OnGpu)
@@ -66,11 +67,38 @@ def test_a_kernel_starts_where_its_tensors_are(monkeypatch):
 def test_chunks_of_keys_that_fit_into_shared_memory_have_a_kernel(size, dim, kind, fits):
     from kvkeep.kernels.dispatch import chunk_mass
 
-    class OnGpu(torch.Tensor):
-        device = torch.device("cuda")
-
     queries, keys = (torch.zeros(1, size, dim, dtype=kind).as_subclass(OnGpu) for _ in range(2))
     assert chunk_mass.uses_kernel(queries, keys, size) is fits
     assert not chunk_mass.uses_kernel(queries, keys.to(torch.float16), size)
     assert not chunk_mass.uses_kernel(queries.mT.contiguous().mT, keys, size)
     assert not chunk_mass.uses_kernel(queries.as_subclass(torch.Tensor), keys, size)
+
+
+def test_rotations_that_have_a_kernel():
+    from kvkeep.kernels.torch.rotation import apply_angles
+
+    def is_used(*shape, angles=(5, 8), kind=torch.bfloat16, dtype=torch.float32, change=lambda vectors: vectors):
+        vectors, angles = change(torch.zeros(shape, dtype=kind)), torch.zeros(angles)
+        both = angles.as_subclass(OnGpu), angles.as_subclass(OnGpu)
+        return apply_angles.uses_kernel(vectors.as_subclass(OnGpu), *both, False, dtype)
+
+    assert is_used(3, 5, 16) and is_used(3, 5, 20) and is_used(3, 5, 16, angles=(3, 5, 8))
+    assert is_used(3, 5, 16, kind=torch.float32) and is_used(3, 5, 16, dtype=torch.bfloat16)
+    assert not is_used(5, 16) and not is_used(1, 3, 5, 16) and not is_used(3, 0, 16, angles=(0, 8))
+    assert not is_used(3, 5, 16, angles=(1, 8)) and not is_used(3, 5, 16, angles=(1, 5, 8))
+    assert not is_used(3, 5, 16, dtype=torch.float16) and not is_used(3, 5, 16, kind=torch.float64)
+    assert not is_used(3, 5, 16, change=lambda vectors: vectors.mT.contiguous().mT)
+    assert not is_used(3, 5, 16, change=lambda vectors: vectors.requires_grad_())
+    assert not apply_angles.uses_kernel(torch.zeros(3, 5, 16), *[torch.zeros(5, 8)] * 2, False, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "dim, kind, fits", [(128, torch.bfloat16, True), (129, torch.bfloat16, False), (64, torch.float16, False)]
+)
+def test_quadratic_forms_that_have_a_kernel(dim, kind, fits):
+    from kvkeep.kernels.dispatch import quadratic_form
+
+    keys = torch.zeros(1, 3, dim, dtype=kind)
+    assert quadratic_form.uses_kernel(keys.as_subclass(OnGpu)) is fits
+    assert not quadratic_form.uses_kernel(keys)
+    assert not quadratic_form.uses_kernel(keys.mT.contiguous().mT.as_subclass(OnGpu))

@@ -302,6 +302,8 @@ def test_kernels_of_reading_and_writing_are_quick():
         "column_mass",
         "column_maximum",
         "chunk_mass",
+        "apply_angles",
+        "quadratic_form",
         "divergence",
         "assign",
         "key_similarity",

@@ -7,10 +7,13 @@ from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvkeep.kernels.dispatch import column_mass
 from kvkeep.kernels.torch.reference import probabilities, sum_over_queries
 from kvkeep.types import PAD_POSITION, Observation
+
+GRAM_BLOCK = 1024  # tokens whose products are summed in float32
 
 
 def attention(seen: Observation, last: int) -> Tensor:
@@ -75,6 +78,18 @@ def mean_and_variance(rows: Tensor) -> tuple[Tensor, Tensor]:
     mean = rows.new_full((1, w), 1 / w) @ rows
     variance = rows.new_full((1, w), 1 / max(1, w - 1)) @ (rows - mean).square_()
     return mean.squeeze(-2), variance.squeeze(-2)
+
+
+def gram(x: Tensor) -> Tensor:
+    """XᵀX, blocks of tokens by themselves first: a GPU is slow at few columns and very many rows.
+
+    x [kv_heads, n, columns] -> [kv_heads, columns, columns] float64
+    """
+    size = min(GRAM_BLOCK, x.shape[1])
+    if missing := -x.shape[1] % size:
+        x = pad(x, (0, 0, 0, missing))
+    blocks = x.unflatten(1, (-1, size))
+    return (blocks.transpose(-1, -2) @ blocks).sum(1, dtype=torch.float64)
 
 
 def new_chunks(seen: Observation, size: int, together: bool = False) -> Iterator[tuple[int, int, Tensor, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvkeep.kernels.chunk_attention import chunk_attention
@@ -31,6 +32,10 @@ def _chunk_fits(queries: Tensor, keys: Tensor, size: int) -> bool:
     return size <= 512 and tile <= 2**17 and queries.dtype == keys.dtype and _two_dense_last_axes(queries, keys)
 
 
+def _small_bfloat16(keys: Tensor, *_: Any) -> bool:
+    return keys.dtype == torch.bfloat16 and keys.shape[-1] <= 128 and keys.stride(-1) == 1
+
+
 append_ragged = KernelDispatch("append_ragged", "decode")
 copy_segments = KernelDispatch("copy_segments", "decode")
 two_region_attention = KernelDispatch("two_region_attention", "retrieval_attention", _dense_last_axis)
@@ -44,6 +49,7 @@ column_mass = KernelDispatch("column_mass", "column_mass")
 column_maximum = KernelDispatch("column_maximum", "column_maximum")
 repeated_attention = KernelDispatch("repeated_attention", "column_maximum")
 chunk_mass = KernelDispatch("chunk_mass", "chunk_mass", _chunk_fits)
+quadratic_form = KernelDispatch("quadratic_form", "quadratic_form", _small_bfloat16)
 js_distance = KernelDispatch("js_distance", "divergence")
 assign = KernelDispatch("assign", "assign")
 means = KernelDispatch("means", "assign")

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from kvkeep.compress.attention import new_chunks, norms, token_mask
+from kvkeep.compress.attention import gram, new_chunks, norms, token_mask
 from kvkeep.compress.pooling import pool
 from kvkeep.compress.uniform import layer_seed, uniform
 from kvkeep.errors import BadParameter
@@ -22,7 +21,6 @@ from kvkeep.kernels.dispatch import chunk_mass
 from kvkeep.types import Observation
 
 UNSCORED = 1e6  # score of generated tokens: they are evicted last
-GRAM_BLOCK = 1024  # tokens whose products are summed in float32
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,9 @@ class CompactorScorer:
     def _leverage(self, seen: Observation, tokens: Tensor) -> Tensor:
         """x (XᵀX + ridge)⁻¹ xᵀ of each key x, centred and projected. [kv_heads, n]"""
         real = tokens[..., None]
-        keys = seen.rotate(seen.keys.float(), -seen.token_positions.where(tokens, 0))
+        by = -seen.token_positions.where(tokens, 0)
+        by = by[0] if min(seen.lengths) == seen.seq_len else by  # nothing was evicted
+        keys = seen.rotate(seen.keys, by, torch.float32)
         x = keys @ self.directions(keys.shape[-1], seen.layer, keys.device)
         mean = (x * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
         x = (x - mean) * real
@@ -83,16 +83,6 @@ class ChunkAttention:
         """Column sums of softmax(queries keysᵀ), averaged over the group. [kv_heads, new]"""
         chunks = new_chunks(seen, self.chunk, together=True)
         return torch.cat([chunk_mass(queries, keys, size) for _, size, queries, keys in chunks], 1)
-
-
-def gram(x: Tensor) -> Tensor:
-    """XᵀX, blocks of tokens by themselves first: a GPU is slow at few columns and very many rows.
-
-    x [kv_heads, n, columns] -> [kv_heads, columns, columns] float64
-    """
-    size = min(GRAM_BLOCK, x.shape[1])
-    blocks = pad(x, (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
-    return (blocks.transpose(-1, -2) @ blocks).sum(1, dtype=torch.float64)
 
 
 def standardized(scores: Tensor, tokens: Tensor) -> Tensor:

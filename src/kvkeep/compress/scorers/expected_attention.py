@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.compress.attention import norms, token_mask
+from kvkeep.compress.attention import gram, norms, token_mask
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.dispatch import quadratic_form
 from kvkeep.types import Observation, Rotate
 
 AMONG_HEADS = 0.02
+BLOCK = 8192  # queries that are rotated at a time
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,17 @@ class QueryMoments:
 
     def __call__(self, queries: Tensor, first: int, rotate: Rotate) -> Tensor:
         """queries [heads, n, dim] at positions first, first + 1, …"""
-        queries, first = queries[:, max(0, self.sinks - first) :].float(), max(first, self.sinks)
+        queries, first = queries[:, max(0, self.sinks - first) :], max(first, self.sinks)
         heads, n, dim = queries.shape
-        plain = rotate(queries, -torch.arange(first, first + n, device=queries.device))
-        number = plain.new_full((heads, 1, dim), n)
-        return torch.cat([plain.transpose(1, 2) @ plain, plain.sum(1, keepdim=True), number], 1).double()
+        sums = torch.zeros(heads, dim + 2, dim, dtype=torch.float64, device=queries.device)
+        sums[:, -1] = n
+        for start in range(0, n, BLOCK):
+            part = queries[:, start : start + BLOCK]
+            by = -torch.arange(first + start, first + start + part.shape[1], device=queries.device)
+            plain = rotate(part, by, torch.float32)
+            sums[:, :-2] += gram(plain)
+            sums[:, -2] += plain.sum(1)
+        return sums
 
 
 @dataclass(frozen=True)
@@ -64,14 +72,14 @@ class ExpectedAttentionScorer:
         return 1
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        means, covariances = (each.unflatten(0, (seen.kv_heads, -1)).unbind(1) for each in self._expected(seen))
+        mean, covariance = self._expected(seen)
         hidden = ~token_mask(seen) | (seen.token_positions < self.sinks)
-        keys, scores = seen.keys.float(), torch.zeros_like(hidden, dtype=torch.float32)
-        for mean, covariance in zip(means, covariances, strict=True):
-            logits = (keys @ mean[..., None])[..., 0] * seen.scale
-            if self.covariance:
-                logits += torch.linalg.vecdot(keys @ covariance, keys) * (seen.scale**2 / 2)
-            scores += logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num_(0.0) / len(means)
+        if self.covariance:
+            logits = quadratic_form(seen.keys, covariance * (seen.scale**2 / 2), mean * seen.scale)
+            logits = logits.unflatten(0, (seen.kv_heads, -1))
+        else:
+            logits = (mean * seen.scale).unflatten(0, (seen.kv_heads, -1)) @ seen.keys.float().transpose(1, 2)
+        scores = logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1).nan_to_num_(0.0).mean(1)
         return (scores + (self.epsilon or 0.0)) * norms(seen.values).float() if self.value_norms else scores
 
     def _expected(self, seen: Observation) -> tuple[Tensor, Tensor]:

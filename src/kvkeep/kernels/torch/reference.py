@@ -189,6 +189,19 @@ def chunk_mass(queries: Tensor, keys: Tensor, size: int) -> Tensor:
     return torch.cat(received, 1)
 
 
+def quadratic_form(keys: Tensor, matrices: Tensor, vectors: Tensor) -> Tensor:
+    """k M kᵀ + v kᵀ of each key k, for every query head of its group, in float32.
+
+    keys [kv_heads, n, dim], matrices [heads, dim, dim], vectors [heads, dim] -> [heads, n]
+    """
+    keys, output = keys.float(), keys.new_empty(len(matrices), keys.shape[1], dtype=torch.float32)
+    group = len(matrices) // len(keys)
+    for member in range(group):
+        products = torch.baddbmm(vectors[member::group, None], keys, matrices[member::group])
+        output[member::group] = torch.linalg.vecdot(products, keys)
+    return output
+
+
 def sum_over_queries(rows: Tensor) -> Tensor:
     """Attention summed over queries, averaged over the group. [kv_heads, group, w, n] -> [kv_heads, n]"""
     flat = rows.flatten(1, 2)
