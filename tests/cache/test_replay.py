@@ -5,6 +5,7 @@ attention, its weights renormalized over the keys that count (tests/oracles/kvzi
 """
 
 import copy
+import dataclasses
 
 import families
 import numpy as np
@@ -24,7 +25,9 @@ from kvkeep.compress.scorers.kvzip import FIRST, LATER
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.engine.shared_prefill import prefill_shared
 from kvkeep.errors import CacheMisuse, UnsupportedModel
+from kvkeep.kernels.dispatch import appended_attention
 from kvkeep.model.chat import ids_of
+from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.output_projection import output_weight
 
 IDS = torch.randperm(128, generator=torch.Generator().manual_seed(7))[None, :90]
@@ -315,3 +318,45 @@ def test_the_output_projection_is_found_whatever_it_is_made_of():
     del model.model.layers[1].self_attn.o_proj
     with pytest.raises(UnsupportedModel, match="output projection of layer 1 of LlamaForCausalLM was not found"):
         output_weight(model, 1)
+
+
+def test_heads_that_lie_one_after_the_other_are_one_tensor():
+    flat = torch.arange(60.0).view(20, 3)
+    even = [flat[1:5], flat[7:11], flat[13:17]]
+    view = replay.stacked_view(even)
+    assert view.equal(torch.stack(even)) and view.data_ptr() == even[0].data_ptr()
+    assert replay.stacked_view(even[:1]).equal(flat[None, 1:5])
+    assert replay.stacked_view([even[0]] * 2).equal(torch.stack([even[0]] * 2))
+    others = flat[7:10], flat[8:12], flat[7:11].clone(), flat[7:15:2], flat.view(torch.int32)[7:11]
+    assert all(replay.stacked_view([even[0], other, even[2]]) is None for other in others)
+    assert replay.stacked_view(even[::-1]) is None
+
+
+@pytest.mark.parametrize("how, used", [({}, True), ({"local": True}, False)], ids=str)
+def test_a_long_text_is_attended_to_where_it_lies(how, used, monkeypatch):
+    """Heads of one length, in the layer's own buffers."""
+    model, calls = sharp(), []
+    want = read(model, chunk=40, tokenizer=TOKENIZER, **how)
+    assert not appended_attention.uses_kernel(*[torch.zeros(1, 4, 2**14, 8)] * 5, 0.3)
+
+    def attend(queries, held_keys, held_values, *rest):
+        calls.append((held_keys, held_values))
+        return appended_attention.reference(queries, held_keys, held_values, *rest)
+
+    monkeypatch.setattr(replay.appended_attention, "uses_kernel", lambda *_: True)
+    monkeypatch.setattr(replay.appended_attention, "kernel", attend)
+    cache = read(model, chunk=40, tokenizer=TOKENIZER, **how)
+    assert kept(cache) == kept(want) and bool(calls) is used
+    for held in (each for call in calls for each in call):
+        assert held.shape[:3] == (1, 4, 90) and held.untyped_storage().nbytes() == held.numel() * held.element_size()
+
+
+def test_soft_caps_sinks_and_heads_of_other_lengths_are_attended_to_as_ever(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(replay.appended_attention, "uses_kernel", lambda *_: pytest.fail("not for these"))
+    query, new, flat = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(20, 8)
+    call = AttentionCall(query, new, new, None, lambda: None, 0.3, None, None)
+    equal, ragged = [flat[:9], flat[9:18]], [flat[:9], flat[9:20]]
+    replay._attend_appended(dataclasses.replace(call, softcap=2.0), equal, equal)
+    replay._attend_appended(dataclasses.replace(call, sink_logits=torch.zeros(4)), equal, equal)
+    replay._attend_appended(call, ragged, ragged)

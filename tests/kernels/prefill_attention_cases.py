@@ -3,8 +3,9 @@
 import pytest
 import torch
 from decode_cases import DEVICE, drawn, off, pairs
+from torch.nn.attention import SDPBackend
 
-from kvkeep.kernels.chunk_attention import causal_lower_right, masked_chunk_attention
+from kvkeep.kernels.chunk_attention import causal_lower_right, joined_attention, masked_chunk_attention
 from kvkeep.kernels.triton import prefill_attention
 
 
@@ -52,3 +53,32 @@ def test_causal_attention(q, n, monkeypatch):
     if DEVICE == "cuda":
         half = (t.bfloat16() for t in (queries, keys, values))
         assert off(prefill_attention.chunk_attention(*half, 0.2), want) < 2e-2
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])
+@pytest.mark.parametrize(
+    "rows, heads, kv_heads, q, n, dim",
+    [(1, 4, 2, 7, 40, 16), (2, 6, 2, 128, 30, 8), (1, 2, 2, 1, 9, 16), (1, 4, 1, 5, 7, 8)],
+)
+def test_attention_to_held_and_own_keys_is_one_softmax(rows, heads, kv_heads, q, n, dim, backend, monkeypatch):
+    monkeypatch.setattr(prefill_attention, "HELD", 8)
+    torch.manual_seed(q)
+    queries, keys, values = (drawn(rows, q, h, dim).transpose(1, 2) for h in (heads, kv_heads, kv_heads))
+    held_keys, held_values = drawn(2, rows, kv_heads, n + 3, dim)[..., :n, :]
+    together = torch.cat([held_keys, keys], 2), torch.cat([held_values, values], 2)
+    want, _ = plain(queries, *together, 0.3, causal_lower_right(q, n + q, queries.device))
+    parts = queries, held_keys, held_values, keys, values
+    assert off(joined_attention(*parts, 0.3), want) < 1e-4
+    if DEVICE == "cuda":  # whichever torch takes
+        assert off(prefill_attention.appended_attention(*(t.bfloat16() for t in parts), 0.3), want) < 2e-2
+
+    def attend(queries, keys, values, causal, scale):
+        assert causal or keys.shape[2] == n // 8 * 8
+        allowed = causal_lower_right(queries.shape[2], keys.shape[2], queries.device) if causal else None
+        output, lse = plain(queries, keys, values, scale, allowed)
+        return output.float(), lse.float()
+
+    monkeypatch.setattr(prefill_attention, "sdpa_backend", lambda *_: backend)
+    monkeypatch.setattr(prefill_attention, "_cudnn", attend)
+    monkeypatch.setattr(prefill_attention, "_flash", attend)
+    assert off(prefill_attention.appended_attention(*parts, 0.3), want) < 1e-5

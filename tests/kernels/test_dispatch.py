@@ -102,3 +102,20 @@ def test_quadratic_forms_that_have_a_kernel(dim, kind, fits):
     assert quadratic_form.uses_kernel(keys.as_subclass(OnGpu)) is fits
     assert not quadratic_form.uses_kernel(keys)
     assert not quadratic_form.uses_kernel(keys.mT.contiguous().mT.as_subclass(OnGpu))
+
+
+def test_long_texts_that_are_attended_to_in_two_passes(monkeypatch):
+    from kvkeep.kernels import chunk_attention as module
+
+    def is_used(q=8, n=32, dim=16, kind=torch.bfloat16, own=None, backend="cudnn", like=OnGpu):
+        monkeypatch.setattr(module, "sdpa_backend", lambda *_: backend)
+        shapes = ((4, q, kind), (2, n, kind), (2, n, kind), (2, q, own or kind), (2, q, own or kind))
+        parts = [torch.zeros(1, heads, m, dim, dtype=of).as_subclass(like) for heads, m, of in shapes]
+        return module.appended_attention.uses_kernel(*parts, 0.3)
+
+    monkeypatch.setattr(module, "WORTH", 256)
+    assert is_used() and not is_used(n=31) and not is_used(q=7)
+    assert not is_used(dim=20) and not is_used(own=torch.float32) and not is_used(backend=None)
+    assert not is_used(like=torch.Tensor)
+    monkeypatch.undo()
+    assert module.sdpa_backend(*(torch.zeros(1, 2, 4, 8) for _ in range(3)), 0.3) is None  # float32

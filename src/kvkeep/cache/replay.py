@@ -23,6 +23,7 @@ from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.protocols import ReplayMemory
 from kvkeep.compress.scorers.kvzip import output_gram
 from kvkeep.errors import CacheMisuse, UnsupportedModel
+from kvkeep.kernels.dispatch import appended_attention
 from kvkeep.kernels.torch.reference import segment_attention
 from kvkeep.model.chat import common_prefix_length, end_of_message, ids_of, start_of_message
 from kvkeep.model.hf_attention import AttentionCall
@@ -184,6 +185,11 @@ def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
 def _attend_appended(call: AttentionCall, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Over each head's tokens, followed by the new ones of the one row. keys, values: of each key head [n, dim]"""
     q = call.query.shape[2]
+    held_keys, held_values = stacked_view(keys), stacked_view(values)
+    if held_keys is not None and held_values is not None and call.softcap is None and call.sink_logits is None:
+        parts = call.query, held_keys[None], held_values[None], call.key, call.value, call.scale
+        if appended_attention.uses_kernel(*parts):
+            return appended_attention(*parts)
     lengths = [len(each) + q for each in keys]
     segments = list(zip(accumulate(lengths, initial=0), lengths, strict=False))
     flat_keys, flat_values = (
@@ -191,6 +197,18 @@ def _attend_appended(call: AttentionCall, keys: Sequence[Tensor], values: Sequen
         for old, new in ((keys, call.key), (values, call.value))
     )
     return segment_attention(call.query, flat_keys, flat_values, segments, [q], *call.how)
+
+
+def stacked_view(parts: Sequence[Tensor]) -> Tensor | None:
+    """Parts of one shape that lie equally far from each other in one storage, as one tensor; None if they do not."""
+    first = parts[0]
+    step = parts[1].storage_offset() - first.storage_offset() if len(parts) > 1 else first.numel()
+    for i, part in enumerate(parts):
+        alike = part.shape == first.shape and part.stride() == first.stride() and part.dtype == first.dtype
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not alike or not same or part.storage_offset() != first.storage_offset() + i * step or step < 0:
+            return None
+    return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 
 def check_can_replay(cache: CacheState, intercepted: bool) -> None:

@@ -1,4 +1,5 @@
-"""Causal attention of many queries: in torch, and the choice of triton/prefill_attention.py on a GPU."""
+"""Causal attention of many queries, without and with keys that all of them see: in torch, and the choice of
+triton/prefill_attention.py on a GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvkeep.kernels.kernel_dispatch import KernelDispatch
+
+WORTH = 2**26  # queries × held keys that are worth a cuDNN plan of their own shape
 
 
 def masked_chunk_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -40,3 +43,28 @@ def sdpa_backend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) ->
 chunk_attention = KernelDispatch(
     "chunk_attention", "prefill_attention", lambda *qkv: sdpa_backend(*qkv) is not None, masked_chunk_attention
 )
+
+
+def joined_attention(
+    queries: Tensor, held_keys: Tensor, held_values: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
+    """Of new tokens, over all that are held and causally over their own.
+
+    queries [rows, heads, q, dim], held [rows, kv_heads, n, dim], keys and values [rows, kv_heads, q, dim]
+    -> [rows, heads, q, dim]
+    """
+    return chunk_attention(queries, torch.cat([held_keys, keys], 2), torch.cat([held_values, values], 2), scale)
+
+
+def _is_long(
+    queries: Tensor, held_keys: Tensor, held_values: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> bool:
+    """Worth two passes, where torch has a kernel that returns log-sum-exps."""
+    parts = held_keys, held_values, keys, values
+    if queries.shape[2] * held_keys.shape[2] < WORTH or any(part.dtype != queries.dtype for part in parts):
+        return False
+    same_width = held_values.shape[-1] == queries.shape[-1] and queries.shape[-1] % 8 == 0
+    return same_width and sdpa_backend(queries, held_keys, held_values, scale) is not None
+
+
+appended_attention = KernelDispatch("appended_attention", "prefill_attention", _is_long, joined_attention)

@@ -19,6 +19,7 @@ from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
 STEP = 256  # lengths are rounded up to a multiple
 BLOCK = 32768  # queries at a time: each block is two more shapes
 SPAN = 16384  # earlier keys at a time, for fewer queries
+HELD = 1024  # of keys that all queries see, a multiple: texts of about one length share their plans
 LARGE = 2**25  # queries × keys that are worth cuDNN's plans
 TOKENS = 8  # of a program that merges
 
@@ -61,6 +62,33 @@ def _block(queries: Tensor, keys: Tensor, values: Tensor, scale: float, output: 
     if output is None or far:
         return attended
     return output.copy_(attended)
+
+
+def appended_attention(
+    queries: Tensor, held_keys: Tensor, held_values: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
+    """As in the reference, where torch has a kernel; few of the held keys are copied.
+
+    All queries see all of the others, so the heads of a group are more queries over one head's keys: fewer blocks of
+    queries are cut short, and keys are read once for a group.
+    """
+    rows, heads, q, dim = queries.shape
+    far = held_keys.shape[2] // HELD * HELD
+    near_keys, near_values = (
+        torch.cat([held_keys[:, :, far:], keys], 2),
+        torch.cat([held_values[:, :, far:], values], 2),
+    )
+    attended, lse = _flash(queries, near_keys, near_values, True, scale)  # no plan for what is little work
+    if not far:
+        return attended
+    by_key_head = queries.reshape(rows, held_keys.shape[1], -1, dim)
+    count, earlier = by_key_head.shape[2], (held_keys[:, :, :far], held_values[:, :, :far])
+    if sdpa_backend(by_key_head, *earlier, scale) is SDPBackend.CUDNN_ATTENTION:
+        other, other_lse = _cudnn(_padded(by_key_head), *earlier, False, scale)
+    else:
+        other, other_lse = _flash(by_key_head, *earlier, False, scale)
+    other, other_lse = (t[:, :, :count].reshape(rows, heads, q, *t.shape[3:]) for t in (other, other_lse))
+    return merge(attended, lse, other, other_lse, attended)
 
 
 def _cudnn(queries: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> Attended:
