@@ -103,7 +103,7 @@ def test_select_and_sizes_are_refused_by_name():
 
 
 @pytest.mark.parametrize(("preset", "spelled"), [
-    ("kvkeep_context", "kvzip_plus:local=true+shared:floor=0.25"),
+    ("kvkeep_context", "kvzip_plus:local=true:norm=2+shared:floor=0.35"),
     (
         "kvkeep_lookahead",
         "lookahead:tokens=32:window=32:pool=7:pooling=max:hold=8+blocks:block=16+values+sinks+adakv:alpha=0.5",

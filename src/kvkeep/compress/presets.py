@@ -58,12 +58,9 @@ def kvkeep_lookahead(tokens=32, window=32, pool=7, block=16, sinks=4, alpha=0.5,
     return replace(method, name="kvkeep_lookahead", scorer=ValueNormScorer(drafting.scorer), draft=drafting.draft)
 
 
-def kvkeep_context(
-    near: int | None = None, chunk=2048, sinks=4, floor=0.25, local=True, norm: int | None = None, recent=0
-):
+def kvkeep_context(near: int | None = None, chunk=2048, sinks=4, floor=0.35, local=True, norm: int | None = 2):
     method = kvzip_plus(chunk, sinks, near=near, local=local, norm=norm)
-    heads, guard = SharedBudget(floor, yields=True), replace(method.guard, recent=recent)
-    return replace(method, name="kvkeep_context", heads=heads, guard=guard)
+    return replace(method, name="kvkeep_context", heads=SharedBudget(floor, yields=True))
 
 
 def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0, boundary=IntentKVScorer.boundary):
@@ -363,8 +360,8 @@ METHODS = Registry("method", {
     ),
     "kvkeep_context": Preset(
         kvkeep_context, "docs/RESULTS.md", "what repeating the text, part by part, needs; one budget for all heads",
-        "kvzip_plus, but each part is repeated over itself alone, and every head keeps a quarter of an equal share "
-        f"(not with budget='auto'); {REPLAY}",
+        "kvzip_plus, but each part is repeated over itself alone, the 2-norm of all queries' attention to a token is "
+        f"its score, and every head keeps .35 of an equal share (not with budget='auto'); {REPLAY}",
     ),
     "kvkeep_lookahead": Preset(
         kvkeep_lookahead, "docs/RESULTS.md", "kvkeep, by what a draft of the answer attends to",

@@ -126,5 +126,7 @@ def _column_maximum(
                 total += tl.exp2(log_share * NORM)
             else:
                 total = tl.maximum(total, log_share)
-    result = tl.exp2(tl.log2(tl.sum(total, 0)) / NORM) if NORM else tl.exp2(tl.max(total, 0))
+    result = tl.sum(total, 0) if NORM else tl.exp2(tl.max(total, 0))
+    if NORM == 2:
+        result = tl.sqrt(result)
     tl.store(highest + head * m + tokens, result, mask=valid)
