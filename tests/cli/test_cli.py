@@ -66,7 +66,7 @@ def test_run_prints_the_answer_and_what_was_saved(tiny, document):
     assert done.exit_code == 0, done.output
     for words in ("prompt tokens", "kept per key head", "cache holds", "would hold", "first token", "per second"):
         assert words in done.stdout
-    assert done.stderr == "kvkeep: prefill\n"  # no terminal: a log
+    assert done.stderr == "kvkeep_lookahead: prefill\n"  # no terminal: a log
     assert tiny[0]["name"] == "default"
 
 
@@ -106,7 +106,7 @@ def test_run_says_that_a_short_text_is_kept_whole(tiny):
 def test_json_is_one_object_with_measured_numbers(tiny, document):
     done = kvkeep_("run", document, "How many?", "--budget", 100, "--max-new-tokens", 5, "--json")
     found = json.loads(done.stdout)
-    assert found["method"] == "kvkeep" and found["budget"] == 100 and found["model"] == "default"
+    assert found["method"] == "kvkeep_lookahead" and found["budget"] == 100 and found["model"] == "default"
     assert 0 < found["bytes"] < found["full_bytes"]
     assert found["kept_per_head"] < found["prompt_tokens"]
     assert found["first_token_s"] > 0 and found["new_tokens"] <= 5
@@ -119,15 +119,16 @@ def test_compare_runs_full_beside_it(tiny, document):
     assert found["bytes"] < found["full"]["bytes"]
     assert found["full"]["method"] == "full" and found["full"]["prompt_tokens"] == found["prompt_tokens"]
     header = next(line for line in kvkeep_(*args).stdout.splitlines() if "full" in line and "kvkeep" in line)
-    assert header.split() == ["kvkeep", "full"]
+    assert header.split() == ["kvkeep_lookahead", "full"]
 
 
 def test_several_budgets_are_run_beside_each_other(tiny, document):
     args = ("run", document, "How many?", "--budget", "64,128", "--max-new-tokens", 3)
     found = json.loads(kvkeep_(*args, "--json").stdout)
-    assert found["budget"] == 64 and found["kvkeep 128"]["budget"] == 128
-    assert found["bytes"] < found["kvkeep 128"]["bytes"]
-    assert "kvkeep 64" in (shown := kvkeep_(*args, "--compare").stdout) and "kvkeep 128" in shown and "full" in shown
+    assert found["budget"] == 64 and found["kvkeep_lookahead 128"]["budget"] == 128
+    assert found["bytes"] < found["kvkeep_lookahead 128"]["bytes"]
+    head = kvkeep_(*args, "--compare").stdout.split("──")[0].split()
+    assert head.count("kvkeep_lookahead") == 2 and head[-3:] == ["64", "128", "full"]
 
 
 def test_storage_makes_it_smaller(tiny, document):

@@ -61,7 +61,9 @@ def test_a_model_that_cannot_be_run_again_is_read_by_its_prefill_alone():
     model, words = tiny_chat.sharp()
     own = type(model).forward
     model.forward = lambda *args, **kwargs: own(model, *args, **kwargs)
-    context = kvkeep.Engine(model, words, budget=100).read(TEXT)
+    engine = kvkeep.Engine(model, words, budget=100)
+    context = engine.read(TEXT)
+    assert engine.method.name == "kvkeep" and engine.generate(TEXT, **SHORT)
     assert context._sequence.cache.method.name == "echo:near=8+shared" and context.report().kept_per_head == 100
     assert context.ask("Why?", **SHORT)
 
@@ -69,7 +71,7 @@ def test_a_model_that_cannot_be_run_again_is_read_by_its_prefill_alone():
 def test_who_chooses_no_method_gets_one_that_needs_no_question(chat):
     one = kvkeep.Engine(*chat, budget=100)
     context, known = one.read(TEXT), one.read(TEXT, question="Why?")
-    assert one.method.name == known._sequence.cache.method.name == "kvkeep"
+    assert one.method.name == known._sequence.cache.method.name == "kvkeep_lookahead"
     assert context._sequence.cache.method.name == "kvkeep_context"
     with warnings.catch_warnings():
         warnings.simplefilter("error", QueryAwareWarning)

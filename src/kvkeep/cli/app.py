@@ -79,7 +79,9 @@ def _kvkeep(
 def run(
     document: Annotated[str, typer.Argument(help="A text file, or - for standard input.")],
     question: Annotated[str, typer.Argument(help="What to ask about it.")],
-    method: Annotated[str, typer.Option(help="See `kvkeep methods`; modifiers follow it: snapkv+adakv.")] = "kvkeep",
+    method: Annotated[
+        str | None, typer.Option(help="See `kvkeep methods`; modifiers follow it: snapkv+adakv. Else kvkeep_lookahead.")
+    ] = None,
     budget: Annotated[
         str, typer.Option(help="Tokens kept per key head, a fraction of the prompt (0.1), or auto; several by commas.")
     ] = "512",
@@ -159,7 +161,7 @@ def inspect(
 @app.command(epilog=EPILOG)
 def chat(
     model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
-    method: Annotated[str | None, typer.Option(help="See `kvkeep methods`; else kvkeep.")] = None,
+    method: Annotated[str | None, typer.Option(help="See `kvkeep methods`; else kvkeep_lookahead.")] = None,
     budget: Annotated[str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1.")] = "2048",
     settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
     storage: Annotated[str | None, typer.Option(help="int8 or int4: quantize keys and values.")] = None,
@@ -171,7 +173,7 @@ def chat(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
 ) -> None:
     """Chat with a model in the terminal, and see what its cache holds. /new begins again, /quit ends."""
-    plan = inputs.plans(method or "kvkeep", budget, settings or [], storage)[0]
+    plan = inputs.plans(method, budget, settings or [], storage)[0]
     from kvkeep.cli import terminal_chat
     from kvkeep.cli.run import load_engine
 
@@ -188,7 +190,7 @@ def serve(
         str, typer.Option(envvar="KVKEEP_MODEL", help="`default`, a hub id, or a local folder.")
     ] = "default",
     method: Annotated[
-        str | None, typer.Option(help="See `kvkeep methods`; a request may name another. kvkeep, kvkeep_context.")
+        str | None, typer.Option(help="See `kvkeep methods`; a request may name another. Else kvkeep_lookahead.")
     ] = None,
     budget: Annotated[str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1.")] = "2048",
     settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
@@ -235,7 +237,7 @@ def serve(
     from kvkeep.cli import serve as serving
 
     how = given.pop("budget"), given.pop("settings") or [], given.pop("storage")
-    plan = inputs.plans(method or "kvkeep", *how)[0]
+    plan = inputs.plans(method, *how)[0]
     with show.busy("starting") as say:
         serving.run(serving.Options(**given | {"autoscale": tuple(autoscale or ())}), plan, say.note)
 

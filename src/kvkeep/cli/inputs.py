@@ -10,21 +10,23 @@ from typing import Any
 
 from kvkeep.errors import BadInput
 
+USUAL = "kvkeep_lookahead"  # what an engine chooses for most models
+
 
 @dataclass(frozen=True)
 class Plan:
-    method: str
+    method: str | None  # None: the engine's own choice
     budget: int | float | str
     parameters: dict[str, Any]
     storage: str | None = None
 
 
-def plans(method: str, budgets: str, settings: list[str], storage: str | None = None) -> list[Plan]:
+def plans(method: str | None, budgets: str, settings: list[str], storage: str | None = None) -> list[Plan]:
     """One for each of the budgets, which commas part."""
     return [_plan(method, budget.strip(), settings, storage) for budget in dict.fromkeys(budgets.split(","))]
 
 
-def _plan(method: str, budget: str, settings: list[str], storage: str | None) -> Plan:
+def _plan(method: str | None, budget: str, settings: list[str], storage: str | None) -> Plan:
     from kvkeep.compress.parse import parse_budget, setting
 
     parameters = dict(setting(each) for each in settings)
@@ -33,7 +35,7 @@ def _plan(method: str, budget: str, settings: list[str], storage: str | None) ->
         raise BadInput(
             f"--budget {budget!r} is not a number; give tokens per key head (512), a fraction (0.1) or auto."
         )
-    parse_budget(method, number, **parameters)[0].bits(storage)
+    parse_budget(method or USUAL, number, **parameters)[0].bits(storage)
     return Plan(method, number, parameters, storage)
 
 

@@ -37,7 +37,7 @@ def run(text: str, question: str, plans: list[Plan], options: Options, say: Any)
     with torch.inference_mode():  # the first forward pass is slower: it is not timed
         model(torch.zeros((1, 8), dtype=torch.long, device=model.device))
     inspector = Inspector(model, tokenizer, text, question, options.protocol, options.max_new_tokens)
-    configs = [(plan.method, plan.budget) for plan in plans if plan.method != FULL]
+    configs = [(plan.method, plan.budget) for plan in plans if plan.method and plan.method != FULL]
     size = write_page(options.out, "inspect", inspector.inspect(configs, options.model, say))
     if size > LARGE:
         say.note(f"the page has {format_bytes(size)}; fewer methods or a smaller budget make it smaller")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 import kvkeep
-from kvkeep.cli.inputs import Plan
+from kvkeep.cli.inputs import USUAL, Plan
 from kvkeep.cli.show import Outcome, busy
 from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.progress import Progress
@@ -29,7 +29,7 @@ def check_lengths(
     quiet_transformers()
     tokens = encode(load_tokenizer(name, say), with_question(document, question)).shape[1]
     for plan in plans:
-        method, _ = parse_budget(plan.method, plan.budget, **plan.parameters)
+        method, _ = parse_budget(plan.method or USUAL, plan.budget, **plan.parameters)
         check_length(method, load_context_length(name), tokens, max_new_tokens)
 
 
@@ -73,13 +73,13 @@ class QuestionRunner:
 
     def ask(self, engine: Any, plan: Plan, document: str, question: str, options: dict[str, Any], out: Any) -> Outcome:
         """options: of generation; out: where text is printed as it is decoded, or None"""
-        timer = AnswerTimer()
+        timer, name = AnswerTimer(), plan.method or engine.method.name
         with busy("starting") as say:
-            say(f"{plan.method}: prefill")
+            say(f"{name}: prefill")
             texts = engine.stream(
                 document,
                 question=question,
-                progress=lambda progress: say.often(f"{plan.method}: {format_progress(progress)}"),
+                progress=lambda progress: say.often(f"{name}: {format_progress(progress)}"),
                 **options,
             )
             for text in texts:
@@ -92,7 +92,7 @@ class QuestionRunner:
             print(file=out, flush=True)
         report = engine.cache.report().as_dict()
         return Outcome(
-            method=plan.method,
+            method=name,
             budget=plan.budget,
             answer=engine.answer.text.strip(),
             prompt_tokens=engine.answer.prompt_tokens,

@@ -120,7 +120,7 @@ def _engine(options: Options, plan: Plan, say: Callable[[str], None], tp_plan: L
 
     size = byte_count("--prefix-cache", options.prefix_cache)
     how = {
-        "method": options.method,  # None: kvkeep, and kvkeep_context for contexts
+        "method": options.method,  # None: kvkeep_lookahead, and kvkeep_context for contexts
         "memory": byte_count("--memory", options.memory) if options.memory else None,
         "prefix_cache": PrefixStore(size, options.prefix_folder) if size else None,
         "max_rows": options.max_rows,

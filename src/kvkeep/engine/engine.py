@@ -42,8 +42,8 @@ from kvkeep.model.rope import learn_rotations
 
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
 AUTO = {"coverage", "tau", "max_budget"}  # parameters of budget="auto", whatever the method
-PROMPT_METHOD = "kvkeep"  # unless another one is given
-CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared"  # the first that the model allows
+PROMPT_METHODS = "kvkeep_lookahead", "kvkeep"  # unless another one is given, the first that the model allows
+CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared"  # the same, of texts that are read before a question is known
 
 
 @contextmanager
@@ -79,7 +79,8 @@ class Engine:
         prefix_cache: PrefixStore | int | None = None,
         **parameters: Any,
     ):
-        """method: None: `kvkeep`, and `kvkeep_context` for texts that are read before a question is known
+        """method: None: `kvkeep_lookahead`, and `kvkeep_context` for texts that are read before a question is known;
+        where a model cannot be run again beside its cache, `kvkeep` and `echo:near=8+shared`.
 
         prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
 
@@ -99,9 +100,12 @@ class Engine:
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         auto = {name: parameters[name] for name in AUTO & parameters.keys() if budget == "auto"}
         self._context_method = None
-        if method is None and not head_shards(uncompiled(model)):  # there, texts are read with the prompts' method
-            self._context_method = parse_budget(_context_method(model, budget, auto), budget, **auto)[0]
-        how = *parse_budget(method or PROMPT_METHOD, budget, **parameters), prefill_chunk_size, options
+        if method is None and head_shards(uncompiled(model)):  # texts are read with the prompts' method, too
+            method = PROMPT_METHODS[-1]
+        elif method is None:
+            method = first_allowed(model, PROMPT_METHODS, budget, parameters)
+            self._context_method = parse_budget(first_allowed(model, CONTEXT_METHODS, budget, auto), budget, **auto)[0]
+        how = *parse_budget(method, budget, **parameters), prefill_chunk_size, options
         self.config = SequenceConfig(model, tokenizer, *how)
         self._sequence = self.config.new_sequence()
         self.config = replace(self.config, host_budget=self._sequence.cache.host_budget)
@@ -455,10 +459,10 @@ class Engine:
         return complete and begins and self.cache.seen == len(seen)
 
 
-def _context_method(model: Any, budget: Any, auto: dict[str, Any]) -> str:
-    """Of texts that are read before a question is known: some models cannot be run again beside their cache."""
-    for spec in CONTEXT_METHODS[:-1]:
+def first_allowed(model: Any, specs: tuple[str, ...], budget: Any, parameters: dict[str, Any]) -> str:
+    """The first method that works with the model: some models cannot be run again beside their cache."""
+    for spec in specs[:-1]:
         with suppress(UnsupportedModel):
-            Cache(model, spec, budget, **auto)
+            Cache(model, spec, budget, **parameters)
             return spec
-    return CONTEXT_METHODS[-1]
+    return specs[-1]
