@@ -262,6 +262,30 @@ def test_memory_that_runs_out_in_a_prefill_costs_one_request(model):
     assert [one.answer.ids for one in (good, other)] == [alone(one) for one in (good, other)]
 
 
+@pytest.mark.parametrize("spec", ["snapkv", "h2o", "infllm"])
+def test_memory_that_runs_out_while_a_pool_grows_restarts_its_requests_in_another(model, spec, monkeypatch):
+    """Some layers have other buffers by then than those a captured step knows."""
+    work, failed = Scheduler(model, set()), []
+    first = work.submit(request(model, spec, 1, 80, 30, 64))
+    while len(first.answer.ids) < 4:
+        work.step()
+    pool = next(iter(work.batches.values())).pool
+
+    def fail(*_):
+        failed.append(len(work.running))
+        raise torch.OutOfMemoryError("of one layer")
+
+    monkeypatch.setattr(pool, "fits", lambda *_: False)
+    monkeypatch.setattr(pool, "grow", fail)
+    others = [request(model, spec, seed, 80 + seed, 6, 64) for seed in (2, 3)]
+    work.run(others)
+    while work.busy:
+        work.step()
+    assert failed == [1] and pool not in [getattr(batch, "pool", None) for batch in work.batches.values()]
+    assert [one.answer.ids for one in (first, *others)] == [alone(one) for one in (first, *others)]
+    assert_free(work)
+
+
 def test_an_end_ends_a_row_and_only_it(model):
     one = request(model, "snapkv", 1, 80)
     run(Scheduler(model, set()), [one])

@@ -139,31 +139,6 @@ def test_a_pool_takes_codes_as_they_are_and_packs_the_rest(tiny):
     assert torch.equal(pool.buffers[0].keys[:70], stored.backend.store[0].row(0)[0].keys)
 
 
-@pytest.mark.parametrize("storage", [None, "int8"])
-def test_a_pool_that_memory_did_not_let_grow_grows_by_less(tiny, storage, monkeypatch):
-    """Some layers had grown before: their rows stay, and no slot is free twice."""
-    cache, _ = fed(tiny, "snapkv", 70, storage=storage)
-    pool = RowPool(tiny, 1, 640, 128, storage)
-    pool.admit(0, cache, 30)
-    kind, layers = type(pool.buffers[0]), list(pool.buffers.values())
-    grow, parts = kind.grow, lambda each: (each.keys, each.values) if storage is None else each.kv.tensors
-    before = [[part[:9].clone() for part in parts(each)] for each in layers]
-
-    def fail(self, rows, tokens):
-        if self is layers[-1] and tokens > 3000:
-            raise torch.OutOfMemoryError("of this layer")
-        return grow(self, rows, tokens)
-
-    monkeypatch.setattr(kind, "grow", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        pool.grow(2, 6400, 128)
-    assert (pool.rows, pool.tokens) == (1, 640) and pool.grow(2, 1280, 128)
-    assert all(sum(size for _, size in free.spans) + pool.allocated[0][i][1] == 1280 for i, free in pool.free.items())
-    pool.admit(1, cache, 30)
-    for each, old in zip(pool.buffers.values(), before, strict=True):
-        assert all(torch.equal(part[: len(want)], want) for part, want in zip(parts(each), old, strict=True))
-
-
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("spec", ["kvkeep", "full", "pyramidkv", "snapkv"])
 def test_the_engine_answers_many_as_it_answers_one(spec):

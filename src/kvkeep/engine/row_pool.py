@@ -101,10 +101,10 @@ class RowPool(HFCacheAdapter):
         """Make room for more, one layer after the other; admitted rows stay where they are. -> whether there is more"""
         if (rows, tokens, longest) == (self.rows, self.tokens, self.longest):
             return False
-        for buffer in self.buffers.values():  # where memory ends in between, some have more than the pool knows of
+        for i, buffer in self.buffers.items():
             buffer.grow(rows, tokens)
-        for free in self.free.values() if tokens > self.tokens else ():
-            free.free(self.tokens, tokens - self.tokens)
+            if tokens > self.tokens:
+                self.free[i].free(self.tokens, tokens - self.tokens)
         self.rows, self.tokens, self.longest, before = rows, tokens, longest, self.slot_tables
         self._init_tables(next(iter(before.values())).starts.shape[2])
         used = sorted(self.allocated)

@@ -139,16 +139,21 @@ class Scheduler(HeldRequests):
             batch.launch()
         except OUT_OF_MEMORY as error:
             self.check_alike(error)
-            requests = list(batch.requests)
-            batch.clear()
-            self.row_limit = max(1, len(requests) // 2)
-            lost = [each for each in requests if len(requests) == 1 or each.continues]
-            for request in lost:
-                request.finish(own_error(error))
-            restarted = [each for each in requests if each not in lost]
-            for request in restarted:
-                request.restart()
-            self.waiting.put_back(restarted)
+            self._restart(batch, list(batch.requests), error)
+
+    def _restart(self, batch: DecodeBatch, requests: list[Request], error: BaseException) -> None:
+        """These, fewer at a time, in another pool: this one may have grown in some layers alone."""
+        batch.clear()
+        self.batches = {kind: each for kind, each in self.batches.items() if each is not batch}
+        self.row_limit = max(1, len(requests) // 2)
+        lost = [each for each in requests if len(requests) == 1 or each.continues]
+        for request in lost:
+            request.finish(own_error(error))
+        restarted = [each for each in requests if each not in lost]
+        for request in restarted:
+            request.restart()
+        self.waiting.put_back(restarted)
+        self.prefilled = deque((each, self._batch_for(each) if its is batch else its) for each, its in self.prefilled)
 
     def _replay(self, batches: list[DecodeBatch]) -> None:
         """A decode step in the middle of a prefill pass."""
@@ -433,10 +438,15 @@ class Scheduler(HeldRequests):
                 if not self.has_room(request, batch, between_steps):
                     return
                 batch.admit(request)
+                self.prefilled.popleft()
+            except OUT_OF_MEMORY as error:
+                self.check_alike(error)
+                self.prefilled.popleft()
+                self._restart(batch, [*batch.requests, request], error)
             except Exception as error:
                 self.check_alike(error)
+                self.prefilled.popleft()
                 request.finish(error)
-            self.prefilled.popleft()
 
 
 def own_error(error: BaseException) -> BaseException:

@@ -34,11 +34,11 @@ class RaggedBuffer:
         )
 
     def grow(self, rows: int, tokens: int) -> None:
-        """Make room for so many; of what is there, so many stay where they are."""
+        """Make room for more; what is there stays where it is."""
         for name in ("keys", "values"):
             old = getattr(self, name)
-            new, kept = old.new_zeros(tokens + 1, old.shape[1]), min(len(old) - 1, tokens)
-            new[:kept] = old[:kept]
+            new = old.new_zeros(tokens + 1, old.shape[1])
+            new[: len(old) - 1] = old[:-1]
             setattr(self, name, new)
 
     @property
@@ -89,7 +89,7 @@ class QuantizedBuffer:
         like = self.tails[0]
         larger = QuantizedBuffer(rows, like.shape[1], tokens, like.shape[3], self.kv.bits, like.dtype, like.device)
         for new, old in zip((*larger.kv.tensors, *larger.tails), (*self.kv.tensors, *self.tails), strict=True):
-            new[: len(old)] = old[: len(new)]
+            new[: len(old)] = old
         self.kv, self.tails = larger.kv, larger.tails
 
     @property
