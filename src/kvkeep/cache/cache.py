@@ -68,8 +68,8 @@ class Cache(HFCacheAdapter):
         **parameters: Any,
     ):
         """budget: tokens per key head, or a fraction of the tokens seen; "auto": as few as make up `coverage` (0.99) of
-        the method's scores or, of methods that feed the text again, score above `tau` (0.003); at most `max_budget`
-        (0.5).
+        the method's scores or, of methods that feed the text again, score above `tau` (`kvkeep_context`: 0.01, others:
+        0.003); at most `max_budget` (0.5).
 
         host_limit: bytes of host memory for offloaded tokens; disk: a folder for what exceeds them.
 

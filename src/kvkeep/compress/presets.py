@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvkeep.compress.budget.coverage import COVERAGE, TAU
+from kvkeep.compress.budget.coverage import COVERAGE
 from kvkeep.compress.budget.heads import AdaptiveHeads, Threshold
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.budget.shared import SharedBudget
@@ -30,7 +30,7 @@ from kvkeep.compress.scorers.intelllm import IntelLLMScorer
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
 from kvkeep.compress.scorers.key_norm import KeyNormScorer
 from kvkeep.compress.scorers.keydiff import KeyDiffScorer
-from kvkeep.compress.scorers.kvzip import Replay
+from kvkeep.compress.scorers.kvzip import TAU, TAU_OF_NORMS, Replay
 from kvkeep.compress.scorers.lagkv import LagKVScorer
 from kvkeep.compress.scorers.lookahead import LookaheadScorer
 from kvkeep.compress.scorers.nacl import NaclScorer
@@ -335,7 +335,7 @@ def keep_needed(coverage: float | None = None, tau: float | None = None):
     """Keep no more than the scores say is needed."""
     if coverage is not None or tau is not None:
         return lambda method: {"coverage": coverage, "tau": tau}
-    return lambda method: {"tau": TAU} if method.replay else {"coverage": COVERAGE}
+    return lambda method: {"tau": method.replay.tau} if method.replay else {"coverage": COVERAGE}
 
 
 def by_output(share=0.5, offset=1e-4):
@@ -515,8 +515,8 @@ MODIFIERS = Registry("modifier", {
     "auto": Preset(
         keep_needed, "after arXiv:2505.23416",
         "no more than makes up a share of the scores (.99), or scores above tau, within the budget",
-        f"budget='auto' is this, within half of the tokens; tau is {TAU} where the text is fed again; decided after a "
-        "prompt or each chunk of it, not in decode",
+        f"budget='auto' is this, within half of the tokens; tau is {TAU} where the text is fed again, of norms "
+        f"{TAU_OF_NORMS}; decided after a prompt or each chunk of it, not in decode",
     ),
     "pyramid": Preset(
         lambda beta=20: {"layers": Pyramid(beta)}, "arXiv:2406.02069", "early layers get larger budgets than late ones",

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 COVERAGE = 0.99  # unless another share is given
-TAU = 0.003  # of methods that feed the text again, unless another score or a share is given
 CERTAIN = 1e6  # scores from here on are no amounts: they say that a token is evicted last
 
 

@@ -23,6 +23,7 @@ LEAD = 8  # tokens
 WORDS = 32  # tokens of an instruction and the end of a message, about
 LEAST = 64  # tokens of a part, however little room the model's context length leaves
 LEAST_NORM = 0.01  # of the median: a token with an embedding near 0 must not have a score beyond all bounds
+TAU, TAU_OF_NORMS = 0.003, 0.01  # budget="auto": what scores above it is needed; a norm is more than the most
 PARTS = 64  # at most because of that: a text as long as the model's context length is not fed word by word
 
 
@@ -47,6 +48,10 @@ class Replay:
                 raise BadParameter(f"{name}={value} is too small; use {least} or more.")
         if self.norm not in (None, 1, 2):
             raise BadParameter(f"norm={self.norm} is not known; use 1, 2, or None for the most attention of any query.")
+
+    @property
+    def tau(self) -> float:
+        return TAU if self.norm is None else TAU_OF_NORMS
 
     @property
     def needs_output(self) -> bool:
