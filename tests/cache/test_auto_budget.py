@@ -205,7 +205,7 @@ def test_an_engine_covers_prompts_and_contexts():
     answers = engine.generate([text, text[:200]], max_new_tokens=6)
     assert answers == [engine.generate(each, max_new_tokens=6) for each in (text, text[:200])]
     report = engine.cache.report()
-    assert report.method == "kvkeep+auto" and report.budget == 0.5 and 0.2 < report.coverage < 0.6
+    assert report.method == "kvkeep_lookahead+auto" and report.budget == 0.5 and 0.2 < report.coverage < 0.6
     context = engine.read(text)
     assert context.report().method == "kvkeep_context+auto" and 0.3 <= context.report().coverage < 0.4
     whole = [kvkeep.Engine(*chat, "full", budget).generate(text, max_new_tokens=6) for budget in ("auto", 100)]

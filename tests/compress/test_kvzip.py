@@ -35,7 +35,7 @@ def test_scores(by_output, seed):
     group = len(queries) // len(keys)
     weights = oracle.worth(values, wo, hidden, group) if by_output else None
     logits = oracle.logits_of(queries, keys, own, scale)
-    near, norm = (None, None, 0, 1, 5)[seed % 5], (None, 1, 2)[seed % 3]
+    near, norm = (None, None, 0, 1, 5)[seed % 5], (0, 1, 2)[seed % 3]
     want = oracle.scores_from_logits(logits, start, end, n, sinks, group, weights, near, norm)
     before = single(keys[:, : min(sinks, start)])
     part = single(keys[:, start:end]), single(values[:, start:end]), before

@@ -46,7 +46,7 @@ def worth(values, wo, hidden, group):
     return out
 
 
-def scores_from_logits(logits, start, end, n, sinks, group, weights=None, near=None, norm=None):
+def scores_from_logits(logits, start, end, n, sinks, group, weights=None, near=None, norm=0):
     """[Hk, end - start]: the maximum over fed tokens and the group, or their norm. logits [Hq, fed, n + fed], scaled
 
     near: a fed token counts for keys at most so far from the one it repeats; the last fed one repeats key end - 1.
@@ -59,8 +59,8 @@ def scores_from_logits(logits, start, end, n, sinks, group, weights=None, near=N
                 if start <= j < end and (near is None or abs(j - (end - fed + i)) <= near):
                     share = share if weights is None else share * weights[h, i, j]
                     before = out[h // group, j - start]
-                    out[h // group, j - start] = max(before, share) if norm is None else before + share**norm
-    return out if norm is None else out ** (1 / norm)
+                    out[h // group, j - start] = before + share**norm if norm else max(before, share)
+    return out ** (1 / norm) if norm else out
 
 
 def logits_of(queries, keys, own, scale):

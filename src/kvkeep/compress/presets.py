@@ -58,7 +58,7 @@ def kvkeep_lookahead(tokens=32, window=32, pool=7, block=16, sinks=4, alpha=0.5,
     return replace(method, name="kvkeep_lookahead", scorer=ValueNormScorer(drafting.scorer), draft=drafting.draft)
 
 
-def kvkeep_context(near: int | None = None, chunk=2048, sinks=4, floor=0.35, local=True, norm: int | None = 2):
+def kvkeep_context(near: int | None = None, chunk=2048, sinks=4, floor=0.35, local=True, norm=2):
     method = kvzip_plus(chunk, sinks, near=near, local=local, norm=norm)
     return replace(method, name="kvkeep_context", heads=SharedBudget(floor, yields=True))
 
@@ -179,11 +179,11 @@ def echo(chunk=2048, sinks=4, gap=20, near: int | None = None):
     return Method("echo", RepetitionScorer(), Guard(sinks), memory=Repetition(chunk, sinks, gap, near))
 
 
-def kvzip(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm: int | None = None):
+def kvzip(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm=0):
     return replayed("kvzip", Replay(chunk, sinks, False, near, local, norm), layerwise)
 
 
-def kvzip_plus(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm: int | None = None):
+def kvzip_plus(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm=0):
     return replayed("kvzip_plus", Replay(chunk, sinks, True, near, local, norm), layerwise)
 
 

@@ -39,19 +39,19 @@ class Replay:
     by_output: bool = False
     near: int | None = None  # queries of tokens at most so far from a token score it; None: all of its part
     local: bool = False  # what is fed attends to the first tokens, its part and itself alone
-    norm: int | None = None  # of all queries' attention to a token: 1 or 2; None: the most counts
+    norm: int = 0  # of all queries' attention to a token: 1 or 2; 0: the most counts
     width, sees_all, prompt_only = 1, False, True
 
     def __post_init__(self) -> None:
         for name, value, least in (("chunk", self.size, 1), ("sinks", self.sinks, 0), ("near", self.near, 0)):
             if value is not None and value < least:
                 raise BadParameter(f"{name}={value} is too small; use {least} or more.")
-        if self.norm not in (None, 1, 2):
-            raise BadParameter(f"norm={self.norm} is not known; use 1, 2, or None for the most attention of any query.")
+        if self.norm not in (0, 1, 2):
+            raise BadParameter(f"norm={self.norm} is not known; use 1, 2, or 0 for the most attention of any query.")
 
     @property
     def tau(self) -> float:
-        return TAU if self.norm is None else TAU_OF_NORMS
+        return TAU_OF_NORMS if self.norm else TAU
 
     @property
     def needs_output(self) -> bool:

@@ -142,11 +142,11 @@ def repeated_attention(
     near: int | None = None,
     key_weights: Tensor | None = None,
     query_weights: Tensor | None = None,
-    norm: int | None = None,
+    norm: int = 0,
 ) -> Tensor:
     """The attention each of `keys` gets from tokens that are fed after them: the most of any query and query head.
 
-    norm: of all of them, in the place of the most: 1: their sum, 2: the root of the sum of squares
+    norm: of all of them, in the place of the most (0): 1: their sum, 2: the root of the sum of squares
     One softmax of each query, over sinks, keys, and its own tokens' keys up to itself. Queries come in blocks.
     near: the last m queries are of the keys' tokens again; those of tokens at most so far from a key count; None: all
     queries [heads, q, dim], own_keys [kv_heads, q, dim], keys [kv_heads, m, dim], sinks [kv_heads, s, dim]
@@ -167,11 +167,11 @@ def repeated_attention(
         if near is not None:
             again = torch.arange(start, end, device=keys.device) - (q - m)
             rows = rows.masked_fill((again[:, None] - torch.arange(m, device=keys.device)).abs() > near, 0)
-        if norm is None:
-            highest = torch.maximum(highest, rows.flatten(1, 2).amax(1))
-        else:
+        if norm:
             highest += rows.pow(norm).sum((1, 2))
-    return highest if norm is None else highest.pow(1 / norm)
+        else:
+            highest = torch.maximum(highest, rows.flatten(1, 2).amax(1))
+    return highest.pow(1 / norm) if norm else highest
 
 
 def chunk_mass(queries: Tensor, keys: Tensor, size: int) -> Tensor:

@@ -49,7 +49,7 @@ def repeated_attention(
     near: int | None = None,
     key_weights: Tensor | None = None,
     query_weights: Tensor | None = None,
-    norm: int | None = None,
+    norm: int = 0,
 ) -> Tensor:
     """As in the reference."""
     (kv_heads, m, _), q, count, how = keys.shape, queries.shape[1], sinks.shape[1], (scale, softcap)
@@ -72,7 +72,7 @@ def _maximum(
     softcap: float | None,
     near: int,
     weights: Tensor | None = None,
-    norm: int | None = None,
+    norm: int = 0,
 ) -> Tensor:
     """Over all queries of tokens at most `near` from a key; the last m are of the keys' tokens.
 
@@ -83,7 +83,7 @@ def _maximum(
     log_weights = lse if weights is None else weights.float().log().contiguous()
     _column_maximum[cdiv(m, BLOCK), kv_heads](
         queries, keys, lse, log_weights, highest, q, m, near, *queries.stride()[:2], *keys.stride()[:2],
-        heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None, weights is not None, norm or 0, INTERPRETED,
+        heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None, weights is not None, norm, INTERPRETED,
         max(MIN_BLOCK, pow2(dim)), BLOCK, BLOCK, num_warps=4, num_stages=2,
     )  # fmt: skip
     return highest
