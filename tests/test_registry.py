@@ -173,7 +173,7 @@ def another(name, value):
         return not value
     if isinstance(value, str):
         return WORDS[name]
-    return 0.375 if isinstance(value, float) or name == "gamma" else 3 if name == "buckets" else 11
+    return 0.375 if isinstance(value, float) or name == "gamma" else {"buckets": 3, "norm": 1}.get(name, 11)
 
 
 def parts(value):

@@ -49,7 +49,7 @@ def test_a_chat_is_answered_as_the_engine_answers(api, engine):
     assert choice.finish_reason == "length" and choice.message.role == "assistant" and reply.model == "tiny"
     assert usage.prompt_tokens == engine.length(HELLO[0]["content"]) and usage.completion_tokens == 12
     assert usage.total_tokens == usage.prompt_tokens + 12 and usage.prompt_tokens_details.cached_tokens == 0
-    assert reply.usage.kvkeep["method"] == "kvkeep" and reply.usage.kvkeep["kept_bytes"] > 0
+    assert reply.usage.kvkeep["method"] == "kvkeep_lookahead" and reply.usage.kvkeep["kept_bytes"] > 0
     assert raw.headers["x-request-id"]
 
 

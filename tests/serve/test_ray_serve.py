@@ -71,7 +71,7 @@ def test_conversations_stay_with_their_replica_and_are_spread_over_all(served, a
     """Every turn finds the one before; answers are those of one engine."""
     before = counted(served, "kvkeep_requests_total")
     with (
-        serving.thread(serving.engine(prefix_cache=10**9), ["alice"]) as single,
+        serving.thread(serving.engine(None, prefix_cache=10**9), ["alice"]) as single,
         serving.client(single, "alice") as one,
     ):
         single.engine.model.double()
