@@ -246,10 +246,10 @@ def warmup(model: Any, rows: int, tokens: int, most: int) -> None:
         return
     kinds, steps = {i: buffer.kind for i, buffer in pool.buffers.items()}, pool.size.steps
     slots, most = max(kind.kv_heads for kind in kinds.values()) * (tokens + steps), min(most, most_held(model))
-    rows = min(rows, MOST_ROWS, most // (slots * sum(kind.slot_bytes for kind in kinds.values())))
+    rows, fits = min(rows, MOST_ROWS), most // (slots * sum(kind.slot_bytes for kind in kinds.values()))
     with pool.lock, torch.inference_mode():
-        if rows:
+        if fits:  # shorter prompts than the longest: more of them
             longest, padded = 1 << (tokens + steps - 1).bit_length(), 1 << (rows - 1).bit_length()
-            pool.reserve(DraftSize(padded, rows * slots, longest, steps), kinds, most)
+            pool.reserve(DraftSize(padded, min(rows, fits) * slots, longest, steps), kinds, most)
         for number in range(pool.size.rows.bit_length()):
             pool.runner(1 << number)

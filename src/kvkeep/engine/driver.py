@@ -21,7 +21,7 @@ from kvkeep.engine.lockstep import Leader
 from kvkeep.engine.pooled_batch import USUAL_BUDGET
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
-from kvkeep.engine.scheduler import PACKED_TOKENS, Scheduler
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import CacheMisuse, QueueFull
 from kvkeep.model.hf_cache import context_length
@@ -189,9 +189,8 @@ class Driver:
                 _ask(context, ids[:-2])
             if draft := config.method.draft:
                 kept = config.budget if isinstance(config.budget, int) else USUAL_BUDGET
-                packed = max(1, PACKED_TOKENS[self.scheduler.device] // (kept + 1))  # prompts that are drafted together
                 longest = draft.kept(kept, context_length(config.model))
-                draft_pool.warmup(config.model, min(rows, packed), longest, self.scheduler.draft_room())
+                draft_pool.warmup(config.model, rows, longest, self.scheduler.draft_room())
             for batch in self.scheduler.batches.values():
                 batch.warmup(config.budget, rows, progress)
 

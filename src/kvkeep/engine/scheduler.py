@@ -143,6 +143,7 @@ class Scheduler(HeldRequests):
 
     def _restart(self, batch: DecodeBatch, requests: list[Request], error: BaseException) -> None:
         """These, fewer at a time, in another pool: this one may have grown in some layers alone."""
+        requests = [each for each in requests if not each.done]
         batch.clear()
         self.batches = {kind: each for kind, each in self.batches.items() if each is not batch}
         self.row_limit = max(1, len(requests) // 2)
