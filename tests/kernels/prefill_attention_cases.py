@@ -19,6 +19,22 @@ def plain(queries, keys, values, scale, allowed=None):
     return logits.softmax(-1) @ values, logits.logsumexp(-1)
 
 
+def replace_kernels(monkeypatch, backend):
+    """By plain softmax, where there is no GPU; the numbers of keys that all queries see."""
+    lengths = []
+
+    def attend(queries, keys, values, causal, scale):
+        allowed = causal_lower_right(queries.shape[2], keys.shape[2], queries.device) if causal else None
+        lengths.extend([] if causal else [keys.shape[2]])
+        output, lse = plain(queries, keys, values, scale, allowed)
+        return output.float(), lse.float()
+
+    monkeypatch.setattr(prefill_attention, "sdpa_backend", lambda *_: backend)
+    monkeypatch.setattr(prefill_attention, "_cudnn", attend)
+    monkeypatch.setattr(prefill_attention, "_flash", attend)
+    return lengths
+
+
 @pytest.mark.parametrize(
     "shape, kind", pairs([(1, 1, 1, 16), (2, 3, 9, 24), (1, 2, 17, 128)], [torch.float32, torch.bfloat16]), ids=str
 )
@@ -48,11 +64,16 @@ def test_causal_attention(q, n, monkeypatch):
     torch.manual_seed(n)
     queries = drawn(2, q, 4, 64).transpose(1, 2)
     keys, values = (drawn(2, n, 2, 64).transpose(1, 2) for _ in range(2))
-    want, _ = plain(queries, keys, values, 0.2, causal_lower_right(q, n, queries.device))
+    want, want_lse = plain(queries, keys, values, 0.2, causal_lower_right(q, n, queries.device))
     assert off(masked_chunk_attention(queries, keys, values, 0.2), want) < 1e-4
     if DEVICE == "cuda":
-        half = (t.bfloat16() for t in (queries, keys, values))
-        assert off(prefill_attention.chunk_attention(*half, 0.2), want) < 2e-2
+        half = [t.bfloat16() for t in (queries, keys, values)]
+        output, lse = prefill_attention.attention_and_lse(*half, 0.2)
+        assert off(output, want) < 2e-2 and off(lse, want_lse) < 2e-2
+        assert torch.equal(prefill_attention.chunk_attention(*half, 0.2), output)
+    replace_kernels(monkeypatch, SDPBackend.CUDNN_ATTENTION)
+    output, lse = prefill_attention.attention_and_lse(queries, keys, values, 0.2)
+    assert off(output, want) < 1e-5 and off(lse, want_lse) < 1e-5
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])
@@ -72,13 +93,6 @@ def test_attention_to_held_and_own_keys_is_one_softmax(rows, heads, kv_heads, q,
     if DEVICE == "cuda":  # whichever torch takes
         assert off(prefill_attention.appended_attention(*(t.bfloat16() for t in parts), 0.3), want) < 2e-2
 
-    def attend(queries, keys, values, causal, scale):
-        assert causal or keys.shape[2] == n // 8 * 8
-        allowed = causal_lower_right(queries.shape[2], keys.shape[2], queries.device) if causal else None
-        output, lse = plain(queries, keys, values, scale, allowed)
-        return output.float(), lse.float()
-
-    monkeypatch.setattr(prefill_attention, "sdpa_backend", lambda *_: backend)
-    monkeypatch.setattr(prefill_attention, "_cudnn", attend)
-    monkeypatch.setattr(prefill_attention, "_flash", attend)
+    lengths = replace_kernels(monkeypatch, backend)
     assert off(prefill_attention.appended_attention(*parts, 0.3), want) < 1e-5
+    assert set(lengths) <= {n // 8 * 8}

@@ -189,7 +189,7 @@ class EvictingBackend:
         """The output of attention, and each query's log-sum-exp where the method uses it and the kernel returns it."""
         if layer:
             return call.to_hf_output(self._attend_over_cache(layer, call, layout)), None
-        with_lse = attend_with_lse(call) if self.method.memory and self.method.memory.sees_all else None
+        with_lse = attend_with_lse(call) if getattr(self.method.memory, "uses_lse", False) else None
         return with_lse or (call.hf_attention(), None)
 
     def _attend_over_cache(self, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout) -> Tensor:

@@ -39,8 +39,9 @@ class StepScorer(Scorer, Protocol):
 class TokenMemory(Protocol):
     """Updates the token_state stored with each token, given new queries. -> [kv_heads, n, width] float32
 
-    It may have `prompt_only = True`: decode steps change nothing; `rotates = True`: it needs `Observation.rotate`; and
-    `chunk`: tokens that it wants in one forward pass, counted from the first token.
+    It may have `prompt_only = True`: decode steps change nothing; `rotates = True`: it needs `Observation.rotate`;
+    `uses_lse = True`: it uses `Observation.lse`, where a kernel returns it; and `chunk`: tokens that it wants in one
+    forward pass, counted from the first token.
     """
 
     @property

@@ -40,9 +40,16 @@ def sdpa_backend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) ->
     return next((kind for kind in kinds if kind.value == choice), None)
 
 
-chunk_attention = KernelDispatch(
-    "chunk_attention", "prefill_attention", lambda *qkv: sdpa_backend(*qkv) is not None, masked_chunk_attention
-)
+def _has_backend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> bool:
+    return sdpa_backend(queries, keys, values, scale) is not None
+
+
+def without_lse(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
+    """No kernel returns it: who needs it computes it."""
+
+
+chunk_attention = KernelDispatch("chunk_attention", "prefill_attention", _has_backend, masked_chunk_attention)
+attention_and_lse = KernelDispatch("attention_and_lse", "prefill_attention", _has_backend, without_lse)
 
 
 def joined_attention(

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.chunk_attention import appended_attention, chunk_attention
+from kvkeep.kernels.chunk_attention import appended_attention, attention_and_lse, chunk_attention
 from kvkeep.kernels.kernel_dispatch import KernelDispatch, kernel, on_device
 from kvkeep.kernels.torch import elementwise, quantization, rotation, slotted
 
-__all__ = ["KernelDispatch", "appended_attention", "chunk_attention", "kernel", "on_device"]
+__all__ = ["KernelDispatch", "appended_attention", "attention_and_lse", "chunk_attention", "kernel", "on_device"]
 
 
 def _single_query(queries: Tensor, *_: Any) -> bool:

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
 from kvkeep.errors import CacheMisuse, UnsupportedModel
-from kvkeep.kernels.dispatch import chunk_attention
+from kvkeep.kernels.dispatch import attention_and_lse, chunk_attention
 from kvkeep.types import Softmax
 
 PREFIX = "kvkeep_"
@@ -94,20 +93,11 @@ def attend_with_lse(call: AttentionCall) -> tuple[tuple[Tensor, Tensor | None], 
 
     None where torch would not use one of its kernels that return it.
     """
-    half = call.query.dtype in (torch.float16, torch.bfloat16) and call.query.device.type == "cuda"
     supported = call.is_sdpa and call.softcap is None and call.sink_logits is None and call.padding is None
-    if not half or not supported or call.query.shape[-1] > 256 or call.query.shape[-1] % 8 or call.query.requires_grad:
+    if not supported or call.query.shape[-1] > 256 or call.query.shape[-1] % 8:
         return None
-    qkv, grouped = (call.query, call.key, call.value), call.query.shape[1] != call.key.shape[1]
-    choice = torch._fused_sdp_choice(*qkv, None, 0.0, True, scale=call.scale, enable_gqa=grouped)
-    if choice == SDPBackend.FLASH_ATTENTION.value:
-        output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, True, scale=call.scale)
-    elif choice == SDPBackend.CUDNN_ATTENTION.value:
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        output, lse, *_ = cudnn(*qkv, None, True, 0.0, True, scale=call.scale)
-    else:
-        return None
-    return call.to_hf_output(output), lse.reshape(call.query.shape[:3])
+    found = attention_and_lse(call.query, call.key, call.value, call.scale)
+    return found and (call.to_hf_output(found[0]), found[1])
 
 
 def enable(model: PreTrainedModel) -> None:

@@ -28,21 +28,27 @@ Attended = tuple[Tensor, Tensor]  # output [rows, heads, q, dim] and log-sum-exp
 
 def chunk_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """As in the reference, where torch has a kernel (`sdpa_backend`)"""
+    return attention_and_lse(queries, keys, values, scale)[0]
+
+
+def attention_and_lse(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Attended:
+    """The same, and each query's log-sum-exp"""
     rows, heads, q, _ = queries.shape
     before = keys.shape[2] - q
     if sdpa_backend(queries, keys, values, scale) is not SDPBackend.CUDNN_ATTENTION:
-        return _flash(queries, keys, values, True, scale)[0]
+        return _flash(queries, keys, values, True, scale)
     if q <= BLOCK:
         return _block(queries, keys, values, scale)
     output = queries.new_empty(rows, q, heads, values.shape[-1]).transpose(1, 2)
+    lse = queries.new_empty(rows, heads, q, dtype=torch.float32)
     for start in range(0, q, BLOCK):
-        end = min(start + BLOCK, q)
-        seen = slice(before + end)
-        _block(queries[:, :, start:end], keys[:, :, seen], values[:, :, seen], scale, output[:, :, start:end])
-    return output
+        block, seen = slice(start, min(start + BLOCK, q)), slice(before + min(start + BLOCK, q))
+        into = output[:, :, block]
+        lse[:, :, block] = _block(queries[:, :, block], keys[:, :, seen], values[:, :, seen], scale, into)[1]
+    return output, lse
 
 
-def _block(queries: Tensor, keys: Tensor, values: Tensor, scale: float, output: Tensor | None = None) -> Tensor:
+def _block(queries: Tensor, keys: Tensor, values: Tensor, scale: float, output: Tensor | None = None) -> Attended:
     """The last q of n tokens, over all of them."""
     q, before = queries.shape[2], keys.shape[2] - queries.shape[2]
     span = BLOCK if q > SPAN else SPAN  # one size, so that there is one plan
@@ -59,9 +65,7 @@ def _block(queries: Tensor, keys: Tensor, values: Tensor, scale: float, output: 
         other, other_lse = _cudnn(padded, *earlier, False, scale)
         attended = merge(attended, lse, other, other_lse, attended if output is None else output)
         lse = torch.logaddexp(lse, other_lse[:, :, :q])
-    if output is None or far:
-        return attended
-    return output.copy_(attended)
+    return (attended if output is None or far else output.copy_(attended)), lse
 
 
 def appended_attention(
