@@ -104,6 +104,7 @@ class ReplayForward(HFCacheAdapter):
         super().__init__(model)
         self.memory, self.store, self.tokenizer, self.between = memory, store, tokenizer, between
         self.row, self.behind = 0, slice(0)  # the row, and its part that is fed, counted from the row's end
+        self.last = model.config.get_text_config(decoder=True).num_hidden_layers - 1
         self.norms: dict[int, Tensor] = {}
         self.grams: dict[int, Tensor] = {}
         self.scores: LayerRows = {}  # of the tokens fed so far [kv_heads, tokens]
@@ -147,6 +148,8 @@ class ReplayForward(HFCacheAdapter):
         heads, scores = self.store[index].row(self.row), self.scores.get((index, self.row))
         new = self.memory.score(self._replayed(index, call, heads))
         self.scores[index, self.row] = new if scores is None else torch.cat([scores, new], 1)
+        if index == self.last:  # nobody reads its output
+            return call.to_hf_output(call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1]))
         keys, values = ([self._attended(getattr(h, name)) for h in heads] for name in ("keys", "values"))
         return call.to_hf_output(_attend_appended(call, keys, values))
 
