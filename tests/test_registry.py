@@ -173,7 +173,9 @@ def another(name, value):
         return not value
     if isinstance(value, str):
         return WORDS[name]
-    return 0.375 if isinstance(value, float) or name == "gamma" else {"buckets": 3, "norm": 1}.get(name, 11)
+    if isinstance(value, float) or name == "gamma":
+        return 0.375
+    return {"buckets": 3, "norm": int(value != 1)}.get(name, 11)
 
 
 def parts(value):

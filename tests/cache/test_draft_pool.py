@@ -157,6 +157,20 @@ def test_caches_that_share_a_prefill(found, steps):
     assert [alone.kept(i) for i in range(3)] == [caches[0].kept(i) for i in range(3)]
 
 
+def test_no_step_is_taken_once_all_rows_have_ended(found, steps, monkeypatch):
+    """Of two rows of a batch that end, and of those beside one that goes on; looked at after every second step."""
+    monkeypatch.setattr(draft_pool, "CHECKED", 2)
+    model, ids, how = build().double(), tokens(60, rows=2), {"window": WINDOW, "tokens": 9, "hold": 8}
+    model.generation_config.eos_token_id = list(range(model.config.vocab_size))
+    model(ids, past_key_values=kvkeep.Cache(model, "lookahead", 16, predicting=True, **how))
+    assert len(steps) in (2, 2 + REHEARSALS) and {each.shape[1] for each in found[-1].values()} == {1}
+    steps.clear()
+    caches = [kvkeep.Cache(model, "lookahead", 16, predicting=each, **how) for each in (True, False)]
+    prefill_shared(model, ids[:1], caches)
+    assert len(steps) in (10, 10 + REHEARSALS)
+    assert [{each.shape[1] for each in one.values()} for one in found[-2:]] == [{1}, {9}]
+
+
 def test_a_fork_of_a_prompt_under_way(found):
     model, ids = build().double(), tokens(90)
     cache = kvkeep.Cache(model, "lookahead", 24, **HOW)
@@ -274,7 +288,8 @@ def test_where_memory_is_short_fewer_rows_are_drafted_at_a_time(found, steps, mo
 
 @pytest.fixture
 def chat():
-    return tiny_chat.sharp()
+    model, tokenizer = tiny_chat.sharp()
+    return model.to(DEVICE), tokenizer
 
 
 PROMPTS = [LONG[n : n + 90 + 10 * n] for n in range(5)]

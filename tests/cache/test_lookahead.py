@@ -44,17 +44,19 @@ def drafted(model, ids, cheap, count):
     return ids[0, n:].tolist(), recorded(model, ids, [(n - 1, before)], n)
 
 
-def expected(queries, keys, budget):
-    """[head] -> tokens: mean attention of the draft over the text, pooled by 5 before the window, which stays."""
+def expected(queries, keys, budget, norm=1):
+    """[head] -> tokens: attention of the draft over the text, pooled by 5 before the window, which stays."""
     kv_heads, n, dim = keys.shape
     group, out = len(queries) // kv_heads, []
     for h in range(kv_heads):
-        mean = np.zeros(n)
+        votes = np.zeros(n)
         for member in range(h * group, (h + 1) * group):
             for query in queries[member]:
-                mean += softmax(dots(keys[h], query) / dim**0.5) / (group * queries.shape[1])
+                paid = softmax(dots(keys[h], query) / dim**0.5)
+                votes = np.maximum(votes, paid) if norm == 0 else votes + paid**norm
+        votes = votes if norm == 0 else (votes / (group * queries.shape[1])) ** (1 / norm)
         scores = np.full(n, np.inf)
-        scores[: n - WINDOW] = pool1d(mean[: n - WINDOW], 5)
+        scores[: n - WINDOW] = pool1d(votes[: n - WINDOW], 5)
         out.append(sorted(top(scores, budget)))
     return out
 
@@ -72,6 +74,24 @@ def test_the_draft_chooses_from_the_whole_text(count, seed):
     assert all(each.shape[1] == count for each in queries.values())
     want = [expected(queries[i], layer.keys[0].numpy(), BUDGET) for i, layer in enumerate(full.layers)]
     assert row(cache) == want != row(cheap)
+
+
+@pytest.mark.parametrize("norm", [0, 1, 2])
+@pytest.mark.parametrize("end", [1, 2, 5, None])
+def test_the_queries_that_predict_the_answer_count(norm, end):
+    """From the text's last token on, up to the query that predicts an EOS."""
+    model, ids, count = build().double(), tokens(90), 6
+    n, how = ids.shape[1], {"window": WINDOW, "tokens": count, "hold": 8, "norm": norm, "predicting": True}
+    answer, _ = drafted(model, ids, [[range(n)] * 2] * 3, count)
+    model.generation_config.eos_token_id = [len(model.lm_head.weight) - 1, *([answer[end - 1]] if end else [])]
+    end = answer.index(answer[end - 1]) + 1 if end else count
+    cache, full = kvkeep.Cache(model, "lookahead", BUDGET, **how), DynamicCache()
+    model(ids, past_key_values=cache)
+    model(ids, past_key_values=full)
+    said = torch.cat([ids, torch.tensor([answer])], 1)
+    queries = recorded(model, said, [], n - 1)
+    want = [expected(queries[i][:, :end], each.keys[0].numpy(), BUDGET, norm) for i, each in enumerate(full.layers)]
+    assert row(cache) == want
 
 
 @pytest.mark.parametrize("chunks", [[90], [50, 40]])

@@ -98,15 +98,17 @@ def test_select_and_sizes_are_refused_by_name():
     for wrong in ({"chunk": 0}, {"sinks": -1}, {"near": -1}):
         with pytest.raises(BadParameter, match="is too small"):
             parse("kvzip", **wrong)
-    with pytest.raises(BadParameter, match="norm=3 is not known; use 1, 2"):
-        parse("kvzip", norm=3)
+    for method in ("kvzip", "lookahead"):
+        with pytest.raises(BadParameter, match="norm=3 is not known; use 1, 2"):
+            parse(method, norm=3)
 
 
 @pytest.mark.parametrize(("preset", "spelled"), [
     ("kvkeep_context", "kvzip_plus:local=true:norm=2+shared:floor=0.35"),
     (
         "kvkeep_lookahead",
-        "lookahead:tokens=32:window=32:pool=7:pooling=max:hold=8+blocks:block=16+values+sinks+adakv:alpha=0.5",
+        "lookahead:tokens=32:window=32:pool=7:pooling=max:hold=8:norm=2:predicting=true+blocks:block=8+values+sinks"
+        "+adakv:alpha=0.5",
     ),
 ])  # fmt: skip
 def test_presets_are_what_the_search_measured(preset, spelled):

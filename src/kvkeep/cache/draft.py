@@ -43,7 +43,7 @@ def unlimited() -> int:
 
 def draft_tokens(model: Any, draft: Draft, kept: int) -> int:
     """Per key head, of a row of which so many are kept: tokens, and as many as its queries and a free row's take."""
-    return kept + draft.tokens + 1 + (draft.tokens + 1) * -(-query_heads(model) // key_shape(model)[0])
+    return kept + draft.steps + draft.steps * -(-query_heads(model) // key_shape(model)[0])
 
 
 def draft_queries(caches: Sequence[CacheState]) -> list[LayerRows]:
@@ -87,22 +87,28 @@ def _draft(
     group: list[DraftRow], stores: dict[int, dict[int, RaggedLayer]], most: int, found: dict[int, LayerRows]
 ) -> None:
     """All together or, where memory is short, in two halves."""
-    model, count = group[0].cache.model, max(each.draft.tokens for each in group)
+    model, steps = group[0].cache.model, max(each.draft.steps for each in group)
     try:
         texts = [_kept(list(rows), stores) for _, rows in groupby(group, lambda each: id(each.cache))]
         with pool_for(model, sum(each.nbytes for each in group)) as pool:
-            queries = pool(texts, count, group[0].cache.between_passes, most)
+            stop = all(each.draft.predicting for each in group)
+            drafted = pool(texts, steps, group[0].cache.between_passes, most, stop)
     except torch.OutOfMemoryError:
         if len(group) == 1:
             raise
     else:
         for number, each in enumerate(group):
-            mine = {(i, each.row): rows[number, :, : each.draft.tokens] for i, rows in queries.items()}
-            found[id(each.cache)] |= mine
+            mine = _counted(each.draft, drafted.ends[number])
+            found[id(each.cache)] |= {(i, each.row): rows[number, :, mine] for i, rows in drafted.queries.items()}
         return
     free_pool(model)
     for half in (group[: len(group) // 2], group[len(group) // 2 :]):
         _draft(half, stores, most, found)
+
+
+def _counted(draft: Draft, end: int) -> slice:
+    """The steps whose queries the scorer sees. end: steps up to the one that predicts an EOS"""
+    return slice(min(end, draft.steps)) if draft.predicting else slice(1, draft.steps)
 
 
 def _kept(rows: Sequence[DraftRow], stores: dict[int, dict[int, RaggedLayer]]) -> Kept:

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.draft_buffers import DraftSize, Kept, LayerBuffer, LayerKind
 from kvkeep.kernels.dispatch import copy_segments
+from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, execution_device, query_heads, single_device
@@ -29,7 +30,15 @@ from kvkeep.storage.upload import upload
 
 DEVICES = {"cuda"}  # where steps are captured
 MOST_ROWS = 8  # of one step
+CHECKED = 8  # steps: after so many, whether all rows have ended
 HELD_BYTES, HELD_SHARE = 2**31, 1 / 16  # of a GPU's memory, if that is more
+
+
+class Drafted(NamedTuple):
+    """Queries of every layer [rows, heads, steps, dim], and of each row how many predict its tokens up to an EOS."""
+
+    queries: dict[int, Tensor]
+    ends: list[int]  # more than there are steps, if there is no EOS
 
 
 class DraftPool(HFCacheAdapter):
@@ -63,22 +72,31 @@ class DraftPool(HFCacheAdapter):
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
-    def __call__(self, texts: Sequence[Kept], count: int, between: Callable[[], None], most: int) -> dict[int, Tensor]:
-        """Queries of so many tokens after each text. layer -> [rows, heads, count, dim]
+    def __call__(
+        self, texts: Sequence[Kept], steps: int, between: Callable[[], None], most: int, stop_at_eos: bool = False
+    ) -> Drafted:
+        """So many steps, or fewer if it stops when every row has ended; the first is of each text's last token.
 
-        between: called after every token; most: bytes the buffers may take, if these texts do not need more
+        between: called after every step; most: bytes the buffers may take, if these texts do not need more
         """
-        size = DraftSize.of(texts, count + 1)
+        size = DraftSize.of(texts, steps)
         rows = 1 << (size.rows - 1).bit_length() if self.captures else size.rows
         with torch.inference_mode():  # only in this mode may its tensors be changed
             self.reserve(size | DraftSize(rows), {i: LayerKind.of(layer) for i, layer in texts[0].store.items()}, most)
             run = self.runner(rows)
-            self._load(texts, count + 1)
-            for _ in range(count + 1):
+            self._load(texts, steps)
+            for done in range(1, steps + 1):
                 run()
                 between()
-        drafted = slice(1, count + 1), slice(size.rows)  # not the text's own
-        return {i: buffer.queries[drafted].permute(1, 2, 0, 3).clone() for i, buffer in self.buffers.items()}
+                if stop_at_eos and done % CHECKED == 0 and max(self._ends(done, size.rows)) <= done:
+                    break
+        queries = {i: each.queries[:done, : size.rows].permute(1, 2, 0, 3).clone() for i, each in self.buffers.items()}
+        return Drafted(queries, self._ends(done, size.rows))
+
+    def _ends(self, steps: int, rows: int) -> list[int]:
+        """Of each row, the number of its steps up to that which predicts an EOS; of one without, more than so many."""
+        ended = torch.isin(self.drafted[:steps, :rows], self.eos).cumsum(0) > 0
+        return (1 + (~ended).sum(0)).tolist()
 
     # buffers
 
@@ -104,6 +122,7 @@ class DraftPool(HFCacheAdapter):
             self.buffers[i] = LayerBuffer(kind, size, table[start:end], table[ends[-1] :, None])
         home = execution_device(self.model)
         self.tokens, self.positions = torch.zeros(2, size.rows, 1, dtype=torch.int64, device=home)
+        self.drafted = torch.zeros(size.steps, size.rows, dtype=torch.int64, device=home)
         self.step, self.size = torch.zeros(1, dtype=torch.int64, device=home), size
 
     def _load(self, texts: Sequence[Kept], steps: int) -> None:
@@ -121,6 +140,7 @@ class DraftPool(HFCacheAdapter):
             starts, total = buffer.starts[at : at + len(text.rows)].flatten(), sum(text.segments(i)[1])
             copy_segments(buffer.keys, buffer.values, starts, (flat.keys, flat.values), *taken, total)
         device = self.tokens.device
+        self.eos = upload(torch.tensor(sorted(eos_token_ids(self.model, None)), dtype=torch.int64), device)
         self.tokens[: len(rows)] = upload([row.ids[-1:] for row in rows], device)
         self.positions[: len(rows)] = upload([[row.position - 1] for row in rows], device)
 
@@ -157,6 +177,7 @@ class DraftPool(HFCacheAdapter):
         out = self.model(tokens, position_ids=positions, past_key_values=self, logits_to_keep=1)
         tokens.copy_(out.logits[:, -1:].argmax(-1))
         positions.add_(1)
+        self.drafted[:, :rows].index_copy_(0, self.step, tokens.T)
         self.step.add_(1).clamp_max_(self.size.steps - 1)  # a capture runs it more often
         return tokens
 

@@ -55,12 +55,18 @@ class Draft:
     method: Method
     tokens: int = 8
     hold: int | None = None  # budgets: its method keeps so many for the draft; None: one, and all tokens stay meanwhile
+    predicting: bool = False  # the queries that predict its tokens up to an EOS count; not the tokens' own, all of them
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise BadParameter(f"tokens={self.tokens}: a draft has one token or more.")
         if self.hold is not None and self.hold < 1:
             raise BadParameter(f"hold={self.hold}: a draft is decoded from one budget or more.")
+
+    @property
+    def steps(self) -> int:
+        """Forward passes: the first of them is of the prompt's last token."""
+        return self.tokens if self.predicting else 1 + self.tokens
 
     def kept(self, budget: int, seen: int) -> int:
         """Tokens per key head that it is decoded from, of a prompt of `seen` tokens."""

@@ -53,8 +53,9 @@ def kvkeep(window=32, pool=7, block=16, sinks=4, alpha=0.5):
     return Method("kvkeep", scorer, guard, Blocks(block), heads=heads, observation_window=window)
 
 
-def kvkeep_lookahead(tokens=32, window=32, pool=7, block=16, sinks=4, alpha=0.5, hold=8):
-    method, drafting = kvkeep(window, pool, block, sinks, alpha), lookahead(tokens, window, pool, "max", hold)
+def kvkeep_lookahead(tokens=32, window=32, pool=7, block=8, sinks=4, alpha=0.5, hold=8, norm=2, predicting=True):
+    method = kvkeep(window, pool, block, sinks, alpha)
+    drafting = lookahead(tokens, window, pool, "max", hold, norm, predicting)
     return replace(method, name="kvkeep_lookahead", scorer=ValueNormScorer(drafting.scorer), draft=drafting.draft)
 
 
@@ -130,8 +131,9 @@ def snapkv(window=64, pool=5, pooling="avg"):
     return Method("snapkv", SnapKVScorer(window, pool, pooling), Guard(window=window), observation_window=window)
 
 
-def lookahead(tokens=8, window=64, pool=5, pooling="avg", hold: int | None = None):
-    scorer, draft = LookaheadScorer(window, pool, pooling), Draft(snapkv(window, pool, pooling), tokens, hold)
+def lookahead(tokens=8, window=64, pool=5, pooling="avg", hold: int | None = None, norm=1, predicting=False):
+    scorer = LookaheadScorer(window, pool, pooling, norm)
+    draft = Draft(snapkv(window, pool, pooling), tokens, hold, predicting)
     return Method("lookahead", scorer, Guard(window=window), observation_window=window, draft=draft)
 
 
@@ -365,8 +367,8 @@ METHODS = Registry("method", {
     ),
     "kvkeep_lookahead": Preset(
         kvkeep_lookahead, "docs/RESULTS.md", "kvkeep, by what a draft of the answer attends to",
-        "the draft of 32 tokens is decoded from the whole prompt, before anything is evicted; of a prompt longer than "
-        "eight budgets (hold), from what snapkv keeps of it in eight budgets",
+        "the draft of 32 tokens, fewer if the answer ends before, is decoded from the whole prompt, before anything is "
+        "evicted; of a prompt longer than eight budgets (hold), from what snapkv keeps of it in eight budgets",
     ),
     "intentkv": Preset(
         intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to",

@@ -24,15 +24,24 @@ class LookaheadScorer:
     window: int = 64
     pool: int = 5
     pooling: str = "avg"
+    norm: int = 1  # of all queries' attention to a token: 1 or 2; 0: the most counts
     per_head = True
 
     def __post_init__(self) -> None:
         check_window(self.window, self.pool)
         if self.pooling not in ("avg", "max"):
             raise BadParameter(f"pooling='{self.pooling}' is not known; use 'avg' or 'max'.")
+        if self.norm not in (0, 1, 2):
+            raise BadParameter(f"norm={self.norm} is not known; use 1, 2, or 0 for the most attention of any query.")
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         visible = token_mask(seen)[:, None].expand(-1, seen.queries.shape[1], -1)
         rows = probabilities(seen.queries, seen.keys, visible, seen.scale, seen.softcap, seen.sink_logits)
         among = distance_from_end(seen) >= effective_window(self.window, budget)
-        return pool(rows.mean((1, 2)), among, self.pool, self.pooling)
+        return pool(self._votes(rows), among, self.pool, self.pooling)
+
+    def _votes(self, rows: Tensor) -> Tensor:
+        """[kv_heads, group, queries, n] -> [kv_heads, n]"""
+        if self.norm == 0:
+            return rows.amax((1, 2))
+        return rows.mean((1, 2)) if self.norm == 1 else rows.square().mean((1, 2)).sqrt()
