@@ -154,3 +154,13 @@ def test_room_for_everything_changes_nothing(method, impl):
         assert (logits(model, tokens(n, n), ours) - logits(model, tokens(n, n), stock)).abs().max() < 1e-5
     options, fresh = dict(max_new_tokens=8, do_sample=False), kvkeep.Cache(model, method, budget=200)
     assert model.generate(ids, past_key_values=fresh, **options).equal(model.generate(ids, **options))
+
+
+def test_only_who_uses_log_sum_exps_is_given_them(model, monkeypatch):
+    """The others' prefill takes the model's own attention, which is faster over long texts."""
+    asked = []
+    monkeypatch.setattr("kvkeep.cache.eviction.attend_with_lse", lambda call: asked.append(call))
+    for method in ("compactor", "echo", "keep_prompt_random", "snapkv", "h2o"):
+        assert not asked
+        model(tokens(60), past_key_values=kvkeep.Cache(model, method, 30))
+    assert len(asked) == model.config.num_hidden_layers
