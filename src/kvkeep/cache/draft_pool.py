@@ -73,7 +73,7 @@ class DraftPool(HFCacheAdapter):
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def __call__(
-        self, texts: Sequence[Kept], steps: int, between: Callable[[], None], most: int, stop_at_eos: bool = False
+        self, texts: Sequence[Kept], steps: int, between: Callable[[], None], most: int, stop_at_eos: bool
     ) -> Drafted:
         """So many steps, or fewer if it stops when every row has ended; the first is of each text's last token.
 

@@ -55,7 +55,7 @@ class Draft:
     method: Method
     tokens: int = 8
     hold: int | None = None  # budgets: its method keeps so many for the draft; None: one, and all tokens stay meanwhile
-    predicting: bool = False  # the queries that predict its tokens up to an EOS count; not the tokens' own, all of them
+    predicting: bool = False  # seen are the queries that predict its tokens, up to an EOS; False: its tokens' own
 
     def __post_init__(self) -> None:
         if self.tokens < 1:

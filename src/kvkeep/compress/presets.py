@@ -367,8 +367,10 @@ METHODS = Registry("method", {
     ),
     "kvkeep_lookahead": Preset(
         kvkeep_lookahead, "docs/RESULTS.md", "kvkeep, by what a draft of the answer attends to",
-        "the draft of 32 tokens, fewer if the answer ends before, is decoded from the whole prompt, before anything is "
-        "evicted; of a prompt longer than eight budgets (hold), from what snapkv keeps of it in eight budgets",
+        "unlike lookahead's, the draft of 32 tokens, fewer if the answer ends before, is decoded from the whole "
+        "prompt, before anything is evicted; of a prompt longer than eight budgets (hold), from what snapkv keeps of "
+        "it in eight budgets; the queries that predict it count, from the prompt's last token on (predicting), by the "
+        "2-norm of their attention (norm)",
     ),
     "intentkv": Preset(
         intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to",

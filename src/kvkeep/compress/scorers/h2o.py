@@ -29,7 +29,8 @@ class AccumulatedAttention:
     """Adds the new queries' attention to every token's sum. token_state [kv_heads, n, 1]"""
 
     width = 1
-    sees_all, uses_lse = True, True  # every query of a prompt counts, not only the observation window
+    sees_all = True  # every query of a prompt counts, not only the observation window
+    uses_lse = True
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         where, how = (seen.token_positions, seen.seq_len), (seen.scale, seen.softcap, seen.sink_logits, None, seen.lse)

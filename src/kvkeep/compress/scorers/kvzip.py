@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.compress.attention import check_norm
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import repeated_attention
 from kvkeep.types import Observation, Replayed, ReplayPass
@@ -46,8 +47,7 @@ class Replay:
         for name, value, least in (("chunk", self.size, 1), ("sinks", self.sinks, 0), ("near", self.near, 0)):
             if value is not None and value < least:
                 raise BadParameter(f"{name}={value} is too small; use {least} or more.")
-        if self.norm not in (0, 1, 2):
-            raise BadParameter(f"norm={self.norm} is not known; use 1, 2, or 0 for the most attention of any query.")
+        check_norm(self.norm)
 
     @property
     def tau(self) -> float:

@@ -1,6 +1,7 @@
 """Attention of queries that come after the text: those of a draft of the answer (Lookahead Q-Cache, arXiv:2505.20334).
 
-A few tokens are decoded from what a cheap method keeps of the text; their queries look for what the answer needs.
+A few tokens are decoded from what a cheap method keeps of the text; their queries, or those that predict them
+(`Draft.predicting`), look for what the answer needs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.compress.attention import distance_from_end, token_mask
+from kvkeep.compress.attention import check_norm, distance_from_end, token_mask
 from kvkeep.compress.guard import check_window, effective_window
 from kvkeep.compress.pooling import pool
 from kvkeep.errors import BadParameter
@@ -31,8 +32,7 @@ class LookaheadScorer:
         check_window(self.window, self.pool)
         if self.pooling not in ("avg", "max"):
             raise BadParameter(f"pooling='{self.pooling}' is not known; use 'avg' or 'max'.")
-        if self.norm not in (0, 1, 2):
-            raise BadParameter(f"norm={self.norm} is not known; use 1, 2, or 0 for the most attention of any query.")
+        check_norm(self.norm)
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         visible = token_mask(seen)[:, None].expand(-1, seen.queries.shape[1], -1)

@@ -42,7 +42,8 @@ def attention_and_lse(queries: Tensor, keys: Tensor, values: Tensor, scale: floa
     output = queries.new_empty(rows, q, heads, values.shape[-1]).transpose(1, 2)
     lse = queries.new_empty(rows, heads, q, dtype=torch.float32)
     for start in range(0, q, BLOCK):
-        block, seen = slice(start, min(start + BLOCK, q)), slice(before + min(start + BLOCK, q))
+        end = min(start + BLOCK, q)
+        block, seen = slice(start, end), slice(before + end)
         into = output[:, :, block]
         lse[:, :, block] = _block(queries[:, :, block], keys[:, :, seen], values[:, :, seen], scale, into)[1]
     return output, lse
