@@ -301,7 +301,7 @@ def test_prompts_of_one_pass_are_drafted_together(chat, captures, steps):
     want = [engine.generate(prompt, **NEW) for prompt in PROMPTS]
     steps.clear()
     assert engine.generate(PROMPTS, **NEW) == want
-    assert steps == [8] * (COUNT + 1)
+    assert set(steps) == {8} and captures == [1, 8]  # five rows and three too many; a replayed graph is no step here
 
 
 def test_a_draft_that_fails_fails_alone(chat, monkeypatch):
