@@ -1,6 +1,7 @@
 """Fakes the whole suite shares: tiny random models, no download, made fresh for each test."""
 
 import copy
+import os
 from functools import wraps
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvkeep
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: threads that wait for busy cores spin
 EVICTING = [name for name, method in kvkeep.methods.items() if method.retrieval is None]
 RETRIEVING = [name for name, method in kvkeep.methods.items() if method.retrieval] + ["protokv+recall"]
 

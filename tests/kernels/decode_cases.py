@@ -180,34 +180,33 @@ def test_column_mass(shape, capped, kind):
 REPEATED = [(1, 1, 1, 0, 16), (4, 2, 65, 4, 16), (6, 3, 130, 2, 24), (4, 1, 64, 4, 64)]
 
 
-@pytest.mark.parametrize("shape, capped, kind", pairs(REPEATED, KINDS, BOUND), ids=str)
-def test_column_maximum(shape, capped, kind):
+@pytest.mark.parametrize("shape, capped, kind, near", pairs(REPEATED, KINDS, BOUND, [None, 3, 70]), ids=str)
+def test_column_maximum(shape, capped, kind, near):
     (heads, kv_heads, m, sinks, dim), (softcap, sunk) = shape, capped
     torch.manual_seed(m)
     queries, moved = (drawn(heads, m, dim, kind=kind, scale=2) for _ in range(2))
     keys, first = drawn(kv_heads, m, dim, kind=kind), drawn(kv_heads, sinks, dim, kind=kind)
-    how = 0.3, softcap, drawn(heads) if sunk else None
-    for near in (None, 3, 70):
-        got = column_maximum.column_maximum(queries, moved, keys, first, *how, near)
-        want = reference.column_maximum(*(t.float() for t in (queries, moved, keys, first)), *how, near)
-        assert off(got, want) <= BOUND[kind]
+    how = 0.3, softcap, drawn(heads) if sunk else None, near
+    got = column_maximum.column_maximum(queries, moved, keys, first, *how)
+    want = reference.column_maximum(*(t.float() for t in (queries, moved, keys, first)), *how)
+    assert off(got, want) <= BOUND[kind]
 
 
-@pytest.mark.parametrize("shape, capped, kind", pairs(REPEATED, KINDS, BOUND), ids=str)
-def test_repeated_attention(shape, capped, kind):
-    (heads, kv_heads, m, sinks, dim), (softcap, sunk) = shape, capped
-    for q in (m + 7, max(1, m - 3)):
-        torch.manual_seed(m)
-        queries, own = drawn(heads, q, dim, kind=kind, scale=2), drawn(kv_heads, q, dim, kind=kind)
-        keys, first = drawn(kv_heads, m, dim, kind=kind), drawn(kv_heads, sinks, dim, kind=kind)
-        how = 0.3, softcap, drawn(heads) if sunk else None
-        for near in (None, 0, 3, 70):
-            for weights in ((), (torch.rand(heads, m, device=DEVICE), torch.rand(q, device=DEVICE) + 0.1)):
-                for norm in (0, 1, 2):
-                    rest = *how, near, *(weights or (None, None)), norm
-                    got = column_maximum.repeated_attention(queries, own, keys, first, *rest)
-                    want = reference.repeated_attention(*(t.float() for t in (queries, own, keys, first)), *rest)
-                    assert off(got, want) <= BOUND[kind]
+FED = [7, -3], [None, 0, 3, 70], product([False, True], [0, 1, 2])  # tokens beside the keys'; near; weights, norm
+
+
+@pytest.mark.parametrize("shape, capped, kind, more, near, mass", pairs(REPEATED, KINDS, BOUND, *FED), ids=str)
+def test_repeated_attention(shape, capped, kind, more, near, mass):
+    (heads, kv_heads, m, sinks, dim), (softcap, sunk), (weighted, norm) = shape, capped, mass
+    q = max(1, m + more)
+    torch.manual_seed(m)
+    queries, own = drawn(heads, q, dim, kind=kind, scale=2), drawn(kv_heads, q, dim, kind=kind)
+    keys, first = drawn(kv_heads, m, dim, kind=kind), drawn(kv_heads, sinks, dim, kind=kind)
+    weights = (torch.rand(heads, m, device=DEVICE), torch.rand(q, device=DEVICE) + 0.1) if weighted else (None, None)
+    how = 0.3, softcap, drawn(heads) if sunk else None, near, *weights, norm
+    got = column_maximum.repeated_attention(queries, own, keys, first, *how)
+    want = reference.repeated_attention(*(t.float() for t in (queries, own, keys, first)), *how)
+    assert off(got, want) <= BOUND[kind]
 
 
 CHUNKS = [  # heads, kv_heads, chunks, size, dim
