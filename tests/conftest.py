@@ -45,9 +45,10 @@ def make_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
     return model
 
 
-STARTED = {"ran", "served", "site", "installed", "driver", "ray"}  # processes, servers, browsers: of a whole module
+STARTED = {"ran", "served", "site", "installed", "driver", "ray", "execute"}  # processes and servers of a whole module
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks next
 def pytest_collection_modifyitems(items):
     """With `--dist loadgroup`, tests that share one of these run in the process that started it."""
     for item in items:

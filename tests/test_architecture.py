@@ -122,3 +122,12 @@ def test_nothing_heavy_is_imported_with_the_package():
     heavy = ("torch", "transformers", "typer", "rich", "numpy")
     code = f"import sys, kvkeep; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.xdist_group("architecture")
+def test_tests_that_share_a_server_run_in_one_process(request):
+    """Else every worker starts its own: pytest-xdist 3.8 ignores groups, and says nothing, with pytest 9.2."""
+    if not request.config.getoption("loadgroup", False):
+        pytest.skip("one process runs all tests")
+    grouped = [item for item in request.session.items if item.get_closest_marker("xdist_group")]
+    assert grouped and not [item.nodeid for item in grouped if "@" not in item.nodeid.rpartition("]")[2]]
