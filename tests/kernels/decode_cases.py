@@ -192,7 +192,7 @@ def test_column_maximum(shape, capped, kind, near):
     assert off(got, want) <= BOUND[kind]
 
 
-FED = [7, -3], [None, 0, 3, 70], product([False, True], [0, 1, 2])  # tokens beside the keys'; near; weights, norm
+FED = [7, -3], [None, 0, 3, 70], product([False, True], [0, 1, 2])  # more queries than keys; near; (weighted, norm)
 
 
 @pytest.mark.parametrize("shape, capped, kind, more, near, mass", pairs(REPEATED, KINDS, BOUND, *FED), ids=str)
