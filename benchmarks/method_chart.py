@@ -9,7 +9,12 @@ PANELS = {  # the beginning of a paragraph in RESULTS.md, and the title of its t
 }
 SHARES = ("3/4", "1/2", "1/4", "1/8", "1/10")
 LEFT, TOP, WIDTH, HEIGHT, LABELS = 48, 84, 300, 360, 190  # pixels
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#6a3d9a", "#a6761d", "#555", "#999")
+COLOURS = {
+    "kvkeep_context": "#0072b2", "kvkeep_lookahead": "#0072b2", "kvkeep": "#56b4e9", "kvzip": "#d55e00",
+    "kvzip_plus": "#009e73", "lookahead": "#009e73", "compactor+adakv": "#8a6d00", "intentkv": "#8a6d00",
+    "echo+shared": "#6a3d9a", "protokv": "#6a3d9a", "expected_attention+adakv": "#a6761d", "keydiff": "#555",
+    "cake": "#555", "snapkv+adakv": "#cc79a7", "random": "#999",
+}  # fmt: skip
 STYLE = """text{font:13px sans-serif;fill:#222} .title{font-weight:bold} .grid{stroke:#ddd}
 .full{stroke:#222;stroke-dasharray:4 3} polyline{fill:none;stroke-width:1.8} .ours{stroke-width:3.6}"""
 
@@ -40,8 +45,8 @@ def panel(title: str, full: float, rows: list[Row], left: int) -> list[str]:
         for x, share in zip(xs, SHARES, strict=True)
     ]
     last = -1e9
-    for number, (name, scores, ours) in enumerate(sorted(rows, key=lambda row: -row[1][-1])):
-        colour, points = COLOURS[number], [(x, _y(100 * score / full)) for x, score in zip(xs, scores, strict=True)]
+    for name, scores, ours in sorted(rows, key=lambda row: -row[1][-1]):
+        colour, points = COLOURS[name], [(x, _y(100 * score / full)) for x, score in zip(xs, scores, strict=True)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         kind = "ours" if ours else "others"
         drawn.append(f'<polyline class="{kind}" stroke="{colour}" points="{path}"/>')

@@ -120,6 +120,9 @@ def test_compare_runs_full_beside_it(tiny, document):
     assert found["full"]["method"] == "full" and found["full"]["prompt_tokens"] == found["prompt_tokens"]
     header = next(line for line in kvkeep_(*args).stdout.splitlines() if "full" in line and "kvkeep" in line)
     assert header.split() == ["kvkeep_lookahead", "full"]
+    assert "full" not in json.loads(kvkeep_(*args, "--method", "full", "--json").stdout)  # once is enough
+    quantized = json.loads(kvkeep_(*args, "--method", "full", "--storage", "int8", "--json").stdout)
+    assert quantized["bytes"] < quantized["full"]["bytes"]
 
 
 def test_several_budgets_are_run_beside_each_other(tiny, document):
@@ -352,6 +355,10 @@ def test_methods_lists_every_method_with_its_parameters():
     table = kvkeep_("methods").stdout
     assert all(name in table for name in listed)
     assert "arXiv:2404.14469" in table and "window=" in table
+    assert json.loads(kvkeep_("methods", "snapkv", "--json").stdout) == [listed["snapkv"]]
+    some = kvkeep_("methods", "snapkv", "+adakv").stdout
+    assert "arXiv:2404.14469" in some and "arXiv:2407.11550" in some and "h2o" not in some and "+shared" not in some
+    assert "alpha" in kvkeep_("methods", "+adakv").stdout and "Did you mean 'snapkv'" in refused("methods", "snapvk")
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -623,6 +630,7 @@ def test_inspect_writes_a_page(tiny, document, tmp_path, monkeypatch):
         (("--protocol", "both"), "use aware or agnostic"),
         (("--budget", "many"), "is not a number"),
         (("-o", "/nowhere/page.html"), "make it first"),
+        (("-o", "/"), "is a folder"),
     ],
 )
 def test_mistakes_of_inspect_are_said_before_a_model_is_loaded(tiny, document, args, says):

@@ -89,9 +89,10 @@ def test_sizes(text, size):
 
 
 def test_a_conversation(tiny):
-    said = "Hello there.\n\nAnd again?\n/new\nHello there.\n/quit\nnever asked\n"
+    said = "/help\nHello there.\n\nAnd again?\n/new\nHello there.\n/quit\nnever asked\n"
     done = kvkeep_("chat", "--budget", 64, "--max-new-tokens", 6, "--system", "Geese. " * 20, stdin=said)
     assert done.exit_code == 0, done.output
+    assert "/help is no command; there are /new and /quit." in done.stderr
     answers = done.stderr.split("\n")[-4:-1]
     assert len([line for line in answers if line.startswith("[64 of ") and "tokens kept per key head" in line]) == 3
     first, second, again = (int(line.split("; ")[1].split(" not ")[0]) for line in answers)

@@ -102,7 +102,7 @@ def run(
     """Answer a question about a document from a compressed cache, and report its memory and speed."""
     text, question = inputs.prompt(document, question)
     plans = inputs.plans(method, budget, settings or [], storage)
-    if compare:
+    if compare and all((plan.method, plan.storage) != ("full", None) for plan in plans):
         plans += inputs.plans("full", budget, [])[:1]
     from kvkeep.cli.run import QuestionRunner, check_lengths
     from kvkeep.engine.sampling import Generation
@@ -370,8 +370,16 @@ def reproduce(
 
 
 @app.command(epilog=EPILOG)
-def methods(as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False) -> None:
+def methods(
+    names: Annotated[list[str] | None, typer.Argument(help="These alone: snapkv, +adakv …; all, if none.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False,
+) -> None:
     """List the methods: paper, what each keeps, parameters, when it evicts, where we deviate, what it can do."""
+    from kvkeep.compress.presets import MODIFIERS
+
+    for name in names or []:
+        known = MODIFIERS if name.startswith("+") else kvkeep.methods
+        known[name.removeprefix("+")]  # raises for one that is not there
     evicts = {None: "after prefill", 1: "every step"}
     rows = [
         {
@@ -388,20 +396,21 @@ def methods(as_json: Annotated[bool, typer.Option("--json", help="A JSON list in
             "can_be_saved": each.retrieval is None,
         }
         for name, each in kvkeep.methods.items()
+        if not names or name in names
     ]
     if as_json:
         show.print_json(rows)
         return
-    from kvkeep.compress.presets import MODIFIERS
-
     modifiers = [
         {"name": f"+{name}", "paper": c.paper, "keeps": c.keeps, "parameters": c.defaults, "deviates": c.deviates}
         for name, c in MODIFIERS.items()
+        if not names or f"+{name}" in names
     ]
     show.print_table(["method", "keeps", "parameters"], [_cells(row) for row in rows + modifiers])
-    header = ["method", "query-aware", "any length", "offloads", "can be saved"]
-    show.print_table(header, [_traits(row) for row in rows])
-    typer.echo(TRAITS)
+    if rows:
+        header = ["method", "query-aware", "any length", "offloads", "can be saved"]
+        show.print_table(header, [_traits(row) for row in rows])
+        typer.echo(TRAITS)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,17 @@ class Options:
     out: str
 
 
+def check_writable(page: Path) -> None:
+    """Before there is anything to write."""
+    if not page.parent.is_dir():
+        raise BadInput(f"-o '{page}' is in a folder that is not there; make it first.")
+    if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):
+        raise BadInput(f"-o '{page}' is a folder, or cannot be written; give the path of a file.")
+
+
 def run(text: str, question: str, plans: list[Plan], options: Options, say: Any) -> str:
     """Write the page. -> what was written"""
-    if not Path(options.out).absolute().parent.is_dir():
-        raise BadInput(f"-o {options.out!r} is in a folder that is not there; make it first.")
+    check_writable(Path(options.out).absolute())
     quiet_transformers()
     model, tokenizer = load(options.model, device=options.device, dtype=options.dtype, progress=say)
     with torch.inference_mode():  # the first forward pass is slower: it is not timed

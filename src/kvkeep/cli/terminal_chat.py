@@ -25,6 +25,8 @@ def run(engine: Engine, system: str | None, options: dict[str, Any]) -> None:
             return
         if line == "/new":
             messages = list(first)
+        elif line.startswith("/") and " " not in line:
+            typer.echo(f"{line} is no command; there are /new and /quit.", err=True)
         elif line:
             messages = _turn(engine, [*messages, {"role": "user", "content": line}], options)
 

@@ -113,7 +113,7 @@ class Context:
         warnings.warn(
             f"'{method.name}' kept {kept:,.0f} of {self.tokens:,} tokens before it knew this question, by the last "
             "queries of the text; what is asked for may be evicted. Give a question that is known to engine.read(text, "
-            "question=…), or use a method that evicts nothing, such as 'tokenselect' or 'sentencekv'.",
+            "question=…), or use 'kvkeep_context', or a method that evicts nothing, such as 'tokenselect'.",
             QueryAwareWarning, stacklevel=5,
         )  # fmt: skip
 
