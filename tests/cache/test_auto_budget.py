@@ -154,6 +154,19 @@ def test_what_was_generated_is_no_amount():
     assert left > 4 * LAYERS * HEADS and 0.5 <= cache.report().coverage < 0.6
 
 
+@pytest.mark.parametrize("spec", ["echo", "kvzip:layerwise=true"])
+def test_nor_weighted_by_its_values(spec):
+    """Old: below what is certain, a generated token's score was all there was, and the text was evicted."""
+    left = []
+    for modifier in ("", "+values"):
+        model = make_llama()
+        cache = kvkeep.Cache(model, spec + modifier, "auto", max_budget=0.9, coverage=0.99)
+        for ids in (IDS[:, :100], *IDS[:, :8].T[:, None], IDS[:, 100:120]):
+            model(ids, past_key_values=cache)
+        left.append(sum(j < 100 for layer in kept(cache) for head in layer for j in head) / LAYERS / HEADS)
+    assert min(left) > 80
+
+
 def test_forks_rows_and_files_go_on(tmp_path):
     model = make_llama()
     cache = kvkeep.Cache(model, "snapkv", "auto", coverage=0.4, window=8)
@@ -197,6 +210,21 @@ def test_other_values_are_refused():
         kvkeep.Cache(model, "snapkv+shared:floor=0.5", "auto")
     with pytest.raises(BadParameter, match="changed or cut off already"):
         kvkeep.Cache(model, "snapkv+threshold", "auto")
+
+
+def test_a_request_has_its_own_method_or_budget_in_the_place_of_the_engines():
+    """Old: another method lost "auto", and another budget kept it."""
+    text = "the quick brown fox jumps over the lazy dog. " * 4
+    with kvkeep.Engine(*tiny_chat.sharp(), "snapkv", "auto", coverage=0.5, max_budget=0.9, window=8) as engine:
+
+        def kept_of(**how):
+            handle = engine.submit(text, max_new_tokens=1, **how)
+            handle.result()
+            return handle.request.kept_tokens
+
+        tokens = engine.length(text)
+        assert kept_of() < 0.8 * tokens and kept_of(method="tova") < 0.8 * tokens
+        assert kept_of(budget=100) == 100 and kept_of(method="tova", budget=100) == 100
 
 
 def test_an_engine_covers_prompts_and_contexts():

@@ -337,7 +337,7 @@ def test_a_ratio_of_kvpress_is_answered_with_a_budget(tiny, ratio):
     assert kvkeep.select("full", q, kv, kv).tolist() == [list(range(30))] * 4
 
 
-@pytest.mark.parametrize("spec", ["h2o", "cake", "infllm"])
+@pytest.mark.parametrize("spec", ["h2o", "cake", "keydiff+shared", "infllm"])
 @pytest.mark.parametrize("guess", ["assistant_model", "prompt_lookup_num_tokens"])
 def test_assisted_generation_is_refused_before_a_token_is_read(tiny, spec, guess, monkeypatch):
     """Old: the prompt was read and tokens were guessed before crop() was called."""

@@ -183,6 +183,48 @@ def test_nothing_is_drafted_where_the_text_fits_and_cut_short_it_is_whole(monkey
     assert kept(cache) == kept(want)
 
 
+@pytest.mark.parametrize("spec", ["lookahead:tokens=3", "kvkeep_lookahead:tokens=3", "kvzip"])
+@pytest.mark.parametrize("messages", [1, 3])
+def test_a_chat_goes_on_after_a_draft_that_was_interrupted(spec, messages, monkeypatch):
+    """Old: a draft that was to wait for others was not made up for, and the next turn refused."""
+    talk = [
+        {"role": role, "content": text}
+        for role, text in (("user", "the quick brown fox " * 9), ("assistant", "it"), ("user", "and?"))
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr("kvkeep.cache.passes.draft_queries", interrupt)
+        engine = kvkeep.Engine(*tiny_chat.sharp(), spec, 24)
+        with pytest.raises(KeyboardInterrupt):
+            engine.chat(talk[:1], max_new_tokens=4)
+    assert engine.cache.report().kept_per_head == engine.cache.seen > 100
+    engine.chat(talk[:messages], max_new_tokens=4)
+    assert engine.cache.report().kept["prompt"] <= 24 if messages == 1 else engine.cache.longest_head < 100
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_draft_ends_where_an_answer_does(monkeypatch):
+    """Old: at the model's EOS alone, not at the tokenizer's or the template's."""
+    seen, own, (model, tokenizer) = [], DraftPool.__call__, tiny_chat.sharp()
+    monkeypatch.setattr(DraftPool, "__call__", lambda self, *how: seen.append(how[-2]) or own(self, *how))
+    model.generation_config.eos_token_id, tokenizer.eos_token_id = [250, 251], 7
+    engine = kvkeep.Engine(model, tokenizer, "kvkeep_lookahead:tokens=3", 24)
+    engine.generate("the quick brown fox " * 9, max_new_tokens=4)
+    assert seen == [{1, 7, 250, 251}]  # 1: the template ends a turn with it
+
+
+def test_with_auto_a_prompt_within_the_budget_is_drafted_after_too(monkeypatch):
+    """Old: it was scored by its own queries, as if they were a draft's."""
+    model, ids, calls, own = build(), tokens(3, 60), [], DraftPool.decode
+    monkeypatch.setattr(DraftPool, "decode", lambda self, rows: calls.append(rows) or own(self, rows))
+    model(ids, past_key_values=kvkeep.Cache(model, "lookahead", 64))
+    assert not calls
+    model(ids, past_key_values=kvkeep.Cache(model, "lookahead", "auto", max_budget=64))
+    assert calls
+
+
 def test_what_it_cannot_do_is_refused_by_name():
     given = torch.randn(4, 60, 8), torch.randn(2, 60, 8), torch.randn(2, 60, 8)
     with pytest.raises(BadParameter, match="'lookahead' runs the model again"):

@@ -6,6 +6,7 @@ attention, its weights renormalized over the keys that count (tests/oracles/kvzi
 
 import copy
 import dataclasses
+from threading import Thread
 
 import families
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from conftest import make_llama
 from oracles import frontier
 from oracles import kvzip as oracle
-from transformers import DynamicCache
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import kvkeep
 from kvkeep.cache import replay
@@ -28,7 +29,7 @@ from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.kernels.dispatch import appended_attention
 from kvkeep.model.chat import ids_of
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.output_projection import output_weight
+from kvkeep.model.output_projection import hidden_norms, output_weight
 
 IDS = torch.randperm(128, generator=torch.Generator().manual_seed(7))[None, :90]
 TOKENIZER = tiny_chat.tokenizer()
@@ -265,6 +266,60 @@ def test_the_engine_feeds_the_text_again_with_words(monkeypatch):
 def test_parts_are_shorter_at_the_end_of_the_context_length():
     model = sharp(max_position_embeddings=200)
     assert kept(read(model)) == kept(read(model, chunk=70)) != kept(read(model, chunk=60))
+
+
+AGAIN = ["kvzip", "kvzip_plus", "kvkeep_context", "lookahead", "kvkeep_lookahead"]
+
+
+@pytest.mark.parametrize("spec", AGAIN)
+@pytest.mark.parametrize("n", [30, 60])
+def test_learned_positions_end_with_the_context_length(spec, n):
+    """Old: IndexError."""
+    sizes = dict(vocab_size=128, n_positions=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=None, bos_token_id=None)
+    model, given = GPT2LMHeadModel(GPT2Config(**sizes)).eval(), []
+    model.transformer.wpe.register_forward_pre_hook(lambda module, args: given.append(int(args[0].max())))
+    cache = kvkeep.Cache(model, spec, 20)
+    model.generate(IDS[:, :n], past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert cache.report().kept_per_head == 23 and n < max(given) <= 63 and len(given) > 4
+
+
+@pytest.mark.parametrize("n", [50, 80])  # of 64: the model's own frequencies, and those of 80 tokens
+@pytest.mark.parametrize("spec", ["kvzip", "kvkeep_context"])
+def test_frequencies_that_change_with_length_do_not_in_a_replay(spec, n):
+    """Old: after the replay, decode went on with frequencies of a longer text."""
+    rope, found = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, []
+    for method in ("full", spec):
+        model = make_llama(max_position_embeddings=64, rope_parameters=rope)
+        model(IDS[:, :n], past_key_values=(cache := kvkeep.Cache(model, method, n)))
+        frequencies = model.model.rotary_emb.inv_freq.clone()
+        found.append((frequencies, model(IDS[:, :1], past_key_values=cache).logits))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_long_context_does_not_begin_in_a_replay():
+    half = {"short_factor": [1.0] * 4, "long_factor": [4.0, 8.0, 16.0, 32.0], "original_max_position_embeddings": 64}
+    model, given = make_llama(rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **half}), []
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, args, how: given.append(how or args), with_kwargs=True
+    )
+    for n, within in ((60, True), (70, False)):  # a text of the long context is repeated after it
+        given.clear()
+        model(IDS[:, :n], past_key_values=kvkeep.Cache(model, "kvkeep_context", 20))
+        ends = [
+            int(torch.as_tensor(each["position_ids"] if isinstance(each, dict) else each[1]).max()) for each in given
+        ]
+        assert len(ends) == 2 and ends[0] == n - 1 and (ends[1] == 63 if within else ends[1] > n)
+
+
+def test_a_thread_sees_its_own_hidden_states():
+    """Old: a forward pass of another thread was scored with."""
+    model = make_llama()
+    with torch.no_grad(), hidden_norms(model, [0, 3]) as found:
+        other = Thread(target=lambda: model(IDS[:, :7]))
+        other.start(), other.join()
+        assert not found
+        model(IDS[:, :5])
+        assert {index: norms.shape for index, norms in found.items()} == {0: (1, 5), 3: (1, 5)}
 
 
 def test_generate_is_the_same_with_hooks_gone():

@@ -14,7 +14,7 @@ from kvkeep.engine.fair_queue import FairQueue
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.errors import BadInput, BadParameter, QueueFull
+from kvkeep.errors import BadInput, BadParameter, CacheMisuse, QueueFull
 
 TOOLS_TEMPLATE = (
     "{% if tools %}{% for t in tools %}<s>{{ t['function']['name'] }}</s>{% endfor %}{% endif %}" + tiny_chat.TEMPLATE
@@ -37,7 +37,10 @@ def test_a_prompt_is_a_text_messages_or_ids(chat):
     messages = [{"role": "user", "content": TEXT}]
     ids = one.encode(TEXT)
     for prompt in (TEXT, messages, ids, ids.tolist()):
-        assert one.submit(prompt, max_new_tokens=6).result() == want
+        handle = one.submit(prompt, max_new_tokens=6)
+        assert handle.result() == want
+    with pytest.raises(CacheMisuse, match="cache was freed with it"):
+        handle.cache  # noqa: B018
     longer = [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "why"}]
     assert one.submit(longer, max_new_tokens=6).result() == one.chat(longer, max_new_tokens=6)
 

@@ -250,15 +250,15 @@ class Cache(HFCacheAdapter):
             self.unreplayed = self.unreplayed.add(ids, positions, self.seen)
 
     def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
+        """Run the model again after a prompt that is prefilled to the end, then evict from all layers."""
         self.note_text(ids, positions)
-        self.before_forward()
+        run_passes([self])
 
     def before_forward(self) -> None:
-        """Run the model again after a prompt that is prefilled to the end, then evict from all layers.
-
-        After that prefill or, where it was cut short, before the next forward pass.
-        """
-        run_passes([self])
+        """The same, where it was cut short after that prefill, or while it waited."""
+        if self.unreplayed.due:
+            self.passes_later = False
+            run_passes([self])
 
     def evict_held(self, scores: LayerRows, queries: LayerRows) -> None:
         """Evict from a prompt after which the model ran again: by what was found of its layers and rows."""

@@ -21,6 +21,7 @@ from kvkeep.cache.draft_buffers import Kept
 from kvkeep.cache.draft_pool import MOST_ROWS, free_pool, pool_for
 from kvkeep.cache.replay import LayerRows, RowText
 from kvkeep.compress.method import Draft
+from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.hf_cache import key_shape, query_heads
 from kvkeep.storage.ragged import RaggedLayer
 
@@ -66,7 +67,7 @@ def _rows(cache: CacheState) -> Iterator[DraftRow]:
     token_bytes = sum(layer.token_nbytes * layer.kv_heads for layer in cache.backend.store.values())
     for row, (n, text) in enumerate(zip(cache.tracker.seen, cache.unreplayed.rows, strict=True)):
         budget = cache.backend.budget.tokens(n)
-        if text.ids and n > budget:
+        if text.ids and (n > budget or cache.method.needed is not None):  # that may be less than the budget
             tokens = draft_tokens(cache.model, draft, draft.kept(budget, n))
             yield DraftRow(cache, draft, row, text, tokens * token_bytes)
 
@@ -92,7 +93,8 @@ def _draft(
         texts = [_kept(list(rows), stores) for _, rows in groupby(group, lambda each: id(each.cache))]
         with pool_for(model, sum(each.nbytes for each in group)) as pool:
             stop = all(each.draft.predicting for each in group)
-            drafted = pool(texts, steps, group[0].cache.between_passes, most, stop)
+            eos = eos_token_ids(model, group[0].cache.tokenizer)
+            drafted = pool(texts, steps, group[0].cache.between_passes, most, eos, stop)
     except torch.OutOfMemoryError:
         if len(group) == 1:
             raise

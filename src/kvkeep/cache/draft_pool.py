@@ -22,10 +22,10 @@ from torch import Tensor
 
 from kvkeep.cache.draft_buffers import DraftSize, Kept, LayerBuffer, LayerKind
 from kvkeep.kernels.dispatch import copy_segments
-from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, execution_device, query_heads, single_device
+from kvkeep.model.rope import last_position
 from kvkeep.storage.upload import upload
 
 DEVICES = {"cuda"}  # where steps are captured
@@ -50,6 +50,7 @@ class DraftPool(HFCacheAdapter):
         """state: of the model, which steps are captured of; None: they are not"""
         super().__init__(model)
         self.state, self.captures, self.lock = state, state is not None, Lock()
+        self.last_position = last_position(model)
         self.free()
 
     @property
@@ -73,11 +74,12 @@ class DraftPool(HFCacheAdapter):
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def __call__(
-        self, texts: Sequence[Kept], steps: int, between: Callable[[], None], most: int, stop_at_eos: bool
+        self, texts: Sequence[Kept], steps: int, between: Callable[[], None], most: int, eos: set[int], stop: bool
     ) -> Drafted:
         """So many steps, or fewer if it stops when every row has ended; the first is of each text's last token.
 
-        between: called after every step; most: bytes the buffers may take, if these texts do not need more
+        between: called after every step; most: bytes the buffers may take, if these texts do not need more;
+        eos: tokens that end a row
         """
         size = DraftSize.of(texts, steps)
         rows = 1 << (size.rows - 1).bit_length() if self.captures else size.rows
@@ -85,10 +87,11 @@ class DraftPool(HFCacheAdapter):
             self.reserve(size | DraftSize(rows), {i: LayerKind.of(layer) for i, layer in texts[0].store.items()}, most)
             run = self.runner(rows)
             self._load(texts, steps)
+            self.eos = upload(torch.tensor(sorted(eos), dtype=torch.int64), self.tokens.device)
             for done in range(1, steps + 1):
                 run()
                 between()
-                if stop_at_eos and done % CHECKED == 0 and max(self._ends(done, size.rows)) <= done:
+                if stop and done % CHECKED == 0 and max(self._ends(done, size.rows)) <= done:
                     break
         queries = {i: each.queries[:done, : size.rows].permute(1, 2, 0, 3).clone() for i, each in self.buffers.items()}
         return Drafted(queries, self._ends(done, size.rows))
@@ -140,7 +143,6 @@ class DraftPool(HFCacheAdapter):
             starts, total = buffer.starts[at : at + len(text.rows)].flatten(), sum(text.segments(i)[1])
             copy_segments(buffer.keys, buffer.values, starts, (flat.keys, flat.values), *taken, total)
         device = self.tokens.device
-        self.eos = upload(torch.tensor(sorted(eos_token_ids(self.model, None)), dtype=torch.int64), device)
         self.tokens[: len(rows)] = upload([row.ids[-1:] for row in rows], device)
         self.positions[: len(rows)] = upload([[row.position - 1] for row in rows], device)
 
@@ -176,7 +178,7 @@ class DraftPool(HFCacheAdapter):
         tokens, positions = self.tokens[:rows], self.positions[:rows]
         out = self.model(tokens, position_ids=positions, past_key_values=self, logits_to_keep=1)
         tokens.copy_(out.logits[:, -1:].argmax(-1))
-        positions.add_(1)
+        positions.add_(1).clamp_max_(self.last_position)
         self.drafted[:, :rows].index_copy_(0, self.step, tokens.T)
         self.step.add_(1).clamp_max_(self.size.steps - 1)  # a capture runs it more often
         return tokens

@@ -29,6 +29,7 @@ from kvkeep.model.chat import common_prefix_length, end_of_message, ids_of, star
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, context_length, execution_device
 from kvkeep.model.output_projection import hidden_norms, output_weight
+from kvkeep.model.rope import position_limit
 from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Replayed, ReplayPass, Tokens
 
@@ -125,7 +126,9 @@ class ReplayForward(HFCacheAdapter):
         self.behind = slice((start if part.start else 0) - len(text.ids), end - len(text.ids) or None)
         lead, repeated = text.ids[start - part.lead : start], text.ids[start:end]
         ids = torch.tensor([self._say(part.instruction) + lead + self._end + repeated])
-        positions, device = text.position + torch.arange(ids.shape[1]), execution_device(self.model)
+        limit, device = position_limit(self.model, text.position), execution_device(self.model)
+        first = max(0, min(text.position, limit - ids.shape[1]))  # earlier, where there are no positions after the text
+        positions = (first + torch.arange(ids.shape[1])).clamp_max(limit - 1)
         self.model(ids.to(device), position_ids=positions[None].to(device), past_key_values=self, logits_to_keep=1)
 
     def _begun(self, text: RowText) -> int:
@@ -219,6 +222,8 @@ def check_can_replay(cache: CacheState, intercepted: bool) -> None:
     method, reason = cache.method.name, ""
     if cache.hf_layers and cache.compressed_layers:
         reason = "it has sliding-window or linear layers, which cannot attend without changing what they hold"
+    elif cache.method.draft and cache.model.get_output_embeddings() is None:
+        reason = "it has no output embeddings, and can draft no tokens"
     elif cache.shards:
         reason = f"tensor parallelism splits its heads over {cache.shards.size} processes"
     elif not intercepted:

@@ -91,7 +91,7 @@ def run(
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")] = 0,
     settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
-    prefill_chunk_size: Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")] = None,
+    prefill_chunk_size: Annotated[int | None, typer.Option(min=2, help="Prefill this many tokens at a time.")] = None,
     storage: Annotated[str | None, typer.Option(help="int8 or int4: quantize keys and values.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Run `full` beside it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,

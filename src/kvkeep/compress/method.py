@@ -159,7 +159,7 @@ class Method:
             return f"it drafts an answer of its own before it evicts; {WITHOUT}"
         if self.schedule.every is not None:
             return f"it evicts in decode, and cannot restore what is evicted; use schedule='prompt', or {WITHOUT}"
-        if self.layers.layer_weight is not None:
+        if self.layers.layer_weight is not None or self.across_layers:
             return f"it compares layers, so the first does not know yet what a guess will find in it; {WITHOUT}"
         return ""
 

@@ -348,8 +348,9 @@ def by_output(share=0.5, offset=1e-4):
 GROUPED = "attention is averaged over the query heads of a key head"
 FIRST = "once=True (ProtoKV's table 3, prefilling): the first decoded token retrieves, for all that follow"
 REPLAY = (
-    "parts are shorter where the context length leaves less room, 64 at most; the template's beginning is scored and "
-    "evicted like the text (the authors keep it); a later prompt is repeated by itself; without a tokenizer "
+    "parts are shorter where the context length leaves less room, 64 at most, and stand earlier where positions end "
+    "(learned ones; RoPE that changes with length); the template's beginning is scored and evicted like the text (the "
+    "authors keep it); a later prompt is repeated by itself; without a tokenizer "
     "(Cache(…, tokenizer=)) the text is fed without the instruction; generated tokens are not scored, and evicted last"
 )
 ONCE = "layers are compared once, after all are prefilled, and held uncompressed until then"

@@ -251,8 +251,11 @@ class Handle:
     @property
     def cache(self) -> Cache:
         """Of an answer that is complete and keeps its cache, as `Context.submit`'s do."""
+        if not self.request.keeps_cache:
+            raise CacheMisuse(
+                "this answer's cache was freed with it; use engine.stream, or engine.read(text).submit(…)."
+            )
         self._driver.settle(self.request)
-        assert self.request.sequence is not None
         return self.request.sequence.cache
 
     def result(self) -> str:

@@ -91,7 +91,8 @@ class Engine:
         `kvkeep.Cache`.
         """
         if prefill_chunk_size is not None:
-            check_count("prefill_chunk_size", prefill_chunk_size, 1, "use a whole number of tokens, at least one")
+            why = "use a whole number of tokens, at least two: a forward pass of one is a decode step"
+            check_count("prefill_chunk_size", prefill_chunk_size, 2, why)
         counts = {"max_rows": max_rows, "max_tokens": max_tokens, "memory": memory, "max_waiting": max_waiting}
         counts |= {} if isinstance(prefix_cache, PrefixStore) else {"prefix_cache": prefix_cache}
         for name, value in counts.items():
@@ -105,6 +106,7 @@ class Engine:
         elif method is None:
             method = first_allowed(model, PROMPT_METHODS, budget, parameters)
             self._context_method = parse_budget(first_allowed(model, CONTEXT_METHODS, budget, auto), budget, **auto)[0]
+        self._asked = method, budget, {name: value for name, value in parameters.items() if name not in auto}, auto
         how = *parse_budget(method, budget, **parameters), prefill_chunk_size, options
         self.config = SequenceConfig(model, tokenizer, *how)
         self._sequence = self.config.new_sequence()
@@ -294,8 +296,11 @@ class Engine:
             return self.config
         name = method if isinstance(method, str) else repr(method), budget
         if name not in self._configs:
-            most = self.config.budget if budget is None else budget
-            made, most = parse_budget(self.config.method if method is None else method, most)
+            own, asked, parameters, auto = self._asked
+            given = {} if method is not None else parameters
+            given = given | auto if budget is None else given
+            spec, most = own if method is None else method, asked if budget is None else budget
+            made, most = parse_budget(spec, most, **given)
             config = replace(self.config, method=made, budget=most)
             config.new_sequence()  # raises what is wrong with them
             if len(self._configs) >= MOST_CONFIGS:

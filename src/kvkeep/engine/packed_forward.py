@@ -67,6 +67,10 @@ class PackedForward(HFCacheAdapter):
                 upload(ids, device), position_ids=upload(positions, device), past_key_values=self, logits_to_keep=every
             ).logits[0]
 
+    def before_forward(self) -> None:
+        for sequence, _ in self.spans:
+            sequence.cache.before_forward()
+
     def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
         assert ids is not None and positions is not None
         for sequence, span in self.spans:

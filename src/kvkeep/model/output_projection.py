@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -52,13 +53,15 @@ def _input_size(model: PreTrainedModel, projection: Any) -> int:
 
 @contextmanager
 def hidden_norms(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Within, norms of the hidden states that these layers were given last. layer -> [rows, q]"""
+    """Within, norms of the hidden states that this thread gave these layers last. layer -> [rows, q]"""
     found: dict[int, Tensor] = {}
+    thread = get_ident()
 
     def record(index: int) -> Any:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            found[index] = hidden.float().norm(dim=-1)
+            if get_ident() == thread:
+                hidden = args[0] if args else kwargs["hidden_states"]
+                found[index] = hidden.float().norm(dim=-1)
 
         return hook
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.kernels.torch.rotation import Rotation
-from kvkeep.model.hf_cache import execution_device, offloaded_weight
+from kvkeep.model.hf_cache import UNLIMITED, context_length, execution_device, offloaded_weight
 
 FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the text's length
 ROTATED: weakref.WeakKeyDictionary[Any, dict[int, bool]] = weakref.WeakKeyDictionary()  # see `rotated_layers`
@@ -42,6 +42,26 @@ def rotations(model: Any, layers: list[int]) -> dict[int, Rotation | None]:
 
 def _embedding(model: Any) -> Any:
     return next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+
+
+def position_limit(model: Any, seen: int) -> int:
+    """Positions before which tokens may follow a text of so many, and find its keys rotated as their queries are.
+
+    Learned positions end with the context length. Some frequencies change there, or where a longer context begins.
+    """
+    embedding = _embedding(model)
+    if embedding is None:
+        return last_position(model) + 1
+    kind, config = getattr(embedding, "rope_type", "default"), model.config.get_text_config(decoder=True)
+    if kind == "longrope":
+        short = config.rope_parameters["original_max_position_embeddings"]
+        return short if seen <= short else UNLIMITED
+    return max(seen, context_length(model)) if kind == "dynamic" else UNLIMITED
+
+
+def last_position(model: Any) -> int:
+    """That the model can embed: learned positions end with the context length, others do not."""
+    return (context_length(model) if _embedding(model) is None else UNLIMITED) - 1
 
 
 def learn_rotations(model: Any) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvkeep.compress.attention import squared_value_norms, token_mask
+from kvkeep.compress.budget.coverage import CERTAIN
 from kvkeep.compress.pooling import check_pool, pool
 from kvkeep.compress.protocols import Scorer, ScorerTraits
 from kvkeep.errors import BadParameter
@@ -45,4 +47,6 @@ class ValueNormScorer:
         norms = squared_value_norms(seen)
         norms = pool(norms * tokens, tokens, self.pool) * tokens if seen.is_padded else pool(norms, tokens, self.pool)
         relative = norms / norms.amax(1, keepdim=True).clamp_min(1e-30)
-        return self.scorer(seen, budget) * (relative if self.power == 1 else relative**self.power)
+        scores = self.scorer(seen, budget)
+        weighted = scores * (relative if self.power == 1 else relative**self.power)
+        return torch.where(scores < CERTAIN, weighted, scores)  # those are kept whatever they hold
