@@ -1,5 +1,6 @@
 """What must be true of every method, once, for all of them."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,9 @@ import kvkeep
 from kvkeep.compress.budget.heads import AdaptiveHeads
 from kvkeep.compress.budget.layers import distribute
 from kvkeep.compress.grouping.prototypes import Prototypes
-from kvkeep.compress.method import Method
-from kvkeep.compress.parse import parse
+from kvkeep.compress.method import Method, Preset
+from kvkeep.compress.parse import _convert, parse
+from kvkeep.compress.presets import METHODS as PRESETS
 from kvkeep.compress.presets import MODIFIERS
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
 from kvkeep.compress.scorers.protokv import ProtoKVScorer
@@ -200,7 +202,7 @@ def test_parameters_fit_in_the_name():
         ("protokv:votes=raw+adakv", "'protokv:votes=raw\\+adakv' cannot work: scores of different heads"),
         ("snapkv+values+adakv+values", "has \\+values more than once"),
         ("protokv:chunks=0", "chunks=0 must be 1 or more, or None: one per 16 tokens"),
-        ("protokv:chunks=many", "chunks='many' must be 1 or more"),
+        ("protokv:chunks=many", "chunks='many' should be int, or None"),
         ("protokv:buckets=5", "buckets=5: bits=2 gives 4; use 1 to 4, or more bits"),
         ("snapkv+prototypes:worth=loud", "worth='loud' is not known; use 'mean' or 'sum'"),
         ("snapkv+values:power=0", "power=0"),
@@ -211,6 +213,35 @@ def test_parameters_fit_in_the_name():
 def test_names_that_make_no_sense(spec, says):
     with pytest.raises(BadParameter, match=says):
         parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "key"),
+    [
+        (name, part, key)
+        for name, part in [*PRESETS.items(), *((f"protokv+{name}", part) for name, part in MODIFIERS.items())]
+        for key, default in part.defaults.items()
+        if default is None
+    ],
+)
+def test_a_parameter_that_is_none_by_default_has_a_type_too(name, part, key):
+    """Old: TypeError, from wherever it was first compared to a number."""
+    wrong = ["x", True, [1]] + ([] if "float" in part.build.__annotations__[key] else [1.5])
+    for value in wrong:
+        with pytest.raises(BadParameter, match=re.escape(f"{key}={value!r} should be ") + "(int|float), or None"):
+            parse(name, **{key: value})
+    assert parse(name, **{key: None}) == parse(name)
+
+
+def test_a_builder_that_does_not_say_what_may_be_instead_of_none():
+    """Another package's: it checks by itself."""
+
+    def build(near=None, either: int | str | None = None): ...
+
+    def checked_only(near: "Unknown | None" = None): ...  # noqa: F821
+
+    for part, key in ((build, "near"), (build, "either"), (checked_only, "near")):
+        assert _convert(Preset(part, "", ""), key, "x") == "x"
 
 
 def test_raw_logits_are_not_shared_among_heads_by_hand_either():

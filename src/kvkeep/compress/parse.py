@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from kvkeep.compress.budget.heads import Threshold
 from kvkeep.compress.budget.layers import EqualLayers
@@ -102,16 +103,30 @@ def _assign_parameters(parts: list[Preset], parameters: Mapping[str, Any], spec:
         if name not in known:
             have = f"it has {', '.join(known)}" if known else "it has none"
             raise BadParameter(f"'{spec}' has no parameter '{name}'; {have}.{did_you_mean(name, known)}")
-    return [{k: _like(k, parameters[k], d) for k, d in part.defaults.items() if k in parameters} for part in parts]
+    return [{k: _convert(part, k, parameters[k]) for k in part.defaults if k in parameters} for part in parts]
 
 
-def _like(name: str, value: Any, default: Any) -> Any:
-    """The value in the default's type; integers pass as floats."""
-    if default is None or isinstance(value, type(default)) and isinstance(value, bool) == isinstance(default, bool):
+def _convert(part: Preset, name: str, value: Any) -> Any:
+    """The value in the parameter's type; integers pass as floats."""
+    default = part.defaults[name]
+    kind = _optional(part.build, name) if default is None else type(default)
+    if kind is None or (value is None and default is None):
         return value
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    raise BadParameter(f"{name}={value!r} should be {type(default).__name__}, like its default {default!r}.")
+    what = "or None" if default is None else f"like its default {default!r}"
+    raise BadParameter(f"{name}={value!r} should be {kind.__name__}, {what}.")
+
+
+def _optional(build: Callable, name: str) -> type | None:
+    """The type of a parameter that is None by default: int of `int | None`; None: it does not say, or more than one."""
+    try:
+        kinds = [kind for kind in get_args(get_type_hints(build)[name]) if kind is not NoneType]
+    except (KeyError, NameError, TypeError):  # a plugin need not annotate, and may import names for a type checker only
+        return None
+    return kinds[0] if len(kinds) == 1 and kinds[0] in (bool, int, float, str) else None
 
 
 def _apply_modifier(method: Method, modifier: str, change: Any, base: str) -> Method:

@@ -303,7 +303,7 @@ def sentencekv(sinks: int | None = None, local: int | None = None, longest=128, 
 def offload_clusters(sinks: int | None = None, local: int | None = None, pack: int | None = None):
     """Offload the method's clusters of keys instead of evicting, and retrieve them whole."""
     config = RetrievalConfig(Chunks(), Centres(), None, "original", sinks, local, default_sizes=(4, 32))
-    return lambda method: replace(config, chunking=MethodClusters(method.group, pack))
+    return {"retrieval": lambda method: replace(config, chunking=MethodClusters(method.group, pack))}
 
 
 def keep_sinks(first=4):
@@ -312,7 +312,15 @@ def keep_sinks(first=4):
 
 
 def clustered(
-    kappa=5, anchors=32, bits=2, chunks=None, gamma=None, seed=0, prototypes="both", buckets=None, worth="mean"
+    kappa=5,
+    anchors=32,
+    bits=2,
+    chunks: int | None = None,
+    gamma: float | None = None,
+    seed=0,
+    prototypes="both",
+    buckets: int | None = None,
+    worth="mean",
 ):
     """Select whole clusters of keys instead of tokens or blocks."""
     return {"group": Prototypes(kappa, anchors, bits, chunks, gamma, prototypes, seed, buckets, worth)}
@@ -539,8 +547,7 @@ MODIFIERS = Registry("modifier", {
     "values": Preset(weight_by_values, "AhaKV", "scores are weighted by the norm of the values"),
     "sinks": Preset(keep_sinks, "arXiv:2309.17453", "the first tokens are kept"),
     "recall": Preset(
-        lambda sinks=None, local=None, pack=None: {"retrieval": offload_clusters(sinks, local, pack)},
-        "ProtoKV, table 3", "clusters are offloaded, not evicted, and retrieved for every token",
+        offload_clusters, "ProtoKV, table 3", "clusters are offloaded, not evicted, and retrieved for every token",
         "the paper gives no formula: by mean key",
     ),
 })  # fmt: skip
