@@ -253,7 +253,7 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("method", HARD)
+@pytest.mark.parametrize("method", [*HARD, "cake:window=7+prototypes"])
 def test_save_load_and_fork_go_on_identically(method, model, tmp_path):
     """A loaded cache and a fork go on bit-equal to the original, mid-prompt and later, padded rows included."""
     ids, mask = padded([tokens(n, n)[0] for n in LENGTHS])

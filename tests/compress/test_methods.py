@@ -1,5 +1,6 @@
 """What must be true of every method, once, for all of them."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -185,6 +186,27 @@ def test_parameters_fit_in_the_name():
     assert parse("intentkv:intention=false").parameters["intention"] is False
     assert parse("snapkv:window=16", pool=7).parameters == {"window": 16, "pool": 7, "pooling": "avg"}
     assert parse("snapkv:window=16", window=8).parameters["window"] == 8  # what is said last
+
+
+def test_what_is_written_at_a_part_is_for_that_part():
+    """Old: "cake+prototypes:gamma=0.5" changed CAKE's gamma, and the first of two alphas was both."""
+    crossed = parse("cake+prototypes:gamma=0.5")
+    assert (crossed.scorer.gamma, crossed.group.gamma) == (200.0, 0.5)
+    assert parse("kvkeep:alpha=0.5+adakv:alpha=0.1").heads.alpha == 0.1
+    assert parse("kvkeep_lookahead:block=4+blocks").group.size == 16
+    both = parse("cake:gamma=5+prototypes", gamma=0.25)  # a keyword is for every part that has it
+    assert (both.scorer.gamma, both.group.gamma) == (0.25, 0.25)
+    assert both.parameters["gamma"] == 0.25 and "prototypes:gamma" not in both.parameters
+
+
+ADDED = ["", *(f"+{name}" for name in MODIFIERS), "+prototypes:gamma=0.5:seed=3", "+threshold+auto", "+adakv+pyramid"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_recorded_of_a_method_makes_it_again(name):
+    """Old: of "cake+prototypes" one gamma was recorded, None, which CAKE refuses: it could not be saved."""
+    for method in (parse(spec) for added in ADDED if legal(spec := name + added)):
+        assert parse(method.name, **json.loads(json.dumps(method.parameters))) == method
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def turns(one, texts, **how):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING, "snapkv+adakv", "snapkv+pyramid"])
+@pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING, "snapkv+adakv", "snapkv+pyramid", "cake+prototypes"])
 def test_every_turn_says_the_same_with_a_warm_store_and_an_empty_one(chat, spec):
     with engine(chat, spec, 96) as one:
         warm = turns(one, TALK[:3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -30,23 +30,27 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
         return spec
     if not isinstance(spec, str):
         raise BadParameter(f"method={spec!r} is neither a name such as 'snapkv+adakv' nor a Method.")
-    (base, written), *more = (_settings(part) for part in spec.split("+"))
-    modifiers = [name for name, _ in more]
+    names, written = zip(*(_settings(part) for part in spec.split("+")), strict=True)
+    base, *modifiers = names
     if twice := [name for name in modifiers if modifiers.count(name) > 1]:
         raise BadParameter(f"'{spec}' has +{twice[0]} more than once; write it once.")
     parts = [METHODS[base], *(MODIFIERS[name] for name in modifiers)]
-    for part, settings in zip(parts, [written, *(settings for _, settings in more)], strict=True):
-        _assign_parameters([part], settings, spec)
-        parameters = {**settings, **parameters}
-    given = _assign_parameters(parts, parameters, spec)
+    for name, part, settings in zip(names, parts, written, strict=True):
+        _check_names([name], [part], settings, spec)
+    _check_names(names, parts, parameters, spec)
+    given = [  # what is written is for its part alone; a keyword is for every part that has it, and said last
+        _part_parameters(name, part, {**settings, **parameters})
+        for name, part, settings in zip(names, parts, written, strict=True)
+    ]
     method = replace(parts[0].build(**given[0]), name=spec)
     for name, part, values in zip(modifiers, parts[1:], given[1:], strict=True):
         method = _apply_modifier(method, name, part.build(**values), base)
-    used = {k: v for part, values in zip(parts, given, strict=True) for k, v in {**part.defaults, **values}.items()}
     keeps, deviates = (
         "; ".join(filter(None, text)) for text in zip(*((p.keeps, p.deviates) for p in parts), strict=True)
     )
-    return replace(method, name=spec, paper=parts[0].paper, keeps=keeps, deviates=deviates, parameters=used)
+    return replace(
+        method, name=spec, paper=parts[0].paper, keeps=keeps, deviates=deviates, parameters=_record(names, given)
+    )
 
 
 def parse_budget(
@@ -94,16 +98,33 @@ def setting(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def _assign_parameters(parts: list[Preset], parameters: Mapping[str, Any], spec: str) -> list[dict[str, Any]]:
-    """The parameters of each part; raises for a parameter that no part has."""
-    known = [name for part in parts for name in part.defaults]
+def _check_names(names: Sequence[str], parts: list[Preset], parameters: Mapping[str, Any], spec: str) -> None:
+    """Raise for a parameter that no part has."""
+    known = [key for part in parts for key in part.defaults]
+    recorded = {f"{name}:{key}" for name, part in zip(names, parts, strict=True) for key in part.defaults}
     for name in parameters:
         if name == "compression_ratio" and name not in known:
             raise BadParameter(_ratio(parameters[name]))
-        if name not in known:
+        if name not in known and name not in recorded:
             have = f"it has {', '.join(known)}" if known else "it has none"
             raise BadParameter(f"'{spec}' has no parameter '{name}'; {have}.{did_you_mean(name, known)}")
-    return [{k: _convert(part, k, parameters[k]) for k in part.defaults if k in parameters} for part in parts]
+
+
+def _part_parameters(name: str, part: Preset, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """All of one part: as recorded for it alone ("prototypes:gamma"), else as given, else by default."""
+    given = {key: parameters.get(key, default) for key, default in part.defaults.items()}
+    given |= {key: parameters[own] for key in given if (own := f"{name}:{key}") in parameters}
+    return {key: _convert(part, key, value) for key, value in given.items()}
+
+
+def _record(names: Sequence[str], given: list[dict[str, Any]]) -> dict[str, Any]:
+    """The parameters that make a method again: "gamma" and, where a later part has another, "prototypes:gamma"."""
+    used: dict[str, Any] = {}
+    for name, values in zip(names, given, strict=True):
+        for key, value in values.items():
+            same = key not in used or (type(used[key]), used[key]) == (type(value), value)
+            used[key if same else f"{name}:{key}"] = value
+    return used
 
 
 def _convert(part: Preset, name: str, value: Any) -> Any:
