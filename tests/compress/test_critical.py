@@ -115,6 +115,18 @@ def test_layers_with_other_budgets_halve_their_own():
         assert budget != 20
 
 
+def test_values_may_be_of_another_size_than_keys():
+    """Old: a weight of the keys' size was asked for, and did not fit the values."""
+    q, k, v, weight = torch.randn(4, 60, 8), torch.randn(2, 60, 8), torch.randn(2, 60, 6), torch.randn(4, 9, 6)
+    kept = kvkeep.select("snapkv+critical", q, k, v, 16, window=4, output_weight=weight)
+    wide = [torch.nn.functional.pad(t, (0, 2)) for t in (v, weight)]  # zeros weigh nothing
+    assert (
+        kept.tolist() == kvkeep.select("snapkv+critical", q, k, wide[0], 16, window=4, output_weight=wide[1]).tolist()
+    )
+    with pytest.raises(BadTensor, match=r"output_weight has shape \(4, 9, 8\); pass \[4, hidden, 6\]"):
+        kvkeep.select("snapkv+critical", q, k, v, 16, output_weight=wide[1])
+
+
 def test_what_cannot_be_weighed_is_refused_by_name():
     alone = ["knorm", "kvkeep", "full", "quest", "streamingllm"]
     for spec in (*(f"{name}+critical" for name in alone), "snapkv+critical+blocks", "snapkv+critical+threshold"):

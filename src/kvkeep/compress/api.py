@@ -33,7 +33,7 @@ def select(
     """The tokens a method keeps, given the queries, keys and values of one layer of one sequence.
 
     queries [heads, n, dim], keys and values [kv_heads, n, dim], as attention used them
-    output_weight [heads, hidden, dim]: of attention's output projection, for a method that needs it (+critical)
+    output_weight [heads, hidden, dim of values]: of attention's output projection, where a method needs it (+critical)
     frequencies [dim // 2]: of the model's RoPE, for a method that moves queries (echo); None: 10000 ** (-2i / dim)
     """
     chosen_method, budget = parse_budget(method, budget, **parameters)
@@ -46,7 +46,7 @@ def select(
         )
     check(queries, keys, values)
     if chosen_method.needs_output:
-        check_output_weight(output_weight, queries, chosen_method.name)
+        check_output_weight(output_weight, queries, values, chosen_method.name)
     if not isinstance(layer, int) or not isinstance(layers, int) or not 0 <= layer < layers:
         raise BadParameter(f"layer={layer} is not one of the {layers} layers, counted from 0.")
     kv_heads, n, dim = keys.shape
@@ -75,8 +75,8 @@ def _rotation(frequencies: Tensor | None, dim: int) -> Rotation:
     return Rotation(usual if frequencies is None else frequencies, interleaved=False)
 
 
-def check_output_weight(weight: Tensor | None, queries: Tensor, method: str) -> None:
-    heads, _, dim = queries.shape
+def check_output_weight(weight: Tensor | None, queries: Tensor, values: Tensor, method: str) -> None:
+    heads, dim = len(queries), values.shape[-1]  # values may be of another size than keys
     if weight is None:
         raise BadParameter(
             f"'{method}' weighs values by the output projection: give output_weight=, [heads, hidden, dim]."
