@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from masked_reference import EVERY, random_qkv
 
 import kvkeep
 from kvkeep.compress.parse import parse
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import BadTensor, KvkeepError
 
 
 @pytest.mark.core
@@ -37,5 +38,14 @@ def test_wrong_kinds_of_arguments_are_named(model):
     ):
         with pytest.raises(KvkeepError):
             attempt()
+    dim = q.shape[-1]
+    for how, says in (
+        ({"frequencies": torch.ones(dim)}, rf"frequencies has shape \({dim},\); pass \[{dim // 2}\]"),
+        ({"frequencies": [1.0]}, "frequencies is a list; pass a floating-point torch tensor"),
+        ({"output_weight": [[[1.0]]]}, "output_weight is a list; pass a floating-point torch tensor"),
+    ):
+        with pytest.raises(BadTensor, match=says):
+            kvkeep.select("snapkv+critical" if "output_weight" in how else "echo", q, k, v, 30, **how)
+    assert kvkeep.select("echo", q, k, v, 30, frequencies=torch.ones(dim // 4)).lengths  # half of the channels turn
     numpy = pytest.importorskip("numpy")
     assert len(kvkeep.select("snapkv", q, k, v, numpy.int64(30)).tolist()[0]) == 30

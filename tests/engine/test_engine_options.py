@@ -139,6 +139,7 @@ WRONG = [
     *(("temperature", value) for value in (NAN, float("inf"), "hot", None, True, -1)),
     *(("top_p", value) for value in (NAN, 0, 1.5, "0.5", None)),
     *(("top_k", value) for value in (-1, 1.5, "3", True, None)),
+    *(("stop", value) for value in (5, None, True, "", [5], ["a", ""])),
 ]
 
 
@@ -178,6 +179,12 @@ def test_an_option_that_is_called_otherwise(idle, name, says):
             idle.generate(prompt, **{name: 1})
     with pytest.raises(BadParameter, match=says):
         idle.chat(SHORT, **{name: 1})
+
+
+def test_an_engine_without_a_tokenizer_is_refused_when_made(chat):
+    """Old: AttributeError, at the first request."""
+    with pytest.raises(BadParameter, match=r"tokenizer=None: .* use kvkeep\.Cache"):
+        kvkeep.Engine(chat[0], None, "snapkv", 64)
 
 
 def test_options_of_one_prompt_and_of_many(idle):

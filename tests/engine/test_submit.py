@@ -64,7 +64,8 @@ def test_tools_go_to_the_chat_template(chat):
     [
         ([], "at least one"), ([{"role": "user"}], "message 0 has content None"), (torch.zeros(2, 2), "shape"),
         (torch.zeros(0, dtype=torch.int64), "shape"), ([5, 258], "0 to 257"), ([5, -1], "0 to 257"), ([5, "a"], "ids"),
-        ([1.5], "messages"), ([5, 2.5], "torch.float32"),
+        ([1.5], "messages"), ([5, 2.5], "torch.float32"), (5, "prompt=5 is a int; give a text, a list of messages"),
+        ({"role": "user", "content": "x"}, "is a dict; give a text, a list of messages"), (None, "NoneType"),
     ],
 )  # fmt: skip
 def test_prompts_that_cannot_be_are_refused(chat, prompt, message):

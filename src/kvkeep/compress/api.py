@@ -71,8 +71,12 @@ def select(
 
 
 def _rotation(frequencies: Tensor | None, dim: int) -> Rotation:
-    usual = 10000.0 ** (-2 * torch.arange(dim // 2) / dim)
-    return Rotation(usual if frequencies is None else frequencies, interleaved=False)
+    if frequencies is None:
+        frequencies = 10000.0 ** (-2 * torch.arange(dim // 2) / dim)
+    check_tensor("frequencies", frequencies)
+    if frequencies.ndim != 1 or len(frequencies) > dim // 2:  # fewer: the other channels do not turn
+        raise BadTensor(f"frequencies has shape {tuple(frequencies.shape)}; pass [{dim // 2}], half of the keys' dim.")
+    return Rotation(frequencies, interleaved=False)
 
 
 def check_output_weight(weight: Tensor | None, queries: Tensor, values: Tensor, method: str) -> None:
@@ -81,17 +85,22 @@ def check_output_weight(weight: Tensor | None, queries: Tensor, values: Tensor, 
         raise BadParameter(
             f"'{method}' weighs values by the output projection: give output_weight=, [heads, hidden, dim]."
         )
+    check_tensor("output_weight", weight)
     if weight.ndim != 3 or weight.shape[::2] != (heads, dim):
         raise BadTensor(f"output_weight has shape {tuple(weight.shape)}; pass [{heads}, hidden, {dim}].")
+
+
+def check_tensor(name: str, t: Any) -> None:
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        kind = f"dtype {t.dtype}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
+        raise BadTensor(f"{name} is {kind}; pass a floating-point torch tensor.")
 
 
 def check(queries: Tensor, keys: Tensor, values: Tensor) -> None:
     """Raise for tensors that cannot be the queries, keys and values of one layer."""
     named = {"queries": queries, "keys": keys, "values": values}
     for name, t in named.items():
-        if not isinstance(t, Tensor) or not t.is_floating_point():
-            kind = f"dtype {t.dtype}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
-            raise BadTensor(f"{name} is {kind}; pass a floating-point torch tensor.")
+        check_tensor(name, t)
         if t.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise BadTensor(f"{name} has dtype {t.dtype}; pass float64, float32, bfloat16 or float16.")
         if t.ndim != 3:

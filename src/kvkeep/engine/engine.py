@@ -114,6 +114,10 @@ class Engine:
         self._max_waiting = max_waiting
         self._configs: dict[tuple[str, Any], SequenceConfig] = {}  # by method and budget, of requests that have others
         self._last: Request | None = None  # that answer
+        if tokenizer is None:
+            raise BadParameter(
+                "tokenizer=None: an engine encodes prompts and decodes answers; give the model's, or use kvkeep.Cache."
+            )
         eos = eos_token_ids(model, tokenizer)
         self.prefixes = PrefixStore(prefix_cache) if isinstance(prefix_cache, int) else prefix_cache
         how_many = max_rows, max_tokens, memory

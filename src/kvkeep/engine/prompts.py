@@ -32,6 +32,9 @@ def prompt_ids(
         return encode(config.tokenizer, with_question(prompt, question))[0]
     if question is not None:
         raise BadParameter(f"question={question!r} follows a text; put it into the messages or token ids.")
+    if not isinstance(prompt, str | list | tuple | Tensor):  # one message is none of these, either
+        kind = type(prompt).__name__
+        raise BadParameter(f"prompt={reprlib.repr(prompt)} is a {kind}; give a text, a list of messages, or token ids.")
     if isinstance(prompt, Tensor) or (prompt and isinstance(prompt[0], int)):
         return check_ids(config.model, prompt)
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 from numbers import Integral, Real
@@ -121,7 +121,7 @@ class Generation:
             check_count("logprobs", self.logprobs, 0, "use the number of likeliest tokens to show, 0 or more, or None")
         if self.constraint is not None and not callable(self.constraint):
             raise BadParameter(f"constraint={self.constraint!r}: give a function that makes one for an answer.")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise BadParameter(f"stop={self.stop!r}: give a text, or a list of texts, none of them empty.")
         object.__setattr__(self, "stop", stop)
