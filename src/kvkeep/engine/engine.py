@@ -301,8 +301,7 @@ class Engine:
         name = method if isinstance(method, str) else repr(method), budget
         if name not in self._configs:
             own, asked, parameters, auto = self._asked
-            given = {} if method is not None else parameters
-            given = given | auto if budget is None else given
+            given = (parameters if method is None else {}) | (auto if budget is None else {})
             spec, most = own if method is None else method, asked if budget is None else budget
             made, most = parse_budget(spec, most, **given)
             config = replace(self.config, method=made, budget=most)
