@@ -51,7 +51,7 @@ def position_limit(model: Any, seen: int) -> int:
     """
     embedding = _embedding(model)
     if embedding is None:
-        return last_position(model) + 1
+        return context_length(model)
     kind, config = getattr(embedding, "rope_type", "default"), model.config.get_text_config(decoder=True)
     if kind == "longrope":
         short = config.rope_parameters["original_max_position_embeddings"]

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from kvkeep.compress.attention import gram, new_chunks, norms, token_mask
+from kvkeep.compress.budget.coverage import CERTAIN
 from kvkeep.compress.pooling import pool
 from kvkeep.compress.uniform import layer_seed, uniform
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import chunk_mass
 from kvkeep.types import Observation
-
-UNSCORED = 1e6  # score of generated tokens: they are evicted last
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class CompactorScorer:
         attention = pool(received * norms(seen.values).float() * tokens, tokens, 3)
         removed = max(0.0, 1 - budget / seen.seq_len)
         scores = removed * standardized(self._leverage(seen, tokens), tokens) + standardized(attention, tokens)
-        return scores.where(received > 0, UNSCORED)
+        return scores.where(received > 0, CERTAIN)  # generated tokens are not scored
 
     def _leverage(self, seen: Observation, tokens: Tensor) -> Tensor:
         """x (XᵀX + ridge)⁻¹ xᵀ of each key x, centred and projected. [kv_heads, n]"""
