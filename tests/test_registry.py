@@ -160,7 +160,7 @@ def test_a_memory_that_knows_no_steps():
 
 
 WORDS = {
-    "pooling": "max", "boundary": "first", "mode": "local", "gain": "multiply", "votes": "raw", "worth": "sum",
+    "pooling": "max", "boundary": "subsequent", "mode": "local", "gain": "multiply", "votes": "raw", "worth": "sum",
     "prototypes": "lsh", "probe": "mean",
 }  # fmt: skip
 ASKED = [(name, asked) for name, named in METHODS.items() for asked in named.defaults]

@@ -46,7 +46,7 @@ def first_layer(model, ids):
     "spec, oracle",
     [
         ("snapkv", oracle_snapkv),
-        ("intentkv:boundary=first", partial(oracle_intentkv, boundary="first")),
+        ("intentkv", oracle_intentkv),
         ("intentkv:boundary=subsequent", partial(oracle_intentkv, boundary="subsequent")),
         ("tova", oracle_tova),
     ],

@@ -89,9 +89,9 @@ def test_tova(seed):
     assert_same(ours("tova", q, k, v, budget), oracle_tova(q, k, v, budget), scores_tova, q, k, v, budget)
 
 
-@pytest.mark.parametrize("boundary", ["first", "subsequent"])
+@pytest.mark.parametrize("variant", [{}, {"boundary": "subsequent"}], ids=["paper", "subsequent"])
 @pytest.mark.parametrize("seed", range(60))
-def test_intentkv(seed, boundary):
+def test_intentkv(seed, variant):
     q, k, v, budget = draw(seed)
     options = [
         {},
@@ -99,7 +99,7 @@ def test_intentkv(seed, boundary):
         {"intention": False},
         {"block": 5, "window": 20, "smooth": 3},
         {"recent": 3, "sinks": 2},
-    ][seed % 5] | {"boundary": boundary}
+    ][seed % 5] | variant
     forced = options.get("recent", 0) + options.get("sinks", 0)
     budget = max(budget, forced)
     expected = oracle_intentkv(q, k, v, budget, **options)

@@ -383,8 +383,8 @@ METHODS = Registry("method", {
     ),
     "intentkv": Preset(
         intentkv, "IntentKV", "the blocks that the question, found by a jump of attention, attends to",
-        "rows are compared with their neighbours (boundary=first: with the window's first, as the formula has it); "
-        "mean, not sum, over the question's rows; budget left by whole blocks goes to the next block's best tokens",
+        "mean, not sum, over the question's rows; budget left by whole blocks goes to the next block's best tokens; "
+        "boundary=subsequent, a variant of ours, compares rows with their neighbours, not with the window's first",
     ),
     "intelllm": Preset(
         intelllm, "IntelLLM", "tokens attended to once the first and last ones are masked, placed at a gap",

@@ -33,7 +33,8 @@ CLIP = 0.998  # quantile that is shown as the highest value: a few tokens have m
 Found = dict[str, Tensor]  # name -> [kv_heads, w], of the last w tokens
 ABOUT = {
     "score": "by which tokens are kept, the highest first",
-    "divergence": "IntentKV: how far attention moves from one query of the window to the next",
+    "divergence": "IntentKV: distance of a query's attention from that of the window's first query "
+    "(boundary=subsequent: of the query before it)",
     "intention": "IntentKV: share of query heads whose boundary is at or before this token: the question to them",
     "value prior": "AhaKV: squared norm of the value, relative to the head's largest",
     "outlier degree": "ProtoKV: how unlike its neighbours a key is; the most unlike become anchors",

@@ -1,9 +1,9 @@
 """Find where in the window the question begins, and score by the question's attention (IntentKV).
 
-The paper's section 5.2 can be read in two ways. `boundary="first"`: every smoothed row is compared with the first, and
-the question begins before the biggest growth of that distance; the first growth, a whole step from 0, mostly wins.
-`boundary="subsequent"`: every smoothed row is compared with the next, and the question begins before the biggest step;
-rows smoothed with fewer successors than others do not count.
+`boundary="first"` is the paper's rule (section 5.2): every smoothed row is compared with the first, and the question
+begins before the biggest growth of that distance. The first growth, a whole step from 0, mostly wins.
+`boundary="subsequent"` is a variant of ours: every smoothed row is compared with the next, and the question begins
+before the biggest step; rows smoothed with fewer successors than others do not count.
 Deviations: the mean over the question's rows instead of the sum, so that each query head of a group counts equally;
 where attention never jumps, the whole window is the question.
 """
@@ -31,7 +31,7 @@ class IntentKVScorer:
     window: int = 64
     smooth: int = 8
     intention: bool = True  # False: the whole window counts (the paper's ablation)
-    boundary: str = "subsequent"
+    boundary: str = "first"
 
     def __post_init__(self) -> None:
         if self.boundary not in BOUNDARIES:
