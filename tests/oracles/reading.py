@@ -122,7 +122,6 @@ def replay_steps(
     representatives,
     question=None,
     beta=4.0,
-    writing_counts=False,
     per_head=None,
     question_weight=0.0,
     question_match="representatives",
@@ -157,8 +156,7 @@ def replay_steps(
 
         if away > 0:
             units = away // unit
-            own = 1 if writing_counts and start >= prompt else 0  # does a token that is being written take budget?
-            count = fetched_units(budget, sinks, len(step.near) + own, unit, units)
+            count = fetched_units(budget, sinks, len(step.near), unit, units)
             if kind == "tokenselect":
                 candidates = slice(sinks, sinks + away)
                 step.scores = tokenselect_votes(q_edge[:, start:end], k[:, candidates], scale).tolist()
@@ -216,13 +214,12 @@ def replay(
     representatives,
     question=None,
     beta=4.0,
-    writing_counts=False,
     **options,
 ):
     """(outputs [heads, N, d], chosen). chosen[w]: the units window w fetched, ascending, counted from 0 at token
     `sinks`; None where nothing has been offloaded. `question`: [x, kv_heads·d], joined, at the edge. `options`:
     per_head, question_weight, question_match, mix_all (see replay_steps and representatives.py)."""
-    reading = (prompt, budget, sinks, local, window, chunk, representatives, question, beta, writing_counts)
+    reading = (prompt, budget, sinks, local, window, chunk, representatives, question, beta)
     outputs, steps, _ = replay_steps(kind, q, k, v, inv_freq, scale, *reading, **options)
     return outputs, [step.chosen for step in steps]
 

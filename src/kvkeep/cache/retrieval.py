@@ -43,6 +43,7 @@ class RetrievalBackend:
     attention_check: AttentionCheck
     config: RetrievalConfig  # the method's
     host_budget: HostMemoryBudget
+    reach = None  # retrieved keys are placed anew for every window
 
     def __post_init__(self) -> None:
         index = self.config.index
@@ -379,8 +380,11 @@ class LayerRetriever:
         return state.replace(retrieved=Retrieved(mean, index, pair))
 
     def _quota(self, state: LayerState, budget: int) -> int:
-        """Tokens the budget leaves for retrieval, in whole units where they are uniform."""
-        left = max(0, budget - state.num_sinks - state.num_near - self.decoding)
+        """Tokens the budget leaves for retrieval beside sinks and near tokens, in whole units where they are uniform.
+
+        New tokens attend to so many others: neither a window's own nor a decoded one counts.
+        """
+        left = max(0, budget - state.num_sinks - state.num_near)
         unit = self.config.chunking.uniform_size(budget)
         return left // unit * unit
 
