@@ -29,11 +29,8 @@ from kvkeep.errors import BadParameter, CacheMisuse, UnknownName, UnsupportedMod
 from kvkeep.model.chat import (
     check_messages,
     check_text,
-    context_ids,
-    encode,
     end_of_turn,
     eos_token_ids,
-    question_ids,
     with_question,
 )
 from kvkeep.model.head_shards import head_shards
@@ -77,6 +74,7 @@ class Engine:
         memory: int | None = None,
         max_waiting: int | None = None,
         prefix_cache: PrefixStore | int | None = None,
+        allow_special_tokens: bool = False,
         **parameters: Any,
     ):
         """method: None: `kvkeep_lookahead`, and `kvkeep_context` for texts that are read before a question is known;
@@ -87,8 +85,9 @@ class Engine:
         max_rows: answers decoded at a time; max_tokens: per key head, of all of them, allocated once; None: the pool
         grows as needed, by default within 80 % of what is free. memory: bytes of keys and values at a time, of all
         requests, in prefill and decode; who does not fit waits. max_waiting: more are refused by `submit`.
-        prefix_cache: a store of compressed prefixes that `submit` continues, or its bytes. The rest as in
-        `kvkeep.Cache`.
+        prefix_cache: a store of compressed prefixes that `submit` continues, or its bytes. allow_special_tokens: a
+        control token's string in a prompt, a message or a question is that token; by default it is text, so that no
+        text can end a message or begin another. The rest as in `kvkeep.Cache`.
         """
         if prefill_chunk_size is not None:
             why = "use a whole number of tokens, at least two: a forward pass of one is a decode step"
@@ -108,7 +107,7 @@ class Engine:
             self._context_method = parse_budget(first_allowed(model, CONTEXT_METHODS, budget, auto), budget, **auto)[0]
         self._asked = method, budget, {name: value for name, value in parameters.items() if name not in auto}, auto
         how = *parse_budget(method, budget, **parameters), prefill_chunk_size, options
-        self.config = SequenceConfig(model, tokenizer, *how)
+        self.config = SequenceConfig(model, tokenizer, *how, allow_special_tokens=allow_special_tokens)
         self._sequence = self.config.new_sequence()
         self.config = replace(self.config, host_budget=self._sequence.cache.host_budget)
         self._max_waiting = max_waiting
@@ -267,7 +266,7 @@ class Engine:
         self._store()
         config = self._reading_config(method, budget)
         check_text("text", text)
-        ids, pin = torch.tensor(context_ids(self.tokenizer, text)), Pin(text, public)
+        ids, pin = torch.tensor(config.context_ids(text)), Pin(text, public)
         request = Request(config, ids, Generation(1), progress=progress, prefill_only=True, key=key, pin=pin)
         self._driver.prefill(request)
         return request.pinned
@@ -289,7 +288,7 @@ class Engine:
         with _known(id):
             entry, config = store.entry(key, id), store.config_of(key, id)
         check_text("question", question)
-        ids = torch.tensor(entry.ids + question_ids(self.tokenizer, entry.text, question, entry.ids))
+        ids = torch.tensor(entry.ids + config.question_ids(entry.text, question, entry.ids))
         request = Request(config, ids, how, question=question, key=key)
         request.find_stored = partial(store.get, key, id)
         return request
@@ -437,7 +436,7 @@ class Engine:
 
     def encode(self, prompt: str, question: str | None = None) -> Tensor:
         """Input ids of a prompt, through the chat template. -> [n]"""
-        return encode(self.tokenizer, with_question(prompt, question))[0]
+        return self.config.encode(with_question(prompt, question))
 
     def length(self, prompt: str, question: str | None = None) -> int:
         """Tokens of a prompt, through the chat template."""
@@ -453,7 +452,7 @@ class Engine:
         """The answer to a conversation, options as in `stream`. One that continues the last reuses its cache."""
         how = Generation.of(options)
         check_messages(messages)
-        ids = encode(self.tokenizer, messages)[0]
+        ids = self.config.encode(messages)
         if not self._continues(ids):
             self._check_no_prefill()
             self._begin_sequence()
