@@ -80,6 +80,18 @@ def test_who_chooses_no_method_gets_one_that_needs_no_question(chat):
         assert engine(chat, method, 100).read(TEXT)._sequence.cache.method.name == "kvkeep"
 
 
+@pytest.mark.parametrize(
+    ("method", "used"), [(None, "kvkeep_context"), ("kvkeep", "kvkeep_context"), ("knorm", "knorm"), ("full", "full")]
+)
+def test_what_is_pinned_is_compressed_by_a_method_that_needs_no_question(chat, method, used):
+    """Nobody could warn who asks about it."""
+    with kvkeep.Engine(*chat, method, 100, prefix_cache=10**8) as one:
+        pinned = [one.pin(TEXT), one.pin(TEXT, budget=90)]
+        assert [one.prefixes.config_of("", id).method.name for id in pinned] == [used, used]
+        named = one.pin(TEXT, method="snapkv")
+        assert one.prefixes.config_of("", named).method.name == "snapkv"
+
+
 @pytest.mark.real
 def test_the_default_model_answers_as_generate_does():
     one = kvkeep.Engine(*load(), "full", None)

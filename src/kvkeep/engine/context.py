@@ -132,7 +132,7 @@ class Context:
         cache, found = serialize.load_context(Cache, path, config.model)
         if config.context_ids(found["text"]) != found["ids"]:
             raise BadCacheFile(
-                f"{path} was saved with another tokenizer or chat template, or allow_special_tokens=; load it with that."
+                f"{path} was saved with another tokenizer or chat template, or special tokens; load it with that one."
             )
         sequence = Sequence(replace(config, method=cache.method, budget=cache.budget), cache, found["ids"])
         return cls(driver, sequence, found["text"], frozenset(found["questions"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn, overload
 
@@ -40,7 +40,7 @@ from kvkeep.model.rope import learn_rotations
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
 AUTO = {"coverage", "tau", "max_budget"}  # parameters of budget="auto", whatever the method
 PROMPT_METHODS = "kvkeep_lookahead", "kvkeep"  # unless another one is given, the first that the model allows
-CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared"  # the same, of texts that are read before a question is known
+CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared", "compactor+adakv"  # of texts before a question is known
 
 
 @contextmanager
@@ -78,7 +78,8 @@ class Engine:
         **parameters: Any,
     ):
         """method: None: `kvkeep_lookahead`, and `kvkeep_context` for texts that are read before a question is known;
-        where a model cannot be run again beside its cache, `kvkeep` and `echo:near=8+shared`.
+        where a model cannot be run again beside its cache, `kvkeep` and `echo:near=8+shared`; without RoPE, or split
+        by tensor parallelism, `compactor+adakv`.
 
         prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
 
@@ -99,12 +100,9 @@ class Engine:
                 check_count(name, value, 1, "use a whole number, at least one")
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         auto = {name: parameters[name] for name in AUTO & parameters.keys() if budget == "auto"}
-        self._context_method = None
-        if method is None and head_shards(uncompiled(model)):  # texts are read with the prompts' method, too
-            method = PROMPT_METHODS[-1]
-        elif method is None:
+        self._is_named = method is not None
+        if method is None:
             method = first_allowed(model, PROMPT_METHODS, budget, parameters)
-            self._context_method = parse_budget(first_allowed(model, CONTEXT_METHODS, budget, auto), budget, **auto)[0]
         self._asked = method, budget, {name: value for name, value in parameters.items() if name not in auto}, auto
         how = *parse_budget(method, budget, **parameters), prefill_chunk_size, options
         self.config = SequenceConfig(model, tokenizer, *how, allow_special_tokens=allow_special_tokens)
@@ -261,10 +259,11 @@ class Engine:
     ) -> str:
         """Prefill a text once and store it. -> an id, for `submit(question, context=…)`
 
-        public: for requests with any key; method, budget: in the place of the engine's
+        public: for requests with any key; method, budget: in the place of the engine's. Its method is taken if it
+        needs no question, else that of an engine without a method: no question is known here.
         """
         self._store()
-        config = self._reading_config(method, budget)
+        config = self._reading_config(method, budget, pinned=True)
         check_text("text", text)
         ids, pin = torch.tensor(config.context_ids(text)), Pin(text, public)
         request = Request(config, ids, Generation(1), progress=progress, prefill_only=True, key=key, pin=pin)
@@ -317,7 +316,8 @@ class Engine:
         """
         most = self._driver.scheduler.max_rows
         check_count("rows", most if rows is None else rows, 1, "use a whole number, at least one")
-        self._driver.warmup(self.config, self._context_config(self.config), min(rows or most, most), progress)
+        reading = self._reading_config(None, None, pinned=self.prefixes is not None)
+        self._driver.warmup(self.config, reading, min(rows or most, most), progress)
 
     def lead(self, send: Callable[[bytes], None], failed: Callable[[BaseException], None], **parts: Any) -> None:
         """Have `submit` and `pin` answer together with the engines of other processes, which `follow` this one.
@@ -361,21 +361,26 @@ class Engine:
         """Prefill a text once, to ask any number of questions about it.
 
         question: one that is known before: query-aware methods keep what it needs; others may be asked, too
-        method, budget: in the place of the engine's
+        method, budget: in the place of the engine's. A method that an engine was given is taken even if it needs a
+        question; `ask` then warns.
         """
         config = self._config_for(method, budget) if question is not None else self._reading_config(method, budget)
         return Context.read(self._driver, config.new_sequence(), text, question, progress)
 
-    def _reading_config(self, method: str | Method | None, budget: int | float | None) -> SequenceConfig:
-        """Of a text whose questions are not known."""
+    def _reading_config(
+        self, method: str | Method | None, budget: int | float | None, pinned: bool = False
+    ) -> SequenceConfig:
+        """Of a text whose questions are not known. pinned: who asks them is not warned"""
         config = self._config_for(method, budget)
-        return self._context_config(config) if method is None else config
-
-    def _context_config(self, config: SequenceConfig) -> SequenceConfig:
-        """Of a text that is read before a question is known, unless a method was named."""
-        if self._context_method is None:
+        if method is not None or (self._is_named and not (pinned and self.method.query_aware)):
             return config
         return replace(config, method=self._context_method)
+
+    @cached_property
+    def _context_method(self) -> Method:
+        """The first of CONTEXT_METHODS that works with the model."""
+        _, budget, _, auto = self._asked
+        return parse_budget(first_allowed(self.model, CONTEXT_METHODS, budget, auto), budget, **auto)[0]
 
     def load_context(self, path: str | Path) -> Context:
         """A saved `Context`, with its own method and budget."""
@@ -467,8 +472,11 @@ class Engine:
 
 
 def first_allowed(model: Any, specs: tuple[str, ...], budget: Any, parameters: dict[str, Any]) -> str:
-    """The first method that works with the model: some models cannot be run again beside their cache."""
-    for spec in specs[:-1]:
+    """The first method that works with the model: some models cannot be run again beside their cache.
+
+    The last works with all models, also with those that tensor parallelism splits.
+    """
+    for spec in () if head_shards(uncompiled(model)) else specs[:-1]:
         with suppress(UnsupportedModel):
             Cache(model, spec, budget, **parameters)
             return spec

@@ -76,6 +76,8 @@ class Entry:
     cuts: tuple[int, ...]
     ids: list[int]
     sequence: Sequence | None  # None: it is on disk until somebody asks for it
+    method: str
+    budget: int | float | None
     saved: bool = False
 
     @property
@@ -176,7 +178,8 @@ class PrefixStore:
                     )
                 return ""
             made = self.new_id(), _hashed(owner), public, place, size, pinned, text
-            entry = Entry(*made, sequence.cuts, sequence.token_ids, sequence)
+            how = sequence.config.method.name, sequence.config.budget
+            entry = Entry(*made, sequence.cuts, sequence.token_ids, sequence, *how)
             self._insert(entry)
         self._save_later(entry)
         return entry.id
@@ -338,11 +341,12 @@ def _described(path: Path, config: SequenceConfig) -> Entry | None:
         return None
     try:
         found = {name: kind(facts["prefix"][name]) for name, kind in KINDS.items()}
+        how = {name: facts[name] for name in ("method", "budget")}
     except (KeyError, TypeError, ValueError) as error:
         raise BadCacheFile(f"{path} is not a stored prefix ({error!r}); remove it.") from error
     if found["id"] != path.name or facts.get("seen") != [len(found["ids"])]:
         raise BadCacheFile(f"{path} is of another name, or of other tokens; remove it.")
-    return Entry(**found, sequence=None, saved=True)
+    return Entry(**found, sequence=None, saved=True, **how)
 
 
 def _places(config: SequenceConfig, ids: Tensor, cuts: Iterable[int], frozen: bool = False) -> Iterator[str]:
