@@ -1,6 +1,7 @@
 """The official client, unchanged, on a real process."""
 
 import json
+import random
 from types import SimpleNamespace
 
 import openai
@@ -10,7 +11,10 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from kvkeep.engine.sampling import TokenLogprobs
+from kvkeep.errors import BadParameter
+from kvkeep.model.load import load_tokenizer
 from kvkeep.serve.answers import Piece
+from kvkeep.serve.grammar import Grammars
 from kvkeep.serve.replies import CompletionReply
 
 HELLO = [{"role": "user", "content": "Hello there, what is the time?"}]
@@ -209,6 +213,36 @@ def test_an_answer_follows_a_json_schema(api, seed):
         chunk.choices[0].delta.content or "" for chunk in api.chat.completions.create(**how, stream=True)
     )
     assert streamed == choice.message.content
+
+
+ENDLESS = {"$ref": "#/$defs/itself"}
+DEFINED = {"$defs": {"itself": ENDLESS}}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"$ref": "#"}, "cannot be used .*NoExtensionBias"),  # no text is of this schema; of the next, none after [
+        ({"type": "array", "minItems": 1, "items": ENDLESS, **DEFINED}, "cannot be followed .*NoExtensionBias"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_an_error(api, schema, said, streamed):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    how = {"model": "tiny", "seed": 1, "max_tokens": 200, "stream": streamed}
+    with pytest.raises(openai.APIError, match=said) as caught:
+        list(api.chat.completions.create(messages=HELLO, response_format=form, **how))
+    assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.real
+def test_a_grammar_that_grows_too_large_is_an_error_at_that_token():
+    grammars = Grammars(load_tokenizer(), 49152, [2])
+    made, draw = grammars.of_schema({"type": "string", "pattern": "^.*[a-m].{300}$"})(), random.Random(0)
+    with pytest.raises(BadParameter, match="cannot be followed .*too many expressions"):
+        for _ in range(60):
+            made.advance(draw.choice(made.allowed().nonzero()[:, 0].tolist()))
+    assert made.matcher.is_error()
 
 
 def test_json_beside_free_text(api):
