@@ -25,7 +25,7 @@ from kvkeep.engine.request import Pin, Request, raise_numbered, too_long
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
-from kvkeep.errors import BadParameter, CacheMisuse, UnknownName, UnsupportedModel
+from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError, UnknownName, UnsupportedModel
 from kvkeep.model.chat import (
     check_messages,
     check_text,
@@ -40,7 +40,7 @@ from kvkeep.model.rope import learn_rotations
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
 AUTO = {"coverage", "tau", "max_budget"}  # parameters of budget="auto", whatever the method
 PROMPT_METHODS = "kvkeep_lookahead", "kvkeep"  # unless another one is given, the first that the model allows
-CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared", "compactor+adakv"  # of texts before a question is known
+CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared", "compactor+adakv", "keydiff"  # of texts without a question
 
 
 @contextmanager
@@ -78,8 +78,8 @@ class Engine:
         **parameters: Any,
     ):
         """method: None: `kvkeep_lookahead`, and `kvkeep_context` for texts that are read before a question is known;
-        where a model cannot be run again beside its cache, `kvkeep` and `echo:near=8+shared`; without RoPE, or split
-        by tensor parallelism, `compactor+adakv`.
+        where a model cannot be run again beside its cache, `kvkeep` and `echo:near=8+shared`; split by tensor
+        parallelism, `compactor+adakv`; without RoPE, `keydiff`.
 
         prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
 
@@ -236,6 +236,8 @@ class Engine:
 
     def _share_prefix(self, request: Request, cache_prefix: bool | None, is_chat: bool) -> None:
         """Cut its prompt into parts, and have it begin after those that are stored."""
+        if not self._sequence.cache.compressed_layers:
+            return
         store, retrieval = self.prefixes, request.config.method.retrieval
         asked = request.question is not None and retrieval and "question" in retrieval.index.needs
         if cache_prefix or (cache_prefix is None and store is not None and is_chat):
@@ -263,6 +265,7 @@ class Engine:
         needs no question, else that of an engine without a method: no question is known here.
         """
         self._store()
+        self._check_holds_text()
         config = self._reading_config(method, budget, pinned=True)
         check_text("text", text)
         ids, pin = torch.tensor(config.context_ids(text)), Pin(text, public)
@@ -364,8 +367,17 @@ class Engine:
         method, budget: in the place of the engine's. A method that an engine was given is taken even if it needs a
         question; `ask` then warns.
         """
+        self._check_holds_text()
         config = self._config_for(method, budget) if question is not None else self._reading_config(method, budget)
         return Context.read(self._driver, config.new_sequence(), text, question, progress)
+
+    def _check_holds_text(self) -> None:
+        """Refuse a model whose layers are all transformers' own: a cache of theirs cannot be forked for a question."""
+        if not self._sequence.cache.compressed_layers:
+            raise UnsupportedModel(
+                f"{self._sequence.cache.name} has sliding-window or linear layers only, and none that holds a text for "
+                "many questions; use engine.generate(text, question=…)."
+            )
 
     def _reading_config(
         self, method: str | Method | None, budget: int | float | None, pinned: bool = False
@@ -472,12 +484,10 @@ class Engine:
 
 
 def first_allowed(model: Any, specs: tuple[str, ...], budget: Any, parameters: dict[str, Any]) -> str:
-    """The first method that works with the model: some models cannot be run again beside their cache.
-
-    The last works with all models, also with those that tensor parallelism splits.
-    """
-    for spec in () if head_shards(uncompiled(model)) else specs[:-1]:
-        with suppress(UnsupportedModel):
+    """The first method that works with the model: some models cannot be run again beside their cache."""
+    refused = KvkeepError if head_shards(uncompiled(model)) else UnsupportedModel  # split heads refuse a parameter
+    for spec in specs[:-1]:
+        with suppress(refused):
             Cache(model, spec, budget, **parameters)
             return spec
     return specs[-1]
