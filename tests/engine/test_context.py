@@ -9,12 +9,18 @@ import tiny_chat
 import torch
 from conftest import EVICTING, RETRIEVING
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    JambaConfig,
+    JambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine.sequence import Sequence
-from kvkeep.errors import BadCacheFile, BadInput, BadParameter, CacheMisuse, QueryAwareWarning
+from kvkeep.errors import BadCacheFile, BadInput, BadParameter, CacheMisuse, QueryAwareWarning, UnsupportedModel
 from kvkeep.model.chat import context_ids, encode, question_ids
 from kvkeep.model.load import load
 
@@ -78,6 +84,36 @@ def test_who_chooses_no_method_gets_one_that_needs_no_question(chat):
         assert context.ask("Why?", **SHORT) and known.ask("Why?", **SHORT) and one.generate(TEXT, **SHORT)
     for method in ("kvkeep", parse("kvkeep")):
         assert engine(chat, method, 100).read(TEXT)._sequence.cache.method.name == "kvkeep"
+
+
+def test_models_that_cannot_be_read_with_the_usual_method_take_another_or_say_so(chat):
+    """Without RoPE, `keydiff`; where no layer is ours, neither `read` nor the prefix store forks a cache."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=258, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    mamba = dict(num_experts=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False)
+    jamba = JambaForCausalLM(JambaConfig(**sizes, **mamba, num_hidden_layers=4, bos_token_id=0, eos_token_id=1)).eval()
+    context = kvkeep.Engine(jamba, chat[1], budget=100).read(TEXT)
+    assert context._sequence.cache.method.name == "keydiff" and context.report().kept["context"] == 100
+    context.ask("Why?", **SHORT)
+    sliding = MistralForCausalLM(MistralConfig(**sizes, num_hidden_layers=2, sliding_window=12, eos_token_id=1)).eval()
+    talk = [{"role": "user", "content": each} for each in (TEXT, "Why?")]
+    with kvkeep.Engine(sliding, chat[1], budget=100, prefix_cache=10**8) as one:
+        for read in (one.read, one.pin):
+            with pytest.raises(UnsupportedModel, match=r"sliding-window or linear layers only.*engine.generate"):
+                read(TEXT)
+        assert one.submit(talk, **SHORT).result() == kvkeep.Engine(sliding, chat[1]).submit(talk, **SHORT).result()
+
+
+@pytest.mark.parametrize(
+    ("method", "used"), [(None, "kvkeep_context"), ("kvkeep", "kvkeep_context"), ("knorm", "knorm"), ("full", "full")]
+)
+def test_what_is_pinned_is_compressed_by_a_method_that_needs_no_question(chat, method, used):
+    """Nobody could warn who asks about it."""
+    with kvkeep.Engine(*chat, method, 100, prefix_cache=10**8) as one:
+        pinned = [one.pin(TEXT), one.pin(TEXT, budget=90)]
+        assert [one.prefixes.config_of("", id).method.name for id in pinned] == [used, used]
+        named = one.pin(TEXT, method="snapkv")
+        assert one.prefixes.config_of("", named).method.name == "snapkv"
 
 
 @pytest.mark.real

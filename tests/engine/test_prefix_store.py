@@ -188,7 +188,7 @@ def test_pinned_ones_stay(chat):
 @pytest.mark.parametrize("spec", ["kvkeep_context", "snapkv", "full", "tokenselect", "qllm"])
 def test_a_question_about_a_pinned_text_is_contexts_answer(chat, spec):
     with engine(chat, spec, 96) as one:
-        id = one.pin(TALK[3], key="a")
+        id = one.pin(TALK[3], key="a", method=spec)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvkeep.engine.context.Context._warn", lambda *_: None)
             want = [one.read(TALK[3]).ask(question, **SHORT) for question in ("which?", "and why?")]
@@ -323,6 +323,38 @@ def test_a_damaged_one_is_skipped_and_others_are_found(chat, tmp_path):
     assert answered(one, "which?", context=ids[0]).answer.ids == want
     with pytest.warns(UserWarning, match="truncated or was changed"), pytest.raises(UnknownName):
         one.submit("which?", context=ids[1])
+    one.close()
+
+
+FORGED = [
+    {"nbytes": -(10**15)}, {"nbytes": True}, {"ids": ["a"]}, {"ids": None}, {"cuts": [-1]}, {"cuts": "ab"}, {"text": 7},
+    {"pinned": 1}, {"owner": []}, {"frozen": None},
+]  # fmt: skip
+
+
+def forge(path, changes):
+    """With a checksum that fits."""
+    tensors, facts = checkpoint.read(path)
+    length = len(facts["prefix"]["ids"])
+    changes = {name: value * length if value == ["a"] else value for name, value in changes.items()}
+    checkpoint.write(path, tensors, facts | {"prefix": facts["prefix"] | changes})
+
+
+def test_what_no_engine_saves_is_skipped_and_links_lead_where_they_may(chat, tmp_path):
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        good, *ids = [one.pin(TALK[3][k:]) for k in range(1 + len(FORGED))]
+        want, size = answered(one, "which?", context=good).answer.ids, one.prefixes.entry("", good).nbytes
+    for id, changes in zip(ids, FORGED, strict=True):
+        forge(tmp_path / id, changes)
+    forge(tmp_path / good, {"nbytes": 1})
+    (tmp_path / ("z" * 32)).symlink_to(tmp_path / "nowhere")
+    (tmp_path / ("y" * 32)).symlink_to(tmp_path)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.warns(UserWarning, match="a stored prefix is skipped") as told:
+        one = engine(chat, store=PrefixStore(PLENTY, tmp_path))
+    assert set(one.prefixes.entries) == {good} and len(told) == len(ids) + 2
+    assert answered(one, "which?", context=good).answer.ids == want
+    assert one.prefixes.nbytes == size  # measured, whatever the file said
     one.close()
 
 

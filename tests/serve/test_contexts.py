@@ -54,6 +54,23 @@ def test_a_context_is_asked_about_as_the_engine_does(served, apis):
     assert made in call(served, "alice")[1]["data"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [
+        ({}, {"method": "kvkeep_context", "budget": 64}),  # the server's own needs a question
+        ({"budget": 100}, {"method": "kvkeep_context", "budget": 100}),
+        ({"kvkeep": {"method": "kvkeep", "budget": 0.5}}, {"method": "kvkeep", "budget": 0.5}),
+        ({"method": "knorm"}, {"method": "knorm", "budget": 64}),
+    ],
+)
+def test_a_context_says_how_it_was_compressed(served, apis, asked, used):
+    _, made = call(served, "alice", "POST", body={"text": TEXT + str(used), **asked})
+    usage = ask(apis[0], made["id"]).usage.kvkeep
+    assert made["kvkeep"] == used == {name: usage[name] for name in used}
+    assert call(served, "alice", name=f"/{made['id']}") == (200, made)
+    assert call(served, "alice", "POST", body={"text": TEXT, "kvkeep": {"context": made["id"]}})[0] == 400
+
+
 def test_a_context_is_asked_about_without_a_chat_and_without_a_number_of_tokens(served, apis):
     _, made = call(served, "alice", "POST", body={"text": TEXT, "method": "knorm", "budget": 100})
     about = {"extra_body": {"kvkeep": {"context": made["id"]}}}

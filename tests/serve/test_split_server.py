@@ -136,8 +136,12 @@ def test_what_is_known_is_not_prefilled_again(api, one):
     assert said(again) == said(one.chat.completions.create(messages=talk, **COLD))
 
 
-def test_a_context_is_read_once_asked_about_and_removed(split, api, one):
-    made = [each.post("/contexts", body={"model": "tiny", "text": TEXT}, cast_to=object) for each in (api, one)]
+@pytest.mark.parametrize("method", ["kvkeep", "compactor+adakv"])
+def test_a_context_is_read_once_asked_about_and_removed(split, api, one, method):
+    unnamed = api.post("/contexts", body={"model": "tiny", "text": TEXT}, cast_to=object)
+    assert unnamed["kvkeep"]["method"] == "compactor+adakv" and api.delete(f"/contexts/{unnamed['id']}", cast_to=object)
+    how = {"model": "tiny", "text": TEXT, "method": method}
+    made = [each.post("/contexts", body=how, cast_to=object) for each in (api, one)]
     assert made[0]["tokens"] == made[1]["tokens"] and made[0]["bytes"] < made[1]["bytes"]
     about = [{"extra_body": {"kvkeep": {"context": each["id"]}}} for each in made]
     for question in ("How many geese?", "Who counted?"):

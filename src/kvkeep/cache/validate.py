@@ -47,6 +47,16 @@ def check_context(context: Mapping[str, Any], seen: Sequence[int]) -> None:
     _require(isinstance(questions, list) and all(isinstance(each, str) for each in questions), "questions")
 
 
+def check_prefix(prefix: Mapping[str, Any], seen: Sequence[int]) -> None:
+    """Raise ValueError for what no stored prefix can hold; see `Entry` in engine/prefix_store.py."""
+    for kind, names in ((str, ("id", "owner", "place", "text")), (bool, ("public", "pinned", "frozen"))):
+        for name in names:
+            _require(type(prefix[name]) is kind, f"{name} {str(prefix[name])[:80]!r}")
+    _require(_is_int_list([prefix["nbytes"]], 1), f"nbytes {str(prefix['nbytes'])[:80]}")
+    _require(len(seen) == 1 and _is_int_list(prefix["ids"], seen[0]), f"ids of a prefix of {seen} tokens")
+    _require(_is_int_list(prefix["cuts"], len(prefix["cuts"])), "cuts")
+
+
 def _require(valid: bool, what: str) -> None:
     if not valid:
         raise ValueError(f"{what}: invalid")

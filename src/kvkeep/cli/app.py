@@ -218,6 +218,9 @@ def serve(
     allow_parameters: Annotated[
         bool, typer.Option("--allow-parameters", help="Clients may give methods' parameters; some take hours.")
     ] = False,
+    allow_special_tokens: Annotated[
+        bool, typer.Option("--allow-special-tokens", help="Control tokens in clients' messages are such, not text.")
+    ] = False,
     drain_seconds: Annotated[float, typer.Option(min=0, help="For answers under way, after SIGTERM.")] = 60.0,
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Split the model over so many processes, with a GPU each; sizes are of each.")

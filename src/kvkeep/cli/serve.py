@@ -48,6 +48,7 @@ class Options:
     max_contexts: int = 64
     max_context_bytes: str | None = None
     allow_parameters: bool = False
+    allow_special_tokens: bool = False
     tensor_parallel: int = 1  # processes that one model is split over
     ray: str | None = None  # the address of a cluster, or LOCAL
     replicas: int = 1
@@ -125,6 +126,7 @@ def _engine(options: Options, plan: Plan, say: Callable[[str], None], tp_plan: L
         "prefix_cache": PrefixStore(size, options.prefix_folder) if size else None,
         "max_rows": options.max_rows,
         "max_waiting": options.max_waiting,
+        "allow_special_tokens": options.allow_special_tokens,
     }
     return load_engine(options.model, options.device, options.dtype, plan, say, tp_plan, **how)
 

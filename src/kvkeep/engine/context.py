@@ -26,7 +26,7 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
 from kvkeep.errors import BadCacheFile, QueryAwareWarning
-from kvkeep.model.chat import check_text, context_ids, question_ids
+from kvkeep.model.chat import check_text
 
 
 class Context:
@@ -46,14 +46,14 @@ class Context:
     ) -> Context:
         """sequence: an empty one; a question takes part in the selection, and is removed again"""
         check_text("text", text)
-        ids, rest = context_ids(sequence.config.tokenizer, text), []
+        ids, rest = sequence.config.context_ids(text), []
         sequence.config.check_length(len(ids), 1)
         if question is not None:
             check_text("question", question)
             sequence.set_question(question, len(ids))
             if sequence.config.method.query_aware:
                 check_can_rewind(sequence.cache)
-                rest = question_ids(sequence.config.tokenizer, text, question, ids)
+                rest = sequence.config.question_ids(text, question, ids)
         whole = sequence.config, torch.tensor(ids + rest), Generation(1), sequence
         driver.prefill(Request(*whole, progress=progress, prefill_only=True, keeps_cache=True))
         if rest:
@@ -83,9 +83,8 @@ class Context:
     def _prompt(self, question: str, how: Generation) -> Tensor:
         """Ids of the text and a question that both fit the model."""
         check_text("question", question)
-        ids = self._sequence.token_ids + question_ids(
-            self._sequence.config.tokenizer, self.text, question, self._sequence.token_ids
-        )
+        seen = self._sequence.token_ids
+        ids = seen + self._sequence.config.question_ids(self.text, question, seen)
         self._sequence.config.check_length(len(ids), how.max_new_tokens)
         self._warn(question)
         return torch.tensor(ids)
@@ -131,8 +130,10 @@ class Context:
     @classmethod
     def load(cls, driver: Driver, config: SequenceConfig, path: str | Path) -> Context:
         cache, found = serialize.load_context(Cache, path, config.model)
-        if context_ids(config.tokenizer, found["text"]) != found["ids"]:
-            raise BadCacheFile(f"{path} was saved with another tokenizer or chat template; load it with that one.")
+        if config.context_ids(found["text"]) != found["ids"]:
+            raise BadCacheFile(
+                f"{path} was saved with another tokenizer or chat template, or special tokens; load it with that one."
+            )
         sequence = Sequence(replace(config, method=cache.method, budget=cache.budget), cache, found["ids"])
         return cls(driver, sequence, found["text"], frozenset(found["questions"]))
 

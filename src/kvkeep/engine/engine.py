@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn, overload
 
@@ -25,15 +25,12 @@ from kvkeep.engine.request import Pin, Request, raise_numbered, too_long
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
-from kvkeep.errors import BadParameter, CacheMisuse, UnknownName, UnsupportedModel
+from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError, UnknownName, UnsupportedModel
 from kvkeep.model.chat import (
     check_messages,
     check_text,
-    context_ids,
-    encode,
     end_of_turn,
     eos_token_ids,
-    question_ids,
     with_question,
 )
 from kvkeep.model.head_shards import head_shards
@@ -43,7 +40,7 @@ from kvkeep.model.rope import learn_rotations
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
 AUTO = {"coverage", "tau", "max_budget"}  # parameters of budget="auto", whatever the method
 PROMPT_METHODS = "kvkeep_lookahead", "kvkeep"  # unless another one is given, the first that the model allows
-CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared"  # the same, of texts that are read before a question is known
+CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared", "compactor+adakv", "keydiff"  # of texts without a question
 
 
 @contextmanager
@@ -77,18 +74,21 @@ class Engine:
         memory: int | None = None,
         max_waiting: int | None = None,
         prefix_cache: PrefixStore | int | None = None,
+        allow_special_tokens: bool = False,
         **parameters: Any,
     ):
         """method: None: `kvkeep_lookahead`, and `kvkeep_context` for texts that are read before a question is known;
-        where a model cannot be run again beside its cache, `kvkeep` and `echo:near=8+shared`.
+        where a model cannot be run again beside its cache, `kvkeep` and `echo:near=8+shared`; split by tensor
+        parallelism, `compactor+adakv`; without RoPE, `keydiff`.
 
         prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
 
         max_rows: answers decoded at a time; max_tokens: per key head, of all of them, allocated once; None: the pool
         grows as needed, by default within 80 % of what is free. memory: bytes of keys and values at a time, of all
         requests, in prefill and decode; who does not fit waits. max_waiting: more are refused by `submit`.
-        prefix_cache: a store of compressed prefixes that `submit` continues, or its bytes. The rest as in
-        `kvkeep.Cache`.
+        prefix_cache: a store of compressed prefixes that `submit` continues, or its bytes. allow_special_tokens: a
+        control token's string in a prompt, a message or a question is that token; by default it is text, so that no
+        text can end a message or begin another. The rest as in `kvkeep.Cache`.
         """
         if prefill_chunk_size is not None:
             why = "use a whole number of tokens, at least two: a forward pass of one is a decode step"
@@ -100,15 +100,12 @@ class Engine:
                 check_count(name, value, 1, "use a whole number, at least one")
         options = {"schedule": schedule, "host_limit": host_limit, "disk": disk, "storage": storage}
         auto = {name: parameters[name] for name in AUTO & parameters.keys() if budget == "auto"}
-        self._context_method = None
-        if method is None and head_shards(uncompiled(model)):  # texts are read with the prompts' method, too
-            method = PROMPT_METHODS[-1]
-        elif method is None:
+        self._is_named = method is not None
+        if method is None:
             method = first_allowed(model, PROMPT_METHODS, budget, parameters)
-            self._context_method = parse_budget(first_allowed(model, CONTEXT_METHODS, budget, auto), budget, **auto)[0]
         self._asked = method, budget, {name: value for name, value in parameters.items() if name not in auto}, auto
         how = *parse_budget(method, budget, **parameters), prefill_chunk_size, options
-        self.config = SequenceConfig(model, tokenizer, *how)
+        self.config = SequenceConfig(model, tokenizer, *how, allow_special_tokens=allow_special_tokens)
         self._sequence = self.config.new_sequence()
         self.config = replace(self.config, host_budget=self._sequence.cache.host_budget)
         self._max_waiting = max_waiting
@@ -239,6 +236,8 @@ class Engine:
 
     def _share_prefix(self, request: Request, cache_prefix: bool | None, is_chat: bool) -> None:
         """Cut its prompt into parts, and have it begin after those that are stored."""
+        if not self._sequence.cache.compressed_layers:
+            return
         store, retrieval = self.prefixes, request.config.method.retrieval
         asked = request.question is not None and retrieval and "question" in retrieval.index.needs
         if cache_prefix or (cache_prefix is None and store is not None and is_chat):
@@ -262,12 +261,14 @@ class Engine:
     ) -> str:
         """Prefill a text once and store it. -> an id, for `submit(question, context=…)`
 
-        public: for requests with any key; method, budget: in the place of the engine's
+        public: for requests with any key; method, budget: in the place of the engine's. Its method is taken if it
+        needs no question, else that of an engine without a method: no question is known here.
         """
         self._store()
-        config = self._reading_config(method, budget)
+        self._check_holds_text()
+        config = self._reading_config(method, budget, pinned=True)
         check_text("text", text)
-        ids, pin = torch.tensor(context_ids(self.tokenizer, text)), Pin(text, public)
+        ids, pin = torch.tensor(config.context_ids(text)), Pin(text, public)
         request = Request(config, ids, Generation(1), progress=progress, prefill_only=True, key=key, pin=pin)
         self._driver.prefill(request)
         return request.pinned
@@ -289,7 +290,7 @@ class Engine:
         with _known(id):
             entry, config = store.entry(key, id), store.config_of(key, id)
         check_text("question", question)
-        ids = torch.tensor(entry.ids + question_ids(self.tokenizer, entry.text, question, entry.ids))
+        ids = torch.tensor(entry.ids + config.question_ids(entry.text, question, entry.ids))
         request = Request(config, ids, how, question=question, key=key)
         request.find_stored = partial(store.get, key, id)
         return request
@@ -318,7 +319,8 @@ class Engine:
         """
         most = self._driver.scheduler.max_rows
         check_count("rows", most if rows is None else rows, 1, "use a whole number, at least one")
-        self._driver.warmup(self.config, self._context_config(self.config), min(rows or most, most), progress)
+        reading = self._reading_config(None, None, pinned=self.prefixes is not None)
+        self._driver.warmup(self.config, reading, min(rows or most, most), progress)
 
     def lead(self, send: Callable[[bytes], None], failed: Callable[[BaseException], None], **parts: Any) -> None:
         """Have `submit` and `pin` answer together with the engines of other processes, which `follow` this one.
@@ -362,21 +364,35 @@ class Engine:
         """Prefill a text once, to ask any number of questions about it.
 
         question: one that is known before: query-aware methods keep what it needs; others may be asked, too
-        method, budget: in the place of the engine's
+        method, budget: in the place of the engine's. A method that an engine was given is taken even if it needs a
+        question; `ask` then warns.
         """
+        self._check_holds_text()
         config = self._config_for(method, budget) if question is not None else self._reading_config(method, budget)
         return Context.read(self._driver, config.new_sequence(), text, question, progress)
 
-    def _reading_config(self, method: str | Method | None, budget: int | float | None) -> SequenceConfig:
-        """Of a text whose questions are not known."""
-        config = self._config_for(method, budget)
-        return self._context_config(config) if method is None else config
+    def _check_holds_text(self) -> None:
+        """Refuse a model whose layers are all transformers' own: a cache of theirs cannot be forked for a question."""
+        if not self._sequence.cache.compressed_layers:
+            raise UnsupportedModel(
+                f"{self._sequence.cache.name} has sliding-window or linear layers only, and none that holds a text for "
+                "many questions; use engine.generate(text, question=…)."
+            )
 
-    def _context_config(self, config: SequenceConfig) -> SequenceConfig:
-        """Of a text that is read before a question is known, unless a method was named."""
-        if self._context_method is None:
+    def _reading_config(
+        self, method: str | Method | None, budget: int | float | None, pinned: bool = False
+    ) -> SequenceConfig:
+        """Of a text whose questions are not known. pinned: who asks them is not warned"""
+        config = self._config_for(method, budget)
+        if method is not None or (self._is_named and not (pinned and self.method.query_aware)):
             return config
         return replace(config, method=self._context_method)
+
+    @cached_property
+    def _context_method(self) -> Method:
+        """The first of CONTEXT_METHODS that works with the model."""
+        _, budget, _, auto = self._asked
+        return parse_budget(first_allowed(self.model, CONTEXT_METHODS, budget, auto), budget, **auto)[0]
 
     def load_context(self, path: str | Path) -> Context:
         """A saved `Context`, with its own method and budget."""
@@ -437,7 +453,7 @@ class Engine:
 
     def encode(self, prompt: str, question: str | None = None) -> Tensor:
         """Input ids of a prompt, through the chat template. -> [n]"""
-        return encode(self.tokenizer, with_question(prompt, question))[0]
+        return self.config.encode(with_question(prompt, question))
 
     def length(self, prompt: str, question: str | None = None) -> int:
         """Tokens of a prompt, through the chat template."""
@@ -453,7 +469,7 @@ class Engine:
         """The answer to a conversation, options as in `stream`. One that continues the last reuses its cache."""
         how = Generation.of(options)
         check_messages(messages)
-        ids = encode(self.tokenizer, messages)[0]
+        ids = self.config.encode(messages)
         if not self._continues(ids):
             self._check_no_prefill()
             self._begin_sequence()
@@ -469,8 +485,9 @@ class Engine:
 
 def first_allowed(model: Any, specs: tuple[str, ...], budget: Any, parameters: dict[str, Any]) -> str:
     """The first method that works with the model: some models cannot be run again beside their cache."""
+    refused = KvkeepError if head_shards(uncompiled(model)) else UnsupportedModel  # split heads refuse a parameter
     for spec in specs[:-1]:
-        with suppress(UnsupportedModel):
+        with suppress(refused):
             Cache(model, spec, budget, **parameters)
             return spec
     return specs[-1]

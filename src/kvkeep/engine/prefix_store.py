@@ -36,6 +36,7 @@ from torch import Tensor
 from kvkeep.cache import serialize
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import format_bytes
+from kvkeep.cache.validate import check_prefix
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadCacheFile, StoreFull
 from kvkeep.model.head_shards import agree_on_least
@@ -45,10 +46,7 @@ LEAST_PART = 32  # tokens: parts are not shorter, but for the last
 LONGEST_PART = 1024  # of requests that share long texts
 PUBLIC = "public"  # everybody's
 ID, DRAFT = re.compile(r"[\w-]{32}"), re.compile(r"\.[\w-]{32}-\w{8}(-old)?")  # names of folders, of our making
-KINDS: dict[str, Any] = {  # of what is saved of an entry
-    "id": str, "owner": str, "public": bool, "place": str, "nbytes": int, "pinned": bool, "text": str, "cuts": tuple,
-    "ids": list,
-}  # fmt: skip
+SAVED = "id", "owner", "public", "place", "nbytes", "pinned", "text", "cuts", "ids"  # of an entry
 
 
 def cuts_of(ids: Tensor, end_of_turn: int | None, long_texts: bool = False) -> tuple[int, ...]:
@@ -76,6 +74,8 @@ class Entry:
     cuts: tuple[int, ...]
     ids: list[int]
     sequence: Sequence | None  # None: it is on disk until somebody asks for it
+    method: str
+    budget: int | float | None
     saved: bool = False
 
     @property
@@ -176,7 +176,8 @@ class PrefixStore:
                     )
                 return ""
             made = self.new_id(), _hashed(owner), public, place, size, pinned, text
-            entry = Entry(*made, sequence.cuts, sequence.token_ids, sequence)
+            how = sequence.config.method.name, sequence.config.budget
+            entry = Entry(*made, sequence.cuts, sequence.token_ids, sequence, *how)
             self._insert(entry)
         self._save_later(entry)
         return entry.id
@@ -240,7 +241,7 @@ class PrefixStore:
         if not self.folder:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = sorted(self.folder.iterdir(), key=lambda each: each.stat().st_mtime)
+        found = sorted(self.folder.iterdir(), key=_modified)
         for draft in (each for each in found if DRAFT.fullmatch(each.name)):  # of a process that was killed meanwhile
             shutil.rmtree(draft, ignore_errors=True)
         for path in (each for each in found if ID.fullmatch(each.name)):  # nothing else here is ours
@@ -271,6 +272,7 @@ class PrefixStore:
             saved = checkpoint.read(self.folder / entry.id)
             with self.device_lock, self.lock:
                 entry.sequence = entry.sequence or self._sequence_of(entry, *saved)
+                entry.nbytes = nbytes_of(entry.sequence)  # whatever the file says
         except BadCacheFile as error:
             warnings.warn(f"a stored prefix is skipped: {error}", stacklevel=2)
             with self.lock:
@@ -316,7 +318,7 @@ class PrefixStore:
             return
         assert self.folder is not None and entry.sequence is not None
         cache = entry.sequence.cache
-        about = {name: getattr(entry, name) for name in KINDS} | {"frozen": cache.tracker.frozen}
+        about = {name: getattr(entry, name) for name in SAVED} | {"frozen": cache.tracker.frozen}
         with self.device_lock:
             tensors, facts = serialize.describe(cache, prefix=about)
             tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
@@ -337,12 +339,22 @@ def _described(path: Path, config: SequenceConfig) -> Entry | None:
     if facts.get("model") != serialize.fingerprint(config.model) or facts.get("dtype") != str(config.model.dtype):
         return None
     try:
-        found = {name: kind(facts["prefix"][name]) for name, kind in KINDS.items()}
-    except (KeyError, TypeError, ValueError) as error:
+        check_prefix(facts["prefix"], facts["seen"])
+        found = {name: facts["prefix"][name] for name in SAVED} | {"cuts": tuple(facts["prefix"]["cuts"])}
+        how = {name: facts[name] for name in ("method", "budget")}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise BadCacheFile(f"{path} is not a stored prefix ({error!r}); remove it.") from error
-    if found["id"] != path.name or facts.get("seen") != [len(found["ids"])]:
-        raise BadCacheFile(f"{path} is of another name, or of other tokens; remove it.")
-    return Entry(**found, sequence=None, saved=True)
+    if found["id"] != path.name:
+        raise BadCacheFile(f"{path} is of another name; remove it.")
+    return Entry(**found, sequence=None, saved=True, **how)
+
+
+def _modified(path: Path) -> float:
+    """When it was written last; 0 if it is gone by now. Of a link itself: it may lead nowhere."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _places(config: SequenceConfig, ids: Tensor, cuts: Iterable[int], frozen: bool = False) -> Iterator[str]:

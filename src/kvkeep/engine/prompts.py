@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import BadParameter
-from kvkeep.model.chat import check_messages, encode, with_question
+from kvkeep.model.chat import check_messages, with_question
 
 Prompt = str | list[dict[str, Any]] | list[int] | Tensor  # a text, the messages of a chat, or token ids [n]
 
@@ -29,7 +29,7 @@ def prompt_ids(
 ) -> Tensor:
     """Through the chat template, but for token ids. -> [n]"""
     if isinstance(prompt, str) and not tools:
-        return encode(config.tokenizer, with_question(prompt, question))[0]
+        return config.encode(with_question(prompt, question))
     if question is not None:
         raise BadParameter(f"question={question!r} follows a text; put it into the messages or token ids.")
     if not isinstance(prompt, str | list | tuple | Tensor):  # one message is none of these, either
@@ -39,7 +39,7 @@ def prompt_ids(
         return check_ids(config.model, prompt)
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     check_messages(messages)
-    return encode(config.tokenizer, messages, tools)[0]
+    return config.encode(messages, tools)
 
 
 def only_text(prompt: Prompt) -> str:

@@ -20,10 +20,12 @@ from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, row_bytes
 from kvkeep.engine.progress import Progress
 from kvkeep.engine.question_queries import capture_question_queries
 from kvkeep.errors import BadInput
+from kvkeep.model.chat import context_ids, encode, question_ids
 from kvkeep.model.chunked_mlp import long_prompt
 from kvkeep.model.fused import fused_ops
 from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_cache import context_length, execution_device
+from kvkeep.model.user_text import UserText
 from kvkeep.storage.offload.host import HostMemoryBudget
 from kvkeep.storage.offload.malloc_trim import trim
 from kvkeep.storage.upload import upload
@@ -59,6 +61,7 @@ class SequenceConfig:
     prefill_chunk_size: int | None = None
     cache_options: Mapping[str, Any] = field(default_factory=dict)
     host_budget: HostMemoryBudget | None = None  # shared by all sequences; None: each has its own
+    allow_special_tokens: bool = False  # what looks like a control token in a user's text is one
 
     @cached_property
     def device(self) -> torch.device:
@@ -67,6 +70,18 @@ class SequenceConfig:
     @cached_property
     def sentences(self) -> SentenceBoundaries:
         return SentenceBoundaries(self.tokenizer)
+
+    def encode(self, text: str | list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Tensor:
+        """Ids of a user's message, or of a chat. -> [n]"""
+        return encode(self.tokenizer, text, tools, self.allow_special_tokens)[0]
+
+    def context_ids(self, text: str) -> list[int]:
+        """Ids of a text that no question after it can change."""
+        return context_ids(self.tokenizer, text, self.allow_special_tokens)
+
+    def question_ids(self, text: str, question: str, context: list[int]) -> list[int]:
+        """Ids of a question after `context_ids` of a text."""
+        return question_ids(self.tokenizer, text, question, context, self.allow_special_tokens)
 
     def new_sequence(self) -> Sequence:
         cache = Cache(self.model, self.method, self.budget, tokenizer=self.tokenizer, **self.cache_options)
@@ -122,7 +137,8 @@ class Sequence:
         """Capture the question's queries, for a method that retrieves with them, before a prefill of so many tokens."""
         retrieval, model = self.config.method.retrieval, self.config.model
         if question.strip() and retrieval and "question" in retrieval.index.needs:
-            ids = self.config.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+            user = UserText(self.config.tokenizer, question, allow_special_tokens=self.config.allow_special_tokens)
+            ids = torch.tensor([user.ids(user.hide(question))])
             edge = retrieval.sizes(self.cache.backend.budget.tokens(tokens)).near
             queries = capture_question_queries(model, ids.to(self.config.device), self.cache.rotations, edge)
             self._retrieval_backend.question = queries

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kvkeep.errors import BadInput, NoData
 from kvkeep.evaluate.sample import Sample
-from kvkeep.model.chat import bos_text, common_prefix_length, ids_of, split_template
+from kvkeep.model.chat import bos_text, common_prefix_length, split_template
+from kvkeep.model.user_text import ids_of
 
 PROTOCOLS = ("agnostic", "aware")
 HALVES, AGAIN = "middle of the prompt, halves decoded", "; then middle of the ids, to fit the window"

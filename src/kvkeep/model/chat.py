@@ -8,28 +8,45 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvkeep.errors import BadInput, BadParameter
+from kvkeep.model.user_text import UserText, ids_of
 
 MARK = "\ue000"  # private use area: no tokenizer or template gives it a meaning
 EXAMPLE_QUESTION = "What"  # stands for any question
 
 
-def encode(tokenizer: Any, text: str | list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Tensor:
+def encode(
+    tokenizer: Any,
+    text: str | list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    allow_special_tokens: bool = False,
+) -> Tensor:
     """A user's message, or a whole chat: ids [1, tokens], through the chat template where there is one, one BOS.
 
     tools: functions the model may call, as JSON schemas, for the template
+    allow_special_tokens: what looks like a control token in messages or tools is one; by default it is text
     """
     chat = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    user = UserText(tokenizer, chat, tools, allow_special_tokens=allow_special_tokens)
     if tokenizer.chat_template:
-        text = _apply_template(tokenizer, chat, tools)
-    elif tools:
+        return torch.tensor([user.ids(_apply_template(tokenizer, user.hide(chat), user.hide(tools)))])
+    if tools:
         raise BadParameter("tools= need a chat template, and this tokenizer has none; use a model for chats.")
-    elif not isinstance(text, str):
+    if not isinstance(text, str):
         text = "\n\n".join(message.get("content") or "" for message in chat) + "\n\n"
-    how = {"return_tensors": "pt", "add_special_tokens": not tokenizer.chat_template}
-    return tokenizer(text, verbose=False, **how).input_ids  # verbose would warn of lengths, which callers check
+    return torch.tensor([_with_bos(user, user.hide(text))])
+
+
+def _with_bos(user: UserText, text: str) -> list[int]:
+    """Ids of a hidden text with the BOS and EOS that the tokenizer adds to every text."""
+    if not user.hidden:
+        return list(user.tokenizer(text, verbose=False).input_ids)
+    around, letter = list(user.tokenizer("a").input_ids), ids_of(user.tokenizer, "a")
+    start = next(i for i in range(len(around)) if around[i : i + len(letter)] == letter)
+    return around[:start] + user.ids(text) + around[start + len(letter) :]
 
 
 def _apply_template(tokenizer: Any, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
@@ -74,41 +91,47 @@ def with_question(prompt: str, question: str | None = None) -> str:
     return text
 
 
-def context_ids(tokenizer: Any, text: str) -> list[int]:
+def context_ids(tokenizer: Any, text: str, allow_special_tokens: bool = False) -> list[int]:
     """The ids of the template's beginning and of the text that no question after the text can change.
 
     Tokenizers join the end of a text to the blank line that follows (".\n\n" is one token of Llama 3's and Qwen's).
     A token that such a line changes is left to the question, so that both together are the ids of the whole prompt.
     """
-    alone, followed = (_up_to_text(tokenizer, each)[1] for each in (text, join_question(text, EXAMPLE_QUESTION)))
+    user = UserText(tokenizer, text, allow_special_tokens=allow_special_tokens)
+    alone, followed = (_up_to_text(user, each)[1] for each in (text, join_question(text, EXAMPLE_QUESTION)))
     if not (ids := alone[: common_prefix_length(alone, followed)]):
         raise BadInput(f"text={text!r} is too short to be prefilled without a question; use Engine.generate.")
     return ids
 
 
-def question_ids(tokenizer: Any, text: str, question: str, context: list[int]) -> list[int]:
+def question_ids(
+    tokenizer: Any, text: str, question: str, context: list[int], allow_special_tokens: bool = False
+) -> list[int]:
     """The ids after `context_ids(text)`: together, those of `encode` for text and question.
 
     Where a tokenizer joins the text to this question, but not to others, no ids have both as a prefix: then the rest of
     the text and the question are encoded separately, each character once.
     """
-    whole = encode(tokenizer, join_question(text, question))[0].tolist()
+    both = join_question(text, question)
+    whole = encode(tokenizer, both, allow_special_tokens=allow_special_tokens)[0].tolist()
     if whole[: len(context)] == context:
         return whole[len(context) :]
-    before, alone = _up_to_text(tokenizer, text)
-    asked, after = split_template(tokenizer, join_question(text, question))
+    user = UserText(tokenizer, both, allow_special_tokens=allow_special_tokens)
+    before, alone = _up_to_text(user, text)
+    asked, after = split_template(tokenizer, user.hide(both))
     if alone[: len(context)] != context or not asked.startswith(before):
         raise BadInput("this chat template or tokenizer changes a text depending on what follows; use Engine.generate.")
-    return alone[len(context) :] + ids_of(tokenizer, asked.removeprefix(before) + after)
+    return alone[len(context) :] + user.ids(asked.removeprefix(before) + after)
 
 
-def _up_to_text(tokenizer: Any, text: str) -> tuple[str, list[int]]:
+def _up_to_text(user: UserText, text: str) -> tuple[str, list[int]]:
     """The prompt of a user's message that begins with a text, up to the text's end: as a string, and its ids."""
-    if tokenizer.chat_template:
-        before = split_template(tokenizer, text)[0]
-        return before, ids_of(tokenizer, before)
-    ids = list(tokenizer(text).input_ids)
-    has_eos = ids_of(tokenizer, text)[-1:] != ids[-1:]  # the tokenizer appends one to every text
+    text = user.hide(text)
+    if user.tokenizer.chat_template:
+        text = split_template(user.tokenizer, text)[0]
+        return text, user.ids(text)
+    ids = _with_bos(user, text)
+    has_eos = user.ids(text)[-1:] != ids[-1:]  # the tokenizer appends one to every text
     return text, ids[:-1] if has_eos else ids
 
 
@@ -140,11 +163,6 @@ def bos_text(tokenizer: Any) -> str:
     """The BOS token, if this tokenizer puts one before every text."""
     ids = tokenizer("a").input_ids
     return tokenizer.bos_token if tokenizer.bos_token and ids[0] == tokenizer.bos_token_id else ""
-
-
-def ids_of(tokenizer: Any, text: str) -> list[int]:
-    """Ids of part of a prompt, without special tokens."""
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:

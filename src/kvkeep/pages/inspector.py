@@ -15,9 +15,10 @@ from kvkeep.cache.cache import Cache
 from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.engine import Engine
 from kvkeep.errors import BadInput, BadParameter, KvkeepError, QueryAwareWarning
-from kvkeep.model.chat import context_ids, encode, ids_of, join_question, question_ids, split_template
+from kvkeep.model.chat import context_ids, encode, join_question, question_ids, split_template
 from kvkeep.model.hf_cache import context_length
 from kvkeep.model.token_texts import token_texts
+from kvkeep.model.user_text import ids_of
 from kvkeep.pages.answer_attention import answer_attention
 from kvkeep.pages.inspection import (
     TOP,

@@ -66,4 +66,5 @@ def _object(entry: Entry) -> dict[str, Any]:
         "tokens": len(entry.ids),
         "bytes": entry.nbytes,
         "public": entry.public,
+        "kvkeep": {"method": entry.method, "budget": entry.budget},
     }

@@ -25,8 +25,9 @@ class JsonConstraint:
         self.matcher, self.size = matcher, size
 
     def allowed(self) -> Tensor:
-        """[vocabulary] bool; after the end of the JSON, EOS alone"""
+        """[vocabulary] bool; after the end of the JSON, EOS alone. BadParameter: the grammar went too far"""
         packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        _check(self.matcher, "followed")  # one that failed allows EOS, as if the JSON were complete
         bits = torch.from_numpy(np.unpackbits(packed, bitorder="little")[: self.size].astype(bool))
         return torch.nn.functional.pad(bits, (0, self.size - len(bits)))
 
@@ -69,10 +70,7 @@ class Grammars:
 
     def _constraints(self, grammar: str) -> Callable[[], JsonConstraint]:
         """A new one for every answer. Another process makes the same of its own `Grammars`."""
-        first = self._matcher(grammar)
-        if first.is_error():
-            reason = first.get_error().splitlines()[0]
-            raise BadParameter(f"this JSON schema cannot be used ({reason}); leave out what it names.")
+        _check(self._matcher(grammar), "used")
         return partial(self.constraint, grammar)
 
     def constraint(self, grammar: str) -> JsonConstraint:
@@ -83,4 +81,11 @@ class Grammars:
             if len(self.matchers) >= MOST_MATCHERS:
                 self.matchers.clear()
             self.matchers[grammar] = self.llguidance.LLMatcher(self.tokens, grammar, log_level=0)
+            self.matchers[grammar].compute_bitmask()  # fails if no token can be the first
         return self.matchers[grammar]
+
+
+def _check(matcher: Any, done: str) -> None:
+    if matcher.is_error():
+        reason = matcher.get_error().splitlines()[0]
+        raise BadParameter(f"this JSON schema cannot be {done} ({reason}); leave out what it names, or simplify it.")

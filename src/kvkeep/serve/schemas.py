@@ -81,21 +81,29 @@ class Lenient(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class Extension(Strict):
+class Compression(Strict):
+    """How a prompt, or a text, is compressed."""
+
+    method: MethodName | None = None  # another one than the server's
+    budget: Budget | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Of `Engine.submit` and `Engine.pin`."""
+        given: dict[str, Any] = {"method": self.method, "budget": _whole(self.budget)}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Extension(Compression):
     """Fields of ours."""
 
-    method: MethodName | None = None  # another one than the server's, for this request
-    budget: Budget | None = None
     protocol: Literal["agnostic", "aware"] | None = None  # agnostic: what comes before the last message is compressed
     # without it, so that other requests may share it; aware: all of the prompt at once
     context: str | None = None  # the id of a text given to /v1/contexts
 
     def options(self) -> dict[str, Any]:
         """Of `Engine.submit`."""
-        given: dict[str, Any] = {"method": self.method, "budget": _whole(self.budget)}
-        if self.protocol is not None:
-            given["cache_prefix"] = self.protocol == "agnostic"
-        return {name: value for name, value in given.items() if value is not None}
+        given = super().options()
+        return given if self.protocol is None else given | {"cache_prefix": self.protocol == "agnostic"}
 
 
 def _whole(number: float | None) -> int | float | None:
@@ -378,15 +386,14 @@ class ResponseRequest(Body):
         )
 
 
-class ContextRequest(Strict):
+class ContextRequest(Compression):
     """POST /v1/contexts: a text that many requests will ask about, compressed once."""
 
     model: str = Field(examples=["default"])
     text: Annotated[str, Field(min_length=1)]
     public: bool = False  # requests with any key may ask about it
-    method: MethodName | None = None
-    budget: Budget | None = None
+    kvkeep: Compression = Compression()  # the same as method and budget above, where chats have it
 
     def job(self) -> Job:
         """Without an answer."""
-        return Job(self.model, [self.text], options=Extension(method=self.method, budget=self.budget).options())
+        return Job(self.model, [self.text], options=self.options() | self.kvkeep.options())

@@ -17,7 +17,6 @@ from kvkeep.engine.engine import Engine
 from kvkeep.engine.prefix_store import Entry, PrefixStore
 from kvkeep.engine.prompts import ChatIds, only_text, prompt_ids
 from kvkeep.errors import BadInput, UnknownName
-from kvkeep.model.chat import question_ids
 from kvkeep.model.hf_cache import context_length
 from kvkeep.serve.answers import Answer, Answers
 from kvkeep.serve.failure import Failure, no_context
@@ -121,7 +120,7 @@ class Server:
         """Once for all its answers; but a question about a context is the engine's to put behind it."""
         self.check_characters(prompt, job)
         if isinstance(prompt, str) and job.context is None:
-            prompt = self.engine.tokenizer(prompt, verbose=False).input_ids
+            prompt = self.engine.tokenizer(prompt, verbose=False).input_ids  # may have control tokens, as at vLLM's
         if not prompt:
             raise BadInput("the prompt is empty; give the model something to read.")
         if job.context is not None or not isinstance(prompt[0], dict):
@@ -144,7 +143,7 @@ class Server:
         length = len(prompt)
         if options["context"] is not None:
             entry = self.store().entry(options["key"], options["context"])
-            question = question_ids(self.engine.tokenizer, entry.text, only_text(prompt), entry.ids)
+            question = self.engine.config.question_ids(entry.text, only_text(prompt), entry.ids)
             length = len(entry.ids) + len(question)
         left = context_length(self.engine.model) - length
         return min(left, self.limits.max_tokens) if left > 0 else self.limits.max_tokens
