@@ -32,6 +32,8 @@ class Options:
     squad: str | None = None
     hotpotqa: str | None = None
     limit: int | None = None
+    schedule: str | None = None  # in place of the recipe's
+    yarn: float | None = None  # of every model, in place of the recipe's
     ray: str | None = None
     device: str | None = None
     dtype: str | None = None
@@ -42,7 +44,7 @@ def reproduce(name: str, options: Options) -> None:
     """Run a recipe and print the comparison; of kinds that are not scores, print the facts."""
     wanted = recipe(name)
     if wanted.kind != "scores":
-        _print_facts(wanted)
+        _print_facts(wanted, options.small)
         return
     wanted = _changed(wanted, options)
     out = Path(options.out or f"reproduce/{name}{'-small' if options.small else ''}")
@@ -77,21 +79,24 @@ def _kind(each: Recipe) -> str:
 
 
 def _changed(wanted: Recipe, options: Options) -> Recipe:
-    """By the options: small, another model, fewer samples."""
+    """By the options: small, another model, fewer samples, another schedule or YaRN."""
     wanted = shrink(wanted) if options.small else wanted
     if options.model and len(wanted.models) > 1:  # one model, beside the first one's printed numbers
         group = next(iter(wanted.models))
         cells = tuple(cell for cell in wanted.cells if cell.group == group)
-        wanted = replace(wanted, models={group: options.model}, cells=cells)
+        wanted = replace(wanted, models={group: options.model}, cells=cells, yarn={})
     elif options.model:
-        wanted = replace(wanted, models=dict.fromkeys(wanted.models, options.model))
-    return replace(wanted, limit=options.limit or wanted.limit)
+        wanted = replace(wanted, models=dict.fromkeys(wanted.models, options.model), yarn={})
+    if options.yarn:
+        wanted = replace(wanted, yarn=dict.fromkeys(wanted.models, (options.yarn, 0)))
+    schedule = options.schedule or wanted.schedule
+    return replace(wanted, limit=options.limit or wanted.limit, schedule=schedule)
 
 
 def _eval_options(wanted: Recipe, job: Job, out: Path, options: Options) -> evaluation.EvalOptions:
     places = {key: getattr(options, key) for key in ("data", "haystack", "squad", "hotpotqa", "ray", "device", "dtype")}
-    sizes = {"budget": job.budgets, "length": job.lengths}
-    sizes |= {key: getattr(wanted, key) for key in ("limit", "max_length", "beyond_window")}
+    sizes: dict[str, Any] = {"budget": job.budgets, "length": job.lengths, "yarn": job.yarn}
+    sizes |= {key: getattr(wanted, key) for key in ("limit", "max_length", "beyond_window", "schedule")}
     given = {key: value for key, value in {**places, **sizes}.items() if value}
     return evaluation.EvalOptions(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)
 
@@ -130,7 +135,7 @@ def _run(plan: Iterable[tuple[Job, evaluation.EvalOptions]]) -> dict[str, list[d
     return rows
 
 
-def _print_facts(wanted: Recipe) -> None:
+def _print_facts(wanted: Recipe, small: bool) -> None:
     typer.echo(f"{wanted.name}: {wanted.shows}")
     if wanted.kind == "facts":
         typer.echo("Not an experiment: there is nothing to run.")
@@ -142,11 +147,13 @@ def _print_facts(wanted: Recipe) -> None:
     table = [[*key, *(row.get(column, "–") for column in columns)] for key, row in rows.items()]
     show.print_table(["paper", "", *columns], table)
     _remark(wanted)
-    typer.echo(f"To measure it here: {wanted.command}")
+    typer.echo(f"To measure it here: {wanted.small_command if small else wanted.command}")
 
 
 def _introduce(wanted: Recipe, options: Options) -> None:
     typer.echo(f"{wanted.name}: {wanted.shows}")
+    if wanted.schedule == "own":
+        typer.echo("Answers are evicted from as each method does while decoding (schedule own).")
     typer.echo(f"Protocol: {wanted.protocol}. Models: {', '.join(f'{m} (for {g})' for g, m in wanted.models.items())}.")
     if options.small:
         typer.echo(SMALL)
@@ -177,7 +184,8 @@ def _print_plan(plan: Iterable[tuple[Job, evaluation.EvalOptions]]) -> None:
             if each.limit
             else f"{job.answers:,} answers to one sample of each task"
         )
-        typer.echo(f"\n{number}. {job.model}: {answers}, in {each.out}")
+        stretched = f", YaRN × {job.yarn:g}" if job.yarn else ""
+        typer.echo(f"\n{number}. {job.model}{stretched}: {answers}, in {each.out}")
         typer.echo(f"   tasks    {', '.join(job.tasks)}")
         if job.lengths:
             typer.echo(f"   lengths  {', '.join(map(str, job.lengths))}")
