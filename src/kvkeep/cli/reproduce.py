@@ -17,6 +17,10 @@ from kvkeep.evaluate.recipes.jobs import Job, jobs
 from kvkeep.evaluate.recipes.recipe import Recipe, names, recipe, shrink
 
 KINDS = {"scores": "scores", "measure": "measured by a script", "facts": "not an experiment"}
+LISTED = """\
+scores                run here, the paper's numbers beside ours
+measured by a script  `kvkeep reproduce NAME` has what the paper prints, and the command
+not an experiment     a drawing, a formula or a list: there is nothing to run"""
 SMALL = "Small: another model, other lengths and budgets, few samples. At best the order may be compared."
 
 
@@ -68,9 +72,10 @@ def reproduce(name: str, options: Options) -> None:
 
 
 def print_names() -> None:
-    """Every table and reproducible figure of every paper, and its kind."""
+    """Every table and figure of every paper, and its kind."""
     rows = [[each.name, _kind(each), each.shows] for each in map(recipe, names())]
     show.print_table(["name", "kind", "shows"], rows)
+    typer.echo(LISTED)
 
 
 def _kind(each: Recipe) -> str:
@@ -145,9 +150,12 @@ def _print_facts(wanted: Recipe, small: bool) -> None:
         rows.setdefault((cell.group, cell.label), {})[cell.column] = _number(cell.number)
     columns = [column.name for column in wanted.columns]
     table = [[*key, *(row.get(column, "–") for column in columns)] for key, row in rows.items()]
-    show.print_table(["paper", "", *columns], table)
+    if table:
+        show.print_table(["paper", "", *columns], table)
+    else:
+        typer.echo("The paper prints no number of it.")
     _remark(wanted)
-    typer.echo(f"To measure it here: {wanted.small_command if small else wanted.command}")
+    typer.echo(f"To measure it here: {wanted.small if small else wanted.command}")
 
 
 def _introduce(wanted: Recipe, options: Options) -> None:

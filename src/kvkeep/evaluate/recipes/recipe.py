@@ -78,11 +78,6 @@ class Recipe:
     def column(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
 
-    @property
-    def small_command(self) -> str:
-        """Of a measurement, on the default model."""
-        return self.small if isinstance(self.small, str) else f"{self.command} --small"
-
     def spec(self, cell: Cell, task: str) -> str | None:
         """The method that answers a task for a cell."""
         return self.others.get(task, {}).get(cell.label, cell.spec)
@@ -93,11 +88,20 @@ def names() -> list[str]:
 
 
 def recipe(name: str) -> Recipe:
+    """A recipe by its name; "intentkv/figure7" is "intentkv/figure6-8"."""
+    name = next((each for each in names() if _is_part(name, each)), name)
     if name not in names():
         raise UnknownName(f"there is no recipe '{name}'.{did_you_mean(name, names())} See `kvkeep reproduce --list`.")
     paper, _, table = name.partition("/")
     read = _read(paper)
     return _recipe(name, read["methods"], {"variants": read["variants"], **read["tables"][table]})
+
+
+def _is_part(name: str, figures: str) -> bool:
+    """Whether a figure is one of a range of them."""
+    paper, first, last = re.fullmatch(r"(.*?)(\d*)-?(\d*)", figures).groups()  # type: ignore[union-attr]
+    number = name.removeprefix(paper)
+    return bool(last) and number.isdigit() and int(first) <= int(number) <= int(last)
 
 
 def shrink(recipe: Recipe) -> Recipe:
@@ -131,6 +135,8 @@ def _read(paper: str) -> dict[str, Any]:
 
 def _recipe(name: str, shared: Mapping[str, str], table: dict[str, Any]) -> Recipe:
     methods: dict[str, str | None] = {**shared, **table.pop("methods", {})}
+    if table.get("kind") == "measure":
+        table |= _measured(name, table)
     columns, average = _columns(table.pop("columns", {})), table.get("average", "")
     if average:
         everything = tuple(point for column in columns for point in column.points)
@@ -170,6 +176,15 @@ def _add(spec: str, more: str) -> str:
     """ "protokv:chunks=500+recall" with "votes=raw" as "protokv:chunks=500:votes=raw+recall"."""
     method, plus, modifiers = spec.partition("+")
     return f"{method}:{more}{plus}{modifiers}" if more else spec
+
+
+def _measured(name: str, table: dict[str, Any]) -> dict[str, str]:
+    """How a figure is measured that names no command: by benchmarks/figures.py, over texts of --data or --haystack."""
+    texts = table.pop("texts", "data")
+    if "command" in table:
+        return {}
+    script, (model,) = f"python benchmarks/figures.py {name} --{texts} DIR", table["models"].values()
+    return {"command": f"{script} --model {model} --device cuda", "small": f"{script} --small"}
 
 
 def _columns(tasks_by_name: Mapping[str, str | None]) -> tuple[Column, ...]:
