@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,12 +55,14 @@ class Lab(claims.Lab):
     small: bool = False
 
     def prompts(self, task: str) -> list[tuple[Sample, Tensor]]:
-        """Samples of a task, and their prompts' ids; the first `samples` of them."""
-        sources = suite.Sources(data=self.data, limit=self.samples)
-        samples, _ = suite.load([task], self.tokenizer, sources)
-        limit = context_length(self.model)
-        made = (build_prompt(self.tokenizer, sample, "aware", limit, self.length) for sample in samples)
-        return [(sample, prompt.context) for sample, prompt in zip(samples, made, strict=True)]
+        """The first `samples` samples of a task, and their prompts' ids."""
+        return list(islice(self.all_prompts(task), self.samples))
+
+    def all_prompts(self, task: str) -> Iterator[tuple[Sample, Tensor]]:
+        samples, _ = suite.load([task], self.tokenizer, suite.Sources(data=self.data))
+        for sample in samples:
+            limit = context_length(self.model)
+            yield sample, build_prompt(self.tokenizer, sample, "aware", limit, self.length).context
 
     def layers(self, look: Callable[[Observation], Tensor], texts: list[Tensor], voters: int) -> Tensor:
         """`look` of every layer, as the mean over texts. [layers, ..]"""
@@ -105,10 +108,10 @@ def hits_by_layer(lab: Lab) -> str:
 def example(lab: Lab) -> str:
     """Figures 6 to 8: one question, where its answer's tokens look, and how rows of attention differ."""
     sample, ids = next(
-        (each for each in lab.prompts("longbench/multifieldqa_en") if _answer_place(lab, *each)), (None, None)
+        (each for each in lab.all_prompts("longbench/multifieldqa_en") if _answer_place(lab, *each)), (None, None)
     )
     if sample is None:
-        raise KvkeepError("no prompt holds its own answer; use a larger --samples or --length.")
+        raise KvkeepError("no prompt holds its own answer; use a larger --length.")
     said = answer_of(lab, ids)
     whole = torch.cat([ids, said])
     begins, ends = _answer_place(lab, sample, ids)

@@ -400,3 +400,16 @@ def test_recipes_evict_from_answers_as_their_paper_does():
     assert asked.schedule == "own"
     assert "(schedule own)" in run("ahakv/table1", dry_run=True).output
     assert "(schedule own)" not in run("ahakv/table1", dry_run=True, schedule="prompt").output
+
+
+def test_the_guide_says_of_which_kind_each_is(request):
+    """Its table, number by number, is that of `--list`."""
+    page = (request.config.rootpath / "docs/guides/reproducing-a-paper.md").read_text()
+    found = {}
+    for paper, *kinds in re.findall(r"^\| (\w+KV|IntelLLM) \| ([^|]*tables? [^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.M):
+        for kind, text in zip(("scores", "measure", "facts"), kinds, strict=True):
+            for what, numbers in re.findall(r"(table|figure)s? ([\d, –]+)", text):
+                for first, last in re.findall(r"(\d+)(?:–(\d+))?", numbers):
+                    for number in range(int(first), int(last or first) + 1):
+                        found[recipe(f"{paper.lower()}/{what}{number}").name] = kind
+    assert found == {each.name: each.kind for each in RECIPES if each.name != "intelllm/latency"}
