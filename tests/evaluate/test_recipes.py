@@ -405,8 +405,9 @@ def test_recipes_evict_from_answers_as_their_paper_does():
 def test_the_guide_says_of_which_kind_each_is(request):
     """Its table, number by number, is that of `--list`."""
     page = (request.config.rootpath / "docs/guides/reproducing-a-paper.md").read_text()
+    line = r"^\| (\w+KV|IntelLLM) \| ([^|]*tables? [^|]+) \| ([^|]+) \| ([^|]+) \|$"
     found = {}
-    for paper, *kinds in re.findall(r"^\| (\w+KV|IntelLLM) \| ([^|]*tables? [^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.M):
+    for paper, *kinds in re.findall(line, page, re.M):
         for kind, text in zip(("scores", "measure", "facts"), kinds, strict=True):
             for what, numbers in re.findall(r"(table|figure)s? ([\d, –]+)", text):
                 for first, last in re.findall(r"(\d+)(?:–(\d+))?", numbers):

@@ -111,9 +111,7 @@ def shrink(recipe: Recipe) -> Recipe:
     small = dict(recipe.small)
     group = next(iter(recipe.models))
     columns, specs, budgets = _columns(small.pop("columns")), small.pop("methods", {}), small.pop("budgets", {})
-    specs = {
-        _add(old, more): _add(new, more) for old, new in specs.items() for more in ("", *recipe.variants.values())
-    }
+    specs = {_add(old, more): _add(new, more) for old, new in specs.items() for more in ("", *recipe.variants.values())}
     shown = {column.name for column in columns}
     cells = tuple(
         replace(cell, spec=specs.get(cell.spec, cell.spec))
