@@ -111,3 +111,25 @@ def test_attention_is_split_by_degree_and_the_first_tokens_can_be_left_out(figur
     assert whole[0] == pytest.approx(1, abs=1e-4) and rest[0] == pytest.approx(1, abs=1e-4)
     queries[..., 0] = 0.0  # even attention
     assert figures.protokv.tenths(seen_of(queries, keys), 0).tolist() == pytest.approx([0.1] * 10, abs=1e-5)
+
+
+def test_the_time_of_scoring_is_read_from_a_clock_that_waits_for_the_device(figures, monkeypatch, capsys):
+    """IntelLLM's latency, of any model on any device. Here every reading is a second after the last."""
+    scoring = importlib.import_module("scoring")
+    model, read = tiny_chat.model(), []
+
+    def now(device):
+        read.append(device)
+        return float(len(read))
+
+    monkeypatch.setattr(scoring, "now", now)
+    monkeypatch.setattr(scoring, "load", lambda name, device: (read.append((name, device)), (model, None))[1])
+    argv = ["scoring.py", "--model", "some/where", "--device", "cpu", "--length", "300", "--budget", "64", "--methods"]
+    monkeypatch.setattr(sys, "argv", [*argv, "intelllm", "intelllm:keep_head=False"])
+    scoring.main()
+    sys.modules.pop("scoring")
+    assert read.pop(0) == ("some/where", "cpu")
+    assert set(read) == {model.device} and not hasattr(scoring, "time")
+    *_, one, other = (list(map(float, line.split(" | ")[1:3])) for line in capsys.readouterr().out.splitlines()[2:])
+    per_layer = 6  # around the call, the model's own attention, and its check
+    assert one == other and sum(one) == 1000 * (per_layer * model.config.num_hidden_layers + 1)
