@@ -242,7 +242,7 @@ def retrieved_scores(lab: Lab) -> str:
     for name in ("activation bias", "mean (InfLLM)"):
         head += [f"{name}: quartile 1", "median", "quartile 3", "perplexity"]
     rows = [[layer, *each.flatten().tolist()] for layer, each in enumerate(torch.stack(found).mean(0))]
-    chunks = f"{probe.RETRIEVED} chunks of {probe.CHUNK}"
+    chunks = f"best chunks of {probe.CHUNK} (at most {probe.RETRIEVED})"
     return table(f"Cosines of the {chunks} that a window of {probe.WINDOW} queries retrieves", head, rows)
 
 
