@@ -37,14 +37,25 @@ STRETCHES, THRESHOLDS = 10, (1e-4, 1e-3, 1e-2, 1e-1)
 JUDGES = ("h2o", "snapkv", "ahakv", "ahakv:recent_only=false", "ahakv:step_gain=false", "ahakv:value_prior=false")
 
 
-def span(tokenizer: Any, ids: Tensor, words: str) -> tuple[int, int]:
-    """The tokens that hold the last occurrence of these words, from … to (not included)."""
+def offsets(tokenizer: Any, ids: Tensor) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a prompt, and the characters each of its tokens stands for."""
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     again = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
     if again.input_ids != ids.tolist():
         raise ValueError("the prompt does not survive being decoded; places in it cannot be told.")
+    return text, again.offset_mapping
+
+
+def tokens_of(places: Sequence[tuple[int, int]], start: int, end: int) -> list[int]:
+    """The tokens that hold any of these characters."""
+    return [i for i, (a, b) in enumerate(places) if b > start and a < end]
+
+
+def span(tokenizer: Any, ids: Tensor, words: str) -> tuple[int, int]:
+    """The tokens that hold the last occurrence of these words, from … to (not included)."""
+    text, places = offsets(tokenizer, ids)
     start = text.rindex(words)
-    inside = [i for i, (a, b) in enumerate(again.offset_mapping) if b > start and a < start + len(words)]
+    inside = tokens_of(places, start, start + len(words))
     return inside[0], inside[-1] + 1
 
 
@@ -86,7 +97,18 @@ def _found(each: tuple[str, int], offsets: list[int], zeros: int) -> list:
 
 
 def hits(lab: Any, tokens: int = 4466) -> list[list]:
-    """How often a segment's 10 best blocks of 64 hold the whole answer: by segment, for heads sensitive to it or not.
+    """How often a segment's 10 best blocks of 64 hold the whole answer, for heads sensitive to it or not."""
+    rates, luck = hit_rates(lab, tokens)
+    each = rates.flatten(0, 1)
+    keen = each[:, -1] >= SENSITIVE
+    groups = {"sensitive": each[keen], "insensitive": each[~keen], "all": each}
+    return [
+        [name, *(some.mean(0).tolist() if len(some) else ["–"] * 5), luck, len(some)] for name, some in groups.items()
+    ]
+
+
+def hit_rates(lab: Any, tokens: int) -> tuple[Tensor, float]:
+    """The share of samples in which a segment of a head hits, and that of random blocks. [layers, heads, segments]
 
     Segments are 16 tokens: three before the question, the question's last, and the answer.
     """
@@ -104,13 +126,7 @@ def hits(lab: Any, tokens: int = 4466) -> list[list]:
         rates.append(torch.stack(lab.watch(look, whole, voters)))
         blocks = math.ceil(len(ids) / BLOCK)
         chance.append(math.comb(blocks - len(answer), BEST - len(answer)) / math.comb(blocks, BEST))
-    each = torch.stack(rates).mean(0).flatten(0, 1)  # [layers · heads, segments]
-    keen = each[:, -1] >= SENSITIVE
-    groups = {"sensitive": each[keen], "insensitive": each[~keen], "all": each}
-    luck = sum(chance) / len(chance)
-    return [
-        [name, *(some.mean(0).tolist() if len(some) else ["–"] * 5), luck, len(some)] for name, some in groups.items()
-    ]
+    return torch.stack(rates).mean(0), sum(chance) / len(chance)
 
 
 def answer_of(lab: Any, ids: Tensor) -> Tensor:
@@ -209,3 +225,9 @@ def _passed(seen: Observation, budget: int) -> Tensor:
     limits = torch.tensor(THRESHOLDS, device=plain.device)
     normal = torch.stack([score / score.amax(1, keepdim=True) for score in (plain, weighted)])  # [2, kv_heads, n]
     return (normal[..., None] >= limits).float().mean((1, 2)).cpu()
+
+
+def thirds(layers: Tensor) -> list[Tensor]:
+    """Means over the first, the middle and the last layers, and over all. [layers, ..]"""
+    parts = (part if len(part) else layers[-1:] for part in layers.tensor_split(3))
+    return [part.mean(0) for part in (*parts, layers)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -140,14 +140,26 @@ def attention(seen: Observation) -> Tensor:
     return mean
 
 
-def compare(seen: Observation, turn: Rotation | None, first: int, probes: dict[str, Probe], speak: int) -> Tensor:
-    """One layer: every probe against every oracle. [windows, probes and DOT and REFERENCES, oracles, measures]"""
+@dataclass(frozen=True)
+class Far:
+    """What a window can retrieve: chunks of the tokens behind its near ones."""
+
+    start: int  # of the window
+    away: slice  # the tokens
+    count: int  # of chunks
+    likes: Tensor  # [count, dim] for cosines with a probe
+    dots: Tensor  # [count, dim] for products with it
+
+
+def windows(
+    seen: Observation, turn: Rotation | None, first: int, speak: int, given: Tensor
+) -> Iterator[tuple[Window, Far]]:
+    """Every window of queries of a layer from `first` on, as ActQKV reads the text. given: its attention [n, n]"""
     n, places = seen.tokens, seen.token_positions[0]
-    given = attention(seen)
     queries = concat_heads(turn.rotate(seen.queries, NEAR - places) if turn else seen.queries, seen.kv_heads)
     keys = turn.rotate(seen.keys, -places) if turn else seen.keys
     mass = given.tril(-1).triu(-NEAR).sum(0)  # from the queries close behind, as the engine counts it
-    results, moments = [], None
+    moments = None
     for start in range(0, n - n % WINDOW, WINDOW):
         here = slice(start, start + WINDOW)
         mine = Moments.of(queries[here])
@@ -159,12 +171,22 @@ def compare(seen: Observation, turn: Rotation | None, first: int, probes: dict[s
         member = torch.arange(count, device=keys.device).repeat_interleave(CHUNK)
         leaving = OffloadedTokens(keys[:, away], mass[away], member[None], count)
         likes, dots = (Representatives(speak, cosine).build(leaving)[0] for cosine in (True, False))
-        per_chunk = given[here, away].unflatten(1, (count, CHUNK)).sum(-1)
-        similar = normalize(queries[here], dim=1) @ likes.T
-        oracles = (per_chunk.sum(0), per_chunk.amax(0), similar.amax(0))
         window = Window(queries[here], queries[: here.stop], moments, seen.kv_heads)
-        ranked = [likes @ probe(window) for probe in probes.values()] + [dots @ probe(window) for probe in DOT.values()]
-        ranked += [member[::CHUNK].float(), given[start - NEAR : start, away].sum(0).view(count, CHUNK).sum(1)]
+        yield window, Far(start, away, count, likes, dots)
+
+
+def compare(seen: Observation, turn: Rotation | None, first: int, probes: dict[str, Probe], speak: int) -> Tensor:
+    """One layer: every probe against every oracle. [windows, probes and DOT and REFERENCES, oracles, measures]"""
+    results, given = [], attention(seen)
+    for window, far in windows(seen, turn, first, speak, given):
+        count, away, start = far.count, far.away, far.start
+        per_chunk = given[start : start + WINDOW, away].unflatten(1, (count, CHUNK)).sum(-1)
+        similar = normalize(window.queries, dim=1) @ far.likes.T
+        oracles = (per_chunk.sum(0), per_chunk.amax(0), similar.amax(0))
+        ranked = [far.likes @ probe(window) for probe in probes.values()]
+        ranked += [far.dots @ probe(window) for probe in DOT.values()]
+        order = torch.arange(count, device=given.device).float()
+        ranked += [order, given[start - NEAR : start, away].sum(0).view(count, CHUNK).sum(1)]
         results.append(torch.stack([torch.stack([agreement(r, o) for o in oracles]) for r in ranked]))
     return torch.stack(results)
 

@@ -252,7 +252,7 @@ def test_an_answer_that_has_to_speak_does(chat):
     worker, ids = Worker(model, words, [("full", None)]), torch.tensor([3, 4, 5])
     for non_empty, want in ((True, [70]), (False, [])):
         asked = sample(stops=("\n",), non_empty=non_empty, max_new_tokens=1)
-        (context,) = prefill(model, words, ids, worker.methods, False, True)
+        (context,) = prefill(model, words, ids, worker.methods, (), True)
         logits = torch.zeros_like(context.logits)
         logits[[end, line, 70]] = torch.tensor([3.0, 2.0, 1.0])
         prompt = Prompt(ids, ids[:0], "plain", 0, 0, "")

@@ -25,7 +25,7 @@ def test_methods_that_read_as_the_model_does_share_a_reading_and_others_do_not(c
     ids = chat[1](TEXT, return_tensors="pt").input_ids[0]
     cells = [(spec, budget) for spec in RETRIEVING for budget in BUDGETS] + [("full", None), ("snapkv", 70)]
     methods = {cell: parse(cell[0]) for cell in cells}
-    shared, alone = (prefill(*chat, ids, methods, False, share) for share in (True, False))
+    shared, alone = (prefill(*chat, ids, methods, (), share) for share in (True, False))
     together = [one for one in shared if not (retrieval := one.method.retrieval) or retrieval.window is None]
     for one, other in zip(shared, alone, strict=True):
         assert one.config == other.config and one.report == other.report

@@ -4,6 +4,7 @@ import csv
 import re
 from dataclasses import fields, replace
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import tiny_chat
@@ -22,7 +23,7 @@ from kvkeep.evaluate.tasks import infinitebench, longbench
 from kvkeep.model.random_models import SHAPES
 
 TABLES = {"intentkv": 10, "intelllm": 4, "ahakv": 3, "actqkv": 10, "protokv": 11}
-FIGURES = {"intentkv": (4, 5, 9, 10), "ahakv": (4, 7, 8), "actqkv": (4,), "protokv": (8, 9, 10, 11, 12, 13, 33)}
+FIGURES = {"intentkv": 10, "intelllm": 2, "ahakv": 8, "actqkv": 5, "protokv": 38}
 RECIPES = [recipe(name) for name in names()]
 SCORED = [each for each in RECIPES if each.kind == "scores"]
 BOTH = SCORED + [shrink(each) for each in SCORED]
@@ -33,10 +34,11 @@ def by_name(each):
 
 
 def rows(each):
-    """Numbers of each row, by column."""
+    """Numbers of each printed row, by column."""
     found = {}
     for cell in each.cells:
-        found.setdefault((cell.group, cell.budget, cell.label), {})[cell.column] = cell.number
+        if cell.number is not None and not cell.beside:
+            found.setdefault((cell.group, cell.budget, cell.label), {})[cell.column] = cell.number
     return found
 
 
@@ -45,9 +47,10 @@ def digits(numbers):
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_every_table_is_there(paper):
+def test_every_table_and_figure_is_there(paper):
     assert {f"{paper}/table{n}" for n in range(1, TABLES[paper] + 1)} <= set(names())
-    assert {f"{paper}/figure{n}" for n in FIGURES.get(paper, ())} <= set(names())
+    found = [recipe(f"{paper}/figure{n}").name for n in range(1, FIGURES[paper] + 1)]  # of a range of figures, its name
+    assert set(found) == {name for name in names() if name.startswith(f"{paper}/figure")}
 
 
 @pytest.mark.parametrize("each", RECIPES, ids=by_name)
@@ -55,14 +58,14 @@ def test_every_number_of_the_file_is_a_cell_and_no_other(each):
     paper, _, table = each.name.partition("/")
     written = [row for rows in _read(paper)["tables"][table].get("numbers", {}).values() for row in rows.values()]
     numbers = [float(number) for row in written for number in str(row).split() if number not in ("-", "?")]
-    assert sorted(cell.number for cell in each.cells if cell.number is not None) == sorted(numbers)
+    assert sorted(number for row in rows(each).values() for number in row.values()) == sorted(numbers)
 
 
 @pytest.mark.parametrize("each", [each for each in SCORED if each.average], ids=by_name)
 def test_printed_averages_are_the_means_of_their_rows(each):
     """To rounding; those that are not are listed as misprints, with the right value."""
     weight = {column.name: len(column.points) for column in each.columns}
-    rounding = 10.0 ** -digits([cell.number for cell in each.cells if cell.column == each.average])
+    rounding = 10.0 ** -digits([row[each.average] for row in rows(each).values()])
     wrong = {}
     for (group, budget, label), row in rows(each).items():
         parts = {column: number for column, number in row.items() if column != each.average}
@@ -105,21 +108,26 @@ def test_a_recipe_says_what_it_shows_and_nothing_twice(each):
     assert each.shows and not each.shows.endswith(".")
     places = [(c.group, c.label, c.budget, c.column) for c in each.cells]
     assert len(set(places)) == len(places)
-    assert bool(each.cells) == (each.kind != "facts")
+    assert each.kind == "measure" or bool(each.cells) == (each.kind == "scores")
     assert bool(each.command) == (each.kind == "measure")
 
 
 @pytest.mark.parametrize("each", [each for each in RECIPES if each.kind == "measure"], ids=by_name)
-def test_a_measurement_names_a_script_that_is_there(each, request):
-    script = re.search(r"benchmarks/\w+\.py", each.command)
+@pytest.mark.parametrize("size", ["command", "small"])
+def test_a_measurement_names_a_script_that_is_there(each, size, request):
+    command = getattr(each, size)
+    script = re.search(r"benchmarks/\w+\.py", command)
     known = (request.config.rootpath / script[0]).read_text() if script else [f"--{f.name}" for f in fields(Bench)]
-    assert script or each.command.startswith("kvkeep bench ")
-    assert all(option in known for option in re.findall(r"--\w+", each.command))
-    asked = re.search(r"--methods ([^-]+)", each.command)
+    assert script or command.startswith("kvkeep bench ")
+    assert all(option in known for option in re.findall(r"--\w+", command))
+    asked = re.search(r"--methods ([^-]+)", command)
     for spec in re.split("[ ,]", asked[1].strip()) if asked else ():
         parse(spec)
-    shape = re.search(r"--shape (\S+)", each.command)
+    shape = re.search(r"--shape (\S+)", command)
     assert shape is None or shape[1] in SHAPES
+    if size == "small":
+        assert "cuda" not in command and "--model" not in command, "it runs on the default model, anywhere"
+        assert command in run(each.name, small=True).output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("each", BOTH, ids=by_name)
@@ -176,8 +184,8 @@ def test_small_variants_are_small(each):
 def test_a_task_may_have_a_method_of_its_own():
     each = recipe("intentkv/table2")
     cell = next(cell for cell in each.cells if cell.label == "IntentKV" and cell.column == "Avg.")
-    assert each.spec(cell, "infinitebench/kv_retrieval") == "intentkv:block=128"
-    assert each.spec(cell, "infinitebench/passkey") == "intentkv"
+    assert each.spec(cell, "infinitebench/kv_retrieval") == "intentkv:block=128:boundary=first"
+    assert each.spec(cell, "infinitebench/passkey") == "intentkv:boundary=first"
 
 
 def test_an_unknown_name_answers_with_the_nearest():
@@ -201,7 +209,7 @@ def test_a_number_is_the_mean_over_its_tasks():
     tasks = [row_name(point) for point in each.column("8K").points]
     assert tasks == ["niah_single_1_1024", "fwe_1024"]
     scores = {tasks[0]: [1.0, 0.0], tasks[1]: [0.25, 0.5, 0.75]}
-    found = [row for task, some in scores.items() for row in measured(task, "intentkv", 512, some)]
+    found = [row for task, some in scores.items() for row in measured(task, "intentkv:boundary=first", 512, some)]
     lines = {(line.method, line.column): line for line in compare(each, {"Llama3.1": found})}
     line = lines["IntentKV", "8K"]
     assert (line.paper, line.ours, line.n, line.tasks) == (92.7, 50.0, 5, "")
@@ -241,10 +249,11 @@ def run(name, **options):
     return CliRunner().invoke(app, catch_exceptions=False)
 
 
-def test_every_table_is_listed(capsys):
+def test_every_table_and_figure_is_listed_with_its_kind(capsys):
     command.print_names()
     shown = capsys.readouterr().out
-    assert all(name in shown for name in names()) and "not an experiment" in shown
+    assert all(name in shown for name in names())
+    assert all(f"\n{kind}" in shown for kind in command.KINDS.values()), "the list says what its kinds mean"
 
 
 @pytest.mark.parametrize("each", RECIPES, ids=by_name)
@@ -275,6 +284,7 @@ def test_a_small_run_compares_and_goes_on_where_it_was(tmp_path, monkeypatch):
         ("H2O", "128", "64", "", "1"),
         ("SnapKV", "128", "64", "94.2", "1"),
         ("ProtoKV", "128", "64", "97.3", "1"),
+        ("ProtoKV, literal", "128", "64", "97.3", "1"),
     ]
     assert all(0 <= float(line["low"]) <= float(line["ours"]) <= float(line["high"]) <= 100 for line in lines)
     before = (tmp_path / "1-default" / "rows.jsonl").read_bytes()
@@ -306,7 +316,8 @@ def test_small_windows_drop_something():
     [
         ("intelllm/table1", "All but Full, which has the model's context length, 8K, get whole prompts"),
         *((f"actqkv/table{number}", "full context has the model's context length, 8K") for number in (1, 2, 3, 9)),
-        *((f"ahakv/table{number}", "choose once, after the prompt") for number in (1, 2, 3)),
+        *((f"ahakv/table{number}", "stay within the budget at every step") for number in (1, 2, 3)),
+        ("intentkv/table1", "texts beyond 32K are read with a factor of 4"),
     ],
 )
 def test_a_recipe_says_where_it_differs_from_the_paper(name, words):
@@ -329,3 +340,77 @@ def test_small_recipes_answer_the_tasks_of_the_paper(name):
         for cell in (cell for cell in small.cells if cell.column == column.name):
             theirs = whole.spec(next(each for each in whole.cells if each.label == cell.label), f"infinitebench/{task}")
             assert small.spec(cell, task) == recipe(name).small.get("methods", {}).get(theirs, theirs)
+
+
+LITERAL = {
+    "intentkv": "boundary=first", "intelllm": "keep_head=False", "ahakv": "gain=multiply",
+    "actqkv": "representatives=4", "protokv": "votes=raw",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("each", BOTH, ids=by_name)
+def test_beside_every_row_of_the_papers_method_stands_the_papers_own_rule(each):
+    paper = each.name.partition("/")[0]
+    own = {}
+    for cell in each.cells:
+        if cell.spec.startswith(paper):
+            label = cell.label.removesuffix(", literal").removesuffix(", subsequent")
+            own.setdefault((cell.group, cell.budget, cell.column, label), []).append(cell)
+    name, _, value = LITERAL[paper].partition("=")
+    for (*_, label), cells in own.items():
+        if label != "ProtoKV + HA":  # raw logits of several heads cannot be compared
+            ours, beside = cells
+            assert (ours.beside, beside.beside) == (False, True) and ours.number == beside.number
+            assert ours.spec != beside.spec
+            assert value in [str(dict(parse(cell.spec).parameters)[name]) for cell in cells]
+
+
+def test_what_the_paper_does_not_print_is_run_beside_an_empty_cell():
+    for name, label, tasks in (("intelllm/table1", "IntelLLM", 15), ("actqkv/table1", "Infinite", 15)):
+        each = recipe(name)
+        cells = [cell for cell in each.cells if cell.label == label and cell.column != each.average]
+        assert len(cells) == tasks and any(cell.number is None for cell in cells)
+        ran = {task for job in jobs(each) for task in job.tasks if cells[0].spec in job.methods}
+        assert len(ran) == tasks
+    masked = [cell.column for cell in recipe("intelllm/table3").cells if cell.label == "head 0, gap 4K"]
+    assert masked == ["1-1"], "what the paper did not run is left alone"
+
+
+def test_the_ablation_of_the_mask_keeps_the_same_first_tokens():
+    each = recipe("intelllm/table3")
+    assert each.beyond_window
+    for cell in each.cells:
+        method = parse(cell.spec)
+        assert method.guard.sinks == (0 if cell.beside else 6)
+        assert method.placement.gap == (6144 if "6K" in cell.label else 4096)
+
+
+def test_only_texts_beyond_the_context_length_are_read_with_yarn():
+    lengths = {(job.group, job.yarn): job.lengths for job in jobs(recipe("intentkv/table1"))}
+    assert lengths["Qwen", None] == (4096, 8192, 16384, 32768) and lengths["Qwen", 4] == (65536, 131072)
+    assert not any(yarn for group, yarn in lengths if group != "Qwen")
+    assert "YaRN × 4" in run("intentkv/table1", dry_run=True).output
+    assert "YaRN" not in run("intentkv/table1", dry_run=True, model="some/where").output.split("Note")[0]
+    assert "some/where, YaRN × 2" in run("intentkv/table1", dry_run=True, model="some/where", yarn=2.0).output
+
+
+def test_recipes_evict_from_answers_as_their_paper_does():
+    each = recipe("ahakv/table1")
+    asked = command._eval_options(each, jobs(each)[0], Path("out"), command.Options())
+    assert asked.schedule == "own"
+    assert "(schedule own)" in run("ahakv/table1", dry_run=True).output
+    assert "(schedule own)" not in run("ahakv/table1", dry_run=True, schedule="prompt").output
+
+
+def test_the_guide_says_of_which_kind_each_is(request):
+    """Its table, number by number, is that of `--list`."""
+    page = (request.config.rootpath / "docs/guides/reproducing-a-paper.md").read_text()
+    line = r"^\| (\w+KV|IntelLLM) \| ([^|]*tables? [^|]+) \| ([^|]+) \| ([^|]+) \|$"
+    found = {}
+    for paper, *kinds in re.findall(line, page, re.M):
+        for kind, text in zip(("scores", "measure", "facts"), kinds, strict=True):
+            for what, numbers in re.findall(r"(table|figure)s? ([\d, –]+)", text):
+                for first, last in re.findall(r"(\d+)(?:–(\d+))?", numbers):
+                    for number in range(int(first), int(last or first) + 1):
+                        found[recipe(f"{paper.lower()}/{what}{number}").name] = kind
+    assert found == {each.name: each.kind for each in RECIPES if each.name != "intelllm/latency"}

@@ -159,3 +159,36 @@ def test_answers_longer_than_the_window_are_left_out_by_name():
     assert why == {"math_calc": "may take 30,000 tokens to answer, and the model's context length is 8,192"}
     with pytest.raises(NoData, match="none of these tasks can be answered: math_calc may take 30,000"):
         answerable([long], 8192)
+
+
+@pytest.mark.parametrize("protocol", ["agnostic", "aware"])
+def test_answers_are_evicted_from_as_each_method_does_if_asked(chat, tmp_path, protocol):
+    """The same as a cache of the method's own schedule; who chooses once keeps the answer, as before."""
+    grid = Grid(("full", "ahakv", "h2o", "snapkv"), (BUDGET,), (protocol,))
+    asked = sample(max_new_tokens=20)
+    found = {
+        own: run(Worker(*chat, grid.configs, own_schedule=own), [asked], grid, tmp_path / str(own))
+        for own in (False, True)
+    }
+    for before, after in zip(found[False], found[True], strict=True):
+        evicts = after["method"] in ("ahakv", "h2o")
+        assert after["schedule"] == (1 if evicts else None) and before["schedule"] is None
+        assert (after["compressed"] == "decoding") == evicts
+        if evicts:
+            assert after["kept_per_head"] == BUDGET
+        else:
+            assert after == before
+    if protocol == "aware":
+        ids = build_prompt(chat[1], asked, protocol, 4096, None).context[None]
+        cache = kvkeep.Cache(chat[0], "ahakv", BUDGET)
+        out = chat[0].generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+        assert chat[1].decode(out[0, ids.shape[1] :], skip_special_tokens=True) == found[True][1]["answer"]
+
+
+def test_the_schedule_and_yarn_are_checked_before_anything_is_loaded():
+    given = {"tasks": "passkey", "out": "x"}
+    assert command.eval_options(None, given | {"yarn": 4}).yarn == 4.0
+    with pytest.raises(BadInput, match="--yarn '4' is not a number"):
+        command.eval_options(None, given | {"yarn": "4"})
+    with pytest.raises(BadInput, match="--schedule 'often' is not known; use prompt or own"):
+        command.check(command.eval_options(None, given | {"schedule": "often"}))

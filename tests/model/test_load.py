@@ -21,8 +21,9 @@ from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model import default_model
 from kvkeep.model.convert_gguf import NAMES, convert
 from kvkeep.model.default_model import DEFAULT, default_folder, fetch_default
-from kvkeep.model.load import known_models, load
+from kvkeep.model.load import known_models, load, load_context_length
 from kvkeep.model.missing_packages import missing_package
+from kvkeep.model.rope import rotations
 
 
 @pytest.fixture
@@ -483,3 +484,31 @@ def test_the_default_model_shows_no_progress_bar_and_others_may(capsys):
     finally:
         if not was_shown:
             logging.disable_progress_bar()
+
+
+def test_yarn_lengthens_the_context_with_frequencies_of_its_own(tmp_path):
+    """The model computes what it would with the same setting in its config.json, and keys can still be moved."""
+    for part in tiny_chat.sharp():
+        part.save_pretrained(tmp_path)
+    plain, longer = load(str(tmp_path), device="cpu")[0], load(str(tmp_path), device="cpu", yarn=4)[0]
+    assert load_context_length(str(tmp_path)) == 1024 and load_context_length(str(tmp_path), 4) == 4096
+    assert longer.config.max_position_embeddings == 4096
+    config = LlamaConfig.from_pretrained(tmp_path)
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    config.rope_parameters = {**config.rope_parameters, **rope}
+    written = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32)
+    ids = torch.arange(1, 90)[None]
+    assert torch.equal(longer(ids).logits, written(ids).logits)
+    assert not torch.allclose(longer(ids).logits, plain(ids).logits, atol=1e-3)
+    assert rotations(longer, [0])[0] is not None
+
+
+def test_yarn_is_refused_where_it_cannot_be_had(tmp_path):
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=300)
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 2.0}
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tiny_chat.tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(BadParameter, match="lengthens models of plain RoPE; this one .llama. has linear"):
+        load(str(tmp_path), device="cpu", yarn=4)
+    with pytest.raises(BadParameter, match="plain RoPE"):
+        load_context_length(str(tmp_path), 4)

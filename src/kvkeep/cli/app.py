@@ -273,6 +273,12 @@ def evaluate(
         bool | None,
         typer.Option("--beyond-window", help="No truncation for methods that extend the context length."),
     ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="prompt: evict once, after it; own: as each method does while decoding.")
+    ] = None,
+    yarn: Annotated[
+        float | None, typer.Option(min=1, help="Lengthen the model's context length by this factor (YaRN).")
+    ] = None,
     share: Annotated[
         bool | None,
         typer.Option("--share/--alone", help="Share one prefill and one decode batch, or run every config by itself."),
@@ -356,6 +362,12 @@ def reproduce(
     squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,
     hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
     limit: Limit = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="prompt: evict once, after it; own: as each method does while decoding.")
+    ] = None,
+    yarn: Annotated[
+        float | None, typer.Option(min=1, help="Lengthen the model's context length by this factor (YaRN).")
+    ] = None,
     ray: Annotated[
         str | None, typer.Option(metavar="[ADDRESS]", help="On Ray: a cluster at this address, or this machine.")
     ] = None,

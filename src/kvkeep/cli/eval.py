@@ -14,6 +14,7 @@ LOCAL = "local"  # an embedded Ray on this machine
 LISTS = ("tasks", "methods", "budget", "length")
 MINIMUM = {"limit": 1, "seed": 0, "max_length": 1}
 FLAGS = ("share", "beyond_window")
+SCHEDULES = ("prompt", "own")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class EvalOptions:
     seed: int = 42
     max_length: int | None = None
     beyond_window: bool = False
+    schedule: str = "prompt"  # of eviction: once, after the prompt; or "own": as each method does while decoding
+    yarn: float | None = None
     share: bool = True
     ray: str | None = None
     data: str | None = None
@@ -97,11 +100,19 @@ def _single(name: str, value: Any) -> Any:
         if type(value) is not int or value < MINIMUM[name]:
             raise BadInput(f"--{name.replace('_', '-')} {value!r} is not a whole number from {MINIMUM[name]} on.")
         return value
+    if name == "yarn":
+        return _factor(value)
     if name == "ray" and isinstance(value, bool):
         return LOCAL if value else None
     if isinstance(value, list | dict) or (name in FLAGS) != isinstance(value, bool):
         raise BadInput(f"{name}: {value!r} should be {'true or false' if name in FLAGS else 'a text'}.")
     return value if name in FLAGS else str(value)
+
+
+def _factor(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
+        raise BadInput(f"--yarn {value!r} is not a number from 1 on; write for example 4.")
+    return float(value)
 
 
 def check(options: EvalOptions) -> tuple[Any, Any]:
@@ -116,6 +127,8 @@ def check(options: EvalOptions) -> tuple[Any, Any]:
 
     places = {name: _path(getattr(options, name), name) for name in ("data", "haystack", "squad", "hotpotqa")}
     protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
+    if options.schedule not in SCHEDULES:
+        raise BadInput(f"--schedule {options.schedule!r} is not known; use {' or '.join(SCHEDULES)}.")
     grid = Grid(options.methods, options.budget, protocols)
     if options.ray:  # the device is that of its actors
         from kvkeep.evaluate.ray_pool import check_ray
@@ -144,7 +157,7 @@ def run(options: EvalOptions, say: Any, note: Any) -> tuple[list[dict[str, Any]]
     tokenizer = load_tokenizer(options.model, say)
     say("making samples")
     samples, skipped = suite.load(options.tasks, tokenizer, sources, say)
-    samples, too_long = answerable(samples, load_context_length(options.model))
+    samples, too_long = answerable(samples, load_context_length(options.model, options.yarn))
     skipped |= too_long
     make = partial(load_worker, options, tuple(grid.configs))
     worker = _ray_workers(options, make, say) if options.ray else make(say)
@@ -155,8 +168,8 @@ def run(options: EvalOptions, say: Any, note: Any) -> tuple[list[dict[str, Any]]
 
 def about(options: EvalOptions) -> dict[str, Any]:
     """What decides rows beside their samples; a folder holds rows of one such choice."""
-    named = {name: getattr(options, name) for name in ("model", "max_length", "beyond_window")}
-    return {**named, "dtype_asked": options.dtype}
+    named = {name: getattr(options, name) for name in ("model", "max_length", "beyond_window", "yarn")}
+    return {**named, "dtype_asked": options.dtype, "schedule_asked": options.schedule}
 
 
 def load_worker(options: EvalOptions, configs: Sequence[Any], say: Any = None) -> Any:
@@ -165,8 +178,10 @@ def load_worker(options: EvalOptions, configs: Sequence[Any], say: Any = None) -
     from kvkeep.model.load import load, quiet_transformers
 
     quiet_transformers()
-    model, tokenizer = load(options.model, device=options.device, dtype=options.dtype, progress=say)
-    return Worker(model, tokenizer, configs, options.share, options.max_length, options.beyond_window)
+    device, dtype = options.device, options.dtype
+    model, tokenizer = load(options.model, device=device, dtype=dtype, progress=say, yarn=options.yarn)
+    own = options.schedule == "own"
+    return Worker(model, tokenizer, configs, options.share, options.max_length, options.beyond_window, own)
 
 
 def _ray_workers(options: EvalOptions, make: Any, say: Any) -> Any:

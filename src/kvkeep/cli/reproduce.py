@@ -17,6 +17,10 @@ from kvkeep.evaluate.recipes.jobs import Job, jobs
 from kvkeep.evaluate.recipes.recipe import Recipe, names, recipe, shrink
 
 KINDS = {"scores": "scores", "measure": "measured by a script", "facts": "not an experiment"}
+LISTED = """\
+scores                run here, the paper's numbers beside ours
+measured by a script  `kvkeep reproduce NAME` has what the paper prints, and the command
+not an experiment     a drawing, a formula or a list: there is nothing to run"""
 SMALL = "Small: another model, other lengths and budgets, few samples. At best the order may be compared."
 
 
@@ -32,6 +36,8 @@ class Options:
     squad: str | None = None
     hotpotqa: str | None = None
     limit: int | None = None
+    schedule: str | None = None  # in place of the recipe's
+    yarn: float | None = None  # of every model, in place of the recipe's
     ray: str | None = None
     device: str | None = None
     dtype: str | None = None
@@ -42,7 +48,7 @@ def reproduce(name: str, options: Options) -> None:
     """Run a recipe and print the comparison; of kinds that are not scores, print the facts."""
     wanted = recipe(name)
     if wanted.kind != "scores":
-        _print_facts(wanted)
+        _print_facts(wanted, options.small)
         return
     wanted = _changed(wanted, options)
     out = Path(options.out or f"reproduce/{name}{'-small' if options.small else ''}")
@@ -66,9 +72,10 @@ def reproduce(name: str, options: Options) -> None:
 
 
 def print_names() -> None:
-    """Every table and reproducible figure of every paper, and its kind."""
+    """Every table and figure of every paper, and its kind."""
     rows = [[each.name, _kind(each), each.shows] for each in map(recipe, names())]
     show.print_table(["name", "kind", "shows"], rows)
+    typer.echo(LISTED)
 
 
 def _kind(each: Recipe) -> str:
@@ -77,21 +84,24 @@ def _kind(each: Recipe) -> str:
 
 
 def _changed(wanted: Recipe, options: Options) -> Recipe:
-    """By the options: small, another model, fewer samples."""
+    """By the options: small, another model, fewer samples, another schedule or YaRN."""
     wanted = shrink(wanted) if options.small else wanted
     if options.model and len(wanted.models) > 1:  # one model, beside the first one's printed numbers
         group = next(iter(wanted.models))
         cells = tuple(cell for cell in wanted.cells if cell.group == group)
-        wanted = replace(wanted, models={group: options.model}, cells=cells)
+        wanted = replace(wanted, models={group: options.model}, cells=cells, yarn={})
     elif options.model:
-        wanted = replace(wanted, models=dict.fromkeys(wanted.models, options.model))
-    return replace(wanted, limit=options.limit or wanted.limit)
+        wanted = replace(wanted, models=dict.fromkeys(wanted.models, options.model), yarn={})
+    if options.yarn:
+        wanted = replace(wanted, yarn=dict.fromkeys(wanted.models, (options.yarn, 0)))
+    schedule = options.schedule or wanted.schedule
+    return replace(wanted, limit=options.limit or wanted.limit, schedule=schedule)
 
 
 def _eval_options(wanted: Recipe, job: Job, out: Path, options: Options) -> evaluation.EvalOptions:
     places = {key: getattr(options, key) for key in ("data", "haystack", "squad", "hotpotqa", "ray", "device", "dtype")}
-    sizes = {"budget": job.budgets, "length": job.lengths}
-    sizes |= {key: getattr(wanted, key) for key in ("limit", "max_length", "beyond_window")}
+    sizes: dict[str, Any] = {"budget": job.budgets, "length": job.lengths, "yarn": job.yarn}
+    sizes |= {key: getattr(wanted, key) for key in ("limit", "max_length", "beyond_window", "schedule")}
     given = {key: value for key, value in {**places, **sizes}.items() if value}
     return evaluation.EvalOptions(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)
 
@@ -130,7 +140,7 @@ def _run(plan: Iterable[tuple[Job, evaluation.EvalOptions]]) -> dict[str, list[d
     return rows
 
 
-def _print_facts(wanted: Recipe) -> None:
+def _print_facts(wanted: Recipe, small: bool) -> None:
     typer.echo(f"{wanted.name}: {wanted.shows}")
     if wanted.kind == "facts":
         typer.echo("Not an experiment: there is nothing to run.")
@@ -140,13 +150,18 @@ def _print_facts(wanted: Recipe) -> None:
         rows.setdefault((cell.group, cell.label), {})[cell.column] = _number(cell.number)
     columns = [column.name for column in wanted.columns]
     table = [[*key, *(row.get(column, "–") for column in columns)] for key, row in rows.items()]
-    show.print_table(["paper", "", *columns], table)
+    if table:
+        show.print_table(["paper", "", *columns], table)
+    else:
+        typer.echo("The paper prints no number of it.")
     _remark(wanted)
-    typer.echo(f"To measure it here: {wanted.command}")
+    typer.echo(f"To measure it here: {wanted.small if small else wanted.command}")
 
 
 def _introduce(wanted: Recipe, options: Options) -> None:
     typer.echo(f"{wanted.name}: {wanted.shows}")
+    if wanted.schedule == "own":
+        typer.echo("Answers are evicted from as each method does while decoding (schedule own).")
     typer.echo(f"Protocol: {wanted.protocol}. Models: {', '.join(f'{m} (for {g})' for g, m in wanted.models.items())}.")
     if options.small:
         typer.echo(SMALL)
@@ -177,7 +192,8 @@ def _print_plan(plan: Iterable[tuple[Job, evaluation.EvalOptions]]) -> None:
             if each.limit
             else f"{job.answers:,} answers to one sample of each task"
         )
-        typer.echo(f"\n{number}. {job.model}: {answers}, in {each.out}")
+        stretched = f", YaRN × {job.yarn:g}" if job.yarn else ""
+        typer.echo(f"\n{number}. {job.model}{stretched}: {answers}, in {each.out}")
         typer.echo(f"   tasks    {', '.join(job.tasks)}")
         if job.lengths:
             typer.echo(f"   lengths  {', '.join(map(str, job.lengths))}")

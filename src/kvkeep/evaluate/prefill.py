@@ -2,12 +2,12 @@
 
 Methods that leave the attention of prefill as the model computes it share one forward pass over the context. Every
 question is asked on forks. Of eviction methods nothing of a question or an answer is evicted or counted; retrieval
-methods retrieve for both, and long answers have to stay within the budget.
+methods retrieve for both, and answers of configs in `evicting` have to stay within the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -56,21 +56,30 @@ def prefill(
     tokenizer: Any,
     ids: Tensor,
     configs: Mapping[Config, Method],
-    long: bool,
+    evicting: Collection[Config],
     share: bool,
     question: str = "",
 ) -> list[PrefilledContext]:
-    """Prefill a context with every config. ids [n]; question: where it is known before prefill"""
+    """Prefill a context with every config.
+
+    ids [n]
+    evicting: the configs whose answers, too, have to stay within the budget
+    question: where it is known before prefill
+    """
     too_long = len(ids) > context_length(model)  # left to methods that bound what a query attends to
-    sequences = {config: _sequence(model, tokenizer, config, method, long) for config, method in configs.items()}
-    separate = [config for config in configs if long or too_long or _has_retrieval_window(configs[config])]
+    sequences = {
+        config: _sequence(model, tokenizer, config, method, config in evicting) for config, method in configs.items()
+    }
+    separate = [
+        config for config in configs if config in evicting or too_long or _has_retrieval_window(configs[config])
+    ]
     together = [config for config in configs if config not in separate]
     found: dict[Config, PrefilledContext] = {}
     for group in [together] if share and together else [[config] for config in together]:
         contexts = _prefill_shared(model, ids, group, [sequences[config] for config in group])
         found |= {context.config: context for context in contexts}
     for config in separate:
-        found[config] = _prefill_one(model, ids, config, sequences[config], long, question)
+        found[config] = _prefill_one(model, ids, config, sequences[config], config in evicting, question)
     return [found[config] for config in configs]
 
 

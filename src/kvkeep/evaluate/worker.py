@@ -52,6 +52,7 @@ class Worker:
     share: bool = True  # one prefill for all configs, one batch for their answers
     max_length: int | None = None  # tokens of a prompt; None: the model's context length
     beyond_window: bool = False  # methods that extend the context length get the whole prompt
+    own_schedule: bool = False  # answers, too, are evicted from where a method does so while decoding
 
     def __call__(self, item: Item) -> Iterator[TimedRow]:
         """Rows sample by sample."""
@@ -83,7 +84,12 @@ class Worker:
         """Query-aware methods are given the question before prefill, where it is part of the prefilled ids."""
         known = "" if len(prompt.question) else _asked(sample)
         methods = {config: self.methods[config] for config in configs}
-        return prefill(self.model, self.tokenizer, prompt.context, methods, sample.long, self.share, known)
+        evicting = {config for config, method in methods.items() if self._evicts_answer(sample, method)}
+        return prefill(self.model, self.tokenizer, prompt.context, methods, evicting, self.share, known)
+
+    def _evicts_answer(self, sample: Sample, method: Method) -> bool:
+        """Whether an answer, too, has to stay within the budget."""
+        return sample.long or (self.own_schedule and method.schedule.every is not None and not sample.choices)
 
     def _generate(self, item: Item) -> Iterator[TimedRow]:
         """Every sample's answers, from one prefill wherever the context is the same to the last token."""
@@ -218,7 +224,7 @@ def _compressed(sample: Sample, prompt: Prompt, context: PrefilledContext) -> st
     method = context.method
     if not (method.scorer or method.retrieval):
         return "nothing"
-    if sample.long:
+    if sample.long or not (method.retrieval or context.is_frozen):
         return "decoding"
     return "context" if len(prompt.question) else "whole prompt"
 

@@ -54,6 +54,7 @@ def load(
     dtype: Any = None,
     progress: Say | None = None,
     tp_plan: Literal["auto"] | None = None,
+    yarn: float | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer, ready to generate.
 
@@ -61,6 +62,7 @@ def load(
     dtype: float32 on CPU unless given; elsewhere what the model was saved in.
     progress: called with one line of text at each step.
     tp_plan: "auto" splits it over the processes of torch.distributed, each with a device of its own; None: one process.
+    yarn: a factor by which YaRN lengthens the model's context length; None: as it was saved.
     """
     say = progress or (lambda text: None)
     device, dtype = check_device(device, dtype)
@@ -69,7 +71,9 @@ def load(
     say(f"loading {DEFAULT if name in DEFAULT_NAMES else name}")
     try:
         with _progress_bar(name not in DEFAULT_NAMES):
-            model, tokenizer = _from_pretrained(source, dtype, tp_plan)
+            model, tokenizer = _from_pretrained(source, dtype, tp_plan, yarn)
+    except BadParameter:
+        raise
     except Exception as error:  # transformers and its dependencies raise many types
         raise ModelUnavailable(_why(name, source, error)) from error
     if name in DEFAULT_NAMES:
@@ -90,11 +94,30 @@ def load_config(name: str | None = None) -> Any:
     return _load_part(AutoConfig, name)
 
 
-def load_context_length(name: str | None = None) -> int:
-    """Tokens a model was trained for, from its config alone."""
+def load_context_length(name: str | None = None, yarn: float | None = None) -> int:
+    """Tokens a model was trained for, from its config alone; see `load` for yarn."""
     from kvkeep.model.hf_cache import config_context_length
 
-    return config_context_length(load_config(name))
+    config = load_config(name)
+    return config_context_length(_with_yarn(config, yarn) if yarn else config)
+
+
+def _with_yarn(config: Any, factor: float) -> Any:
+    """Lengthen the context length by a factor, with YaRN's frequencies (arXiv:2309.00071). config is changed."""
+    part = config.get_text_config(decoder=True)
+    rope = getattr(part, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "default":
+        raise BadParameter(
+            f"yarn={factor:g} lengthens models of plain RoPE; this one ({config.model_type}) has "
+            f"{rope.get('rope_type') or 'none for all its layers'}. Leave yarn out."
+        )
+    if factor < 1:
+        raise BadParameter(f"yarn={factor:g} would shorten the context length; use 1 or more.")
+    trained = part.max_position_embeddings
+    more = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained}
+    part.rope_parameters = {**rope, **more}
+    part.max_position_embeddings = int(factor * trained)
+    return config
 
 
 def _load_part(kind: Any, name: str | None, progress: Say | None = None) -> Any:
@@ -177,16 +200,20 @@ def _source(name: str, say: Say | None) -> str:
     return name
 
 
-def _from_pretrained(source: str, dtype: Any, tp_plan: Literal["auto"] | None = None) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _from_pretrained(
+    source: str, dtype: Any, tp_plan: Literal["auto"] | None = None, yarn: float | None = None
+) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     how: dict[str, Any] = {}
+    if yarn:
+        how = {"config": _with_yarn(AutoConfig.from_pretrained(source), yarn)}
     if tp_plan:
         from torch import distributed
         from transformers.distributed import DistributedConfig
 
         size = distributed.get_world_size() if distributed.is_initialized() else None  # None: as torchrun says
-        how = {"distributed_config": DistributedConfig(tp_size=size, tp_plan=tp_plan)}
+        how |= {"distributed_config": DistributedConfig(tp_size=size, tp_plan=tp_plan)}
     tokenizer = AutoTokenizer.from_pretrained(source)
     return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **how), tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvkeep.evaluate.recipes.recipe import Budget, Cell, Point, Recipe
+from kvkeep.evaluate.recipes.recipe import Budget, Cell, Point, Recipe, Yarn
 
 Asked = tuple[tuple[str, Budget], ...]  # methods with their budgets, in the table's order
 
@@ -20,6 +20,7 @@ class Job:
     lengths: tuple[int, ...]  # of generated tasks
     methods: tuple[str, ...]
     budgets: tuple[int | float, ...]
+    yarn: float | None = None  # the factor by which the model's context length is lengthened
 
     @property
     def answers(self) -> int:
@@ -31,9 +32,10 @@ class Job:
 def jobs(recipe: Recipe) -> list[Job]:
     """As few grids as possible."""
     return [
-        Job(group, recipe.models[group], tasks, lengths, methods, budgets)
+        Job(group, recipe.models[group], tasks, lengths, methods, budgets, yarn)
         for group in recipe.models
-        for tasks, lengths, asked in _samples(_asked(recipe, group))
+        for yarn, points in _by_yarn(_asked(recipe, group), recipe.yarn.get(group))
+        for tasks, lengths, asked in _samples(points)
         for methods, budgets in _grids(asked)
     ]
 
@@ -51,6 +53,18 @@ def _asked(recipe: Recipe, group: str) -> dict[Point, Asked]:
             if spec:
                 asked.setdefault((task, length), {})[spec, used(recipe, cell)] = None
     return {point: tuple(found) for point, found in asked.items()}
+
+
+def _by_yarn(asked: Mapping[Point, Asked], yarn: Yarn | None) -> Iterable[tuple[float | None, dict[Point, Asked]]]:
+    """Texts beyond the model's own context length apart from shorter ones, which are read without YaRN.
+
+    Tasks from files count as beyond.
+    """
+    if yarn is None:
+        return [(None, dict(asked))]
+    factor, trained = yarn
+    short = {point: found for point, found in asked.items() if point[1] is not None and point[1] <= trained}
+    return [(None, short), (factor, {point: found for point, found in asked.items() if point not in short})]
 
 
 def _samples(asked: Mapping[Point, Asked]) -> Iterable[tuple[tuple[str, ...], tuple[int, ...], Asked]]:

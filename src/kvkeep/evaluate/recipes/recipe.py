@@ -1,13 +1,15 @@
 """A table or figure of a paper as a value: models, tasks, methods and budgets, and every number it prints.
 
 They are in the .yaml files beside this one. A row of `numbers` is as it is printed: in the order of the
-columns, "-" where the paper has none, "?" where the text we have lost it. `points` are what a figure draws: under a
-head such as "Llama3 @64 128" every label at every budget, with a number only where one is printed. Texts are ours,
-numbers the paper's.
+columns, "?" where there is no number to read (it is run all the same), "-" where nothing was run. `points` are what a
+figure draws: under a head such as "Llama3 @64 128" every label at every budget, with a number only where one is
+printed. Every row of the paper's own method stands there once for each of the paper's `variants`: the end of its label,
+and parameters. Texts are ours, numbers the paper's.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -22,6 +24,7 @@ from kvkeep.registry import did_you_mean
 PAPERS = ("intentkv", "intelllm", "ahakv", "actqkv", "protokv")
 GROUPS = {"ruler": list(RULER), "niah": [task for task in RULER if task.startswith("niah")]}
 Budget = int | float | None
+Yarn = tuple[float, int]  # a factor, and the context length in tokens that the model has without it
 Point = tuple[str, int | None]  # a task, and its length where it is generated
 
 
@@ -43,6 +46,7 @@ class Cell:
     budget: Budget
     column: str
     number: float | None = None  # None: drawn, not printed
+    beside: bool = False  # a variant beside the row that is printed
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Recipe:
     average: str = ""  # the name of the column that averages all tasks
     cells: tuple[Cell, ...] = ()
     command: str = ""  # of a measurement
-    small: Mapping[str, Any] | None = None  # what changes on the default model
+    small: Mapping[str, Any] | str | None = None  # what changes on the default model; of a measurement, its command
     notes: tuple[str, ...] = ()
     misprints: tuple[Mapping[str, Any], ...] = ()
     budgets: Mapping[Any, Any] = field(default_factory=dict)  # printed -> used, where they differ
@@ -67,6 +71,9 @@ class Recipe:
     beyond_window: bool = False  # no truncation for methods that extend the context length
     others: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # task -> label -> another method for it
     counted: bool = False  # what is shown is how often which number is answered
+    schedule: str = "prompt"  # "own": answers are evicted from as each method does while decoding
+    yarn: Mapping[str, Yarn] = field(default_factory=dict)  # the paper's model -> how its context is lengthened
+    variants: Mapping[str, str] = field(default_factory=lambda: {"": ""})  # the end of a label -> parameters
 
     def column(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
@@ -81,30 +88,40 @@ def names() -> list[str]:
 
 
 def recipe(name: str) -> Recipe:
+    """A recipe by its name; "intentkv/figure7" is "intentkv/figure6-8"."""
+    name = next((each for each in names() if _is_part(name, each)), name)
     if name not in names():
         raise UnknownName(f"there is no recipe '{name}'.{did_you_mean(name, names())} See `kvkeep reproduce --list`.")
     paper, _, table = name.partition("/")
     read = _read(paper)
-    return _recipe(name, read["methods"], dict(read["tables"][table]))
+    return _recipe(name, read["methods"], {"variants": read["variants"], **read["tables"][table]})
+
+
+def _is_part(name: str, figures: str) -> bool:
+    """Whether a figure is one of a range of them."""
+    paper, first, last = re.fullmatch(r"(.*?)(\d*)-?(\d*)", figures).groups()  # type: ignore[union-attr]
+    number = name.removeprefix(paper)
+    return bool(last) and number.isdigit() and int(first) <= int(number) <= int(last)
 
 
 def shrink(recipe: Recipe) -> Recipe:
     """The same on the default model: few short samples, budgets in proportion, beside one model's printed numbers."""
-    if recipe.small is None:
+    if recipe.small is None or isinstance(recipe.small, str):
         raise BadInput(f"'{recipe.name}' has no small variant.")
     small = dict(recipe.small)
     group = next(iter(recipe.models))
     columns, specs, budgets = _columns(small.pop("columns")), small.pop("methods", {}), small.pop("budgets", {})
+    specs = {_add(old, more): _add(new, more) for old, new in specs.items() for more in ("", *recipe.variants.values())}
     shown = {column.name for column in columns}
     cells = tuple(
         replace(cell, spec=specs.get(cell.spec, cell.spec))
         for cell in recipe.cells
         if cell.group == group and cell.column in shown and (cell.budget is None or cell.budget in budgets)
     )
-    models = {group: "default"}
-    return replace(
-        recipe, models=models, columns=columns, average="", cells=cells, budgets=budgets, small=None, **small
-    )
+    changed = {"models": {group: "default"}, "columns": columns, "cells": cells, "budgets": budgets, **small}
+    if "others" in small:
+        changed["others"] = _others(small["others"], recipe)
+    return replace(recipe, average="", small=None, yarn={}, **changed)
 
 
 @cache
@@ -116,6 +133,8 @@ def _read(paper: str) -> dict[str, Any]:
 
 def _recipe(name: str, shared: Mapping[str, str], table: dict[str, Any]) -> Recipe:
     methods: dict[str, str | None] = {**shared, **table.pop("methods", {})}
+    if table.get("kind") == "measure":
+        table |= _measured(name, table)
     columns, average = _columns(table.pop("columns", {})), table.get("average", "")
     if average:
         everything = tuple(point for column in columns for point in column.points)
@@ -125,7 +144,45 @@ def _recipe(name: str, shared: Mapping[str, str], table: dict[str, Any]) -> Reci
     printed = (cell for head, rows in numbers.items() for cell in _cells(head, rows, methods, columns))
     cells |= {replace(cell, number=None): cell for cell in printed}
     lists: dict[str, Any] = {key: tuple(table.pop(key, ())) for key in ("notes", "misprints")}
-    return Recipe(name, columns=columns, cells=tuple(cells.values()), **lists, **table)
+    others = table.pop("others", {})
+    made = Recipe(name, columns=columns, **lists, **table)
+    varied = tuple(each for cell in cells.values() for each in _varied(cell, made, methods))
+    return replace(made, cells=varied, others=_others(others, made))
+
+
+def _varied(cell: Cell, recipe: Recipe, methods: Mapping[str, str | None]) -> Iterator[Cell]:
+    """The cell, and beside it the variants of the paper's own method; one that is null among `methods` is left out."""
+    paper = recipe.name.partition("/")[0]
+    if cell.spec is None or re.split("[:+]", cell.spec)[0] != paper:
+        yield cell
+        return
+    for end, more in recipe.variants.items():
+        label = cell.label + end
+        if methods.get(label, "") is not None:
+            yield replace(cell, label=label, spec=_add(cell.spec, more), beside=bool(end))
+
+
+def _others(others: Mapping[str, Mapping[str, str]], recipe: Recipe) -> dict[str, dict[str, str]]:
+    """Methods for single tasks, in every variant."""
+    return {
+        task: {label + end: _add(spec, more) for label, spec in specs.items() for end, more in recipe.variants.items()}
+        for task, specs in others.items()
+    }
+
+
+def _add(spec: str, more: str) -> str:
+    """ "protokv:chunks=500+recall" with "votes=raw" as "protokv:chunks=500:votes=raw+recall"."""
+    method, plus, modifiers = spec.partition("+")
+    return f"{method}:{more}{plus}{modifiers}" if more else spec
+
+
+def _measured(name: str, table: dict[str, Any]) -> dict[str, str]:
+    """How a figure is measured that names no command: by benchmarks/figures.py, over texts of --data or --haystack."""
+    texts = table.pop("texts", "data")
+    if "command" in table:
+        return {}
+    script, (model,) = f"python benchmarks/figures.py {name} --{texts} DIR", table["models"].values()
+    return {"command": f"{script} --model {model} --device cuda", "small": f"{script} --small"}
 
 
 def _columns(tasks_by_name: Mapping[str, str | None]) -> tuple[Column, ...]:
@@ -148,9 +205,9 @@ def _cells(
     for label, numbers in rows.items():
         for column, number in zip(columns, str(numbers).split(), strict=True):
             spec = methods[label] if column.points else None
-            if number not in ("-", "?"):
+            if number != "-":
                 kept = None if spec == "full" else budget
-                yield Cell(group, str(label), spec, kept, column.name, float(number))
+                yield Cell(group, str(label), spec, kept, column.name, None if number == "?" else float(number))
 
 
 def _drawn(
