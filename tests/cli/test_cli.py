@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import kvkeep.cli.inputs
 import kvkeep.cli.run
 from kvkeep.cli import app
-from kvkeep.cli.run import format_progress
 from kvkeep.cli.show import busy, counting
 from kvkeep.engine.progress import Progress
 from kvkeep.errors import BadInput
@@ -425,8 +424,8 @@ def test_a_reader_that_stops_early_gets_no_traceback():
 
 
 def test_progress_is_told_in_words():
-    assert format_progress(Progress(2048, 65536, 10.0)) == "prefilled 2,048 of 65,536 tokens, 205/s, 5:10 left"
-    assert format_progress(Progress(300, 300, 2.0)) == "prefilled 300 of 300 tokens, 150/s"
+    assert str(Progress(2048, 65536, 10.0)) == "prefilled 2,048 of 65,536 tokens, 205/s, 5:10 left"
+    assert str(Progress(300, 300, 2.0)) == "prefilled 300 of 300 tokens, 150/s"
 
 
 def test_the_spinner_shows_only_to_a_person(capsys, monkeypatch):

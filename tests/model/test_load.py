@@ -16,7 +16,9 @@ import tiny_chat
 import torch
 from huggingface_hub import errors as hub
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
+from kvkeep import terminal
 from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model import default_model
 from kvkeep.model.convert_gguf import NAMES, convert
@@ -389,6 +391,24 @@ def test_progress_is_told(folder):
     assert steps == [f"loading {folder}"]
 
 
+@pytest.mark.parametrize("name", ["default", "a folder"])
+@pytest.mark.parametrize(
+    ("is_terminal", "progress", "shown"), [(True, None, True), (True, False, False), (False, None, False)]
+)
+def test_loading_shows_a_bar_on_a_terminal_alone(name, is_terminal, progress, shown, folder, home, monkeypatch, capsys):
+    if name == "default":
+        home.joinpath("models").mkdir(parents=True)
+        default_folder().symlink_to(folder)
+        monkeypatch.setattr("kvkeep.model.load.check_tokenizer", lambda *_: None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(terminal, "DELAY_S", 0.0)
+    logging.enable_progress_bar()
+    load(folder if name != "default" else None, progress=progress)
+    said = capsys.readouterr()
+    assert said.out == "" and bool(said.err) == shown
+    assert logging.is_progress_bar_enabled()
+
+
 def test_bad_dtype_and_device_are_refused_before_anything_is_fetched(home, fake_fetch):
     with pytest.raises(BadParameter, match="dtype='int7' is not one of float32, bfloat16, float16, auto"):
         load(dtype="int7")
@@ -452,8 +472,6 @@ def test_a_tokenizer_read_wrongly_is_refused(smollm, monkeypatch):
 
 def test_lengths_that_are_checked_here_are_not_warned_of(caplog):
     """transformers' "sequence length is longer than the specified maximum", where methods read any length."""
-    from transformers.utils import logging
-
     from kvkeep.model.chat import encode
 
     tokenizer = tiny_chat.tokenizer()
@@ -473,8 +491,6 @@ def test_lengths_that_are_checked_here_are_not_warned_of(caplog):
 
 @pytest.mark.real
 def test_the_default_model_shows_no_progress_bar_and_others_may(capsys):
-    from transformers.utils import logging
-
     was_shown = logging.is_progress_bar_enabled()
     logging.enable_progress_bar()
     try:

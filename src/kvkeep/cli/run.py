@@ -13,7 +13,6 @@ import kvkeep
 from kvkeep.cli.inputs import USUAL, Plan
 from kvkeep.cli.show import Outcome, busy
 from kvkeep.compress.parse import parse_budget
-from kvkeep.engine.progress import Progress
 from kvkeep.engine.sequence import check_length
 from kvkeep.model.chat import encode, with_question
 from kvkeep.model.hf_cache import context_length
@@ -79,7 +78,7 @@ class QuestionRunner:
             texts = engine.stream(
                 document,
                 question=question,
-                progress=lambda progress: say.often(f"{name}: {format_progress(progress)}"),
+                progress=lambda progress: say.often(f"{name}: {progress}"),
                 **options,
             )
             for text in texts:
@@ -102,13 +101,6 @@ class QuestionRunner:
             first_token_s=timer.first - timer.started,
             tokens_per_s=timer.rate(len(engine.answer.ids)),
         )
-
-
-def format_progress(progress: Progress) -> str:
-    """Tokens done, tokens per second, time left."""
-    text = f"prefilled {progress.done:,} of {progress.total:,} tokens, {progress.rate:,.0f}/s"
-    minutes, seconds = divmod(round(progress.left), 60)
-    return text if progress.done == progress.total else f"{text}, {minutes}:{seconds:02} left"
 
 
 class AnswerTimer:

@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+from kvkeep.terminal import Bar
+
 ROWS_LOG_S = 60  # between lines of a log that count rows
 PREFILL_LOG_S = 10  # between lines that tell the progress of prefill
 
@@ -39,18 +41,18 @@ class Outcome:
 class Say:
     """Sets the text of the spinner, which `stop` removes; off a terminal every text is a line of a log."""
 
-    def __init__(self, bar: Any, task: Any, log: bool) -> None:
-        self.bar, self.task, self.log, self.last = bar, task, log, time.monotonic()
+    def __init__(self, bar: Bar) -> None:
+        self.bar, self.last = bar, time.monotonic()
 
     def __call__(self, text: str) -> None:
-        self.bar.update(self.task, description=text)
-        if self.log:
+        self.bar.update(text)
+        if not self.bar.is_shown:
             self.last = time.monotonic()
             typer.echo(text, err=True)
 
     def often(self, text: str) -> None:
         """For texts that change all the time: a log gets one every PREFILL_LOG_S."""
-        if not self.log or time.monotonic() - self.last >= PREFILL_LOG_S:
+        if self.bar.is_shown or time.monotonic() - self.last >= PREFILL_LOG_S:
             self(text)
 
     def note(self, text: str) -> None:
@@ -63,43 +65,25 @@ class Say:
 
 @contextmanager
 def busy(text: str) -> Iterator[Say]:
-    """A spinner with the time elapsed, on stderr; lines of a log where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield Say(bar, bar.add_task(text, total=None), log=not console.is_terminal)
+    """A bar with the time elapsed, on stderr; lines of a log where that is no terminal."""
+    with Bar(text, delay=0.0) as bar:
+        yield Say(bar)
 
 
 @contextmanager
 def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
-    """A bar of rows done with the time left, on stderr; a log gets a line a minute."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    shown = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    """A bar of rows done, on stderr; a log gets a line a minute."""
     last = [time.monotonic()]
-    with shown as bar:
-        task = bar.add_task(text, total=None)
+    with busy(text) as say:
 
         def note(done: int, total: int) -> None:
-            bar.update(task, description="rows", completed=done, total=total)
-            if not console.is_terminal and (done == total or time.monotonic() - last[0] >= ROWS_LOG_S):
+            said = f"{done} of {total} rows"
+            say.bar.update(said, done, total)
+            if not say.bar.is_shown and (done == total or time.monotonic() - last[0] >= ROWS_LOG_S):
                 last[0] = time.monotonic()
-                typer.echo(f"{done} of {total} rows", err=True)
+                typer.echo(said, err=True)
 
-        yield Say(bar, task, log=not console.is_terminal), note
+        yield say, note
 
 
 def print_scores(rows: list[dict[str, Any]]) -> None:

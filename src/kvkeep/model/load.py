@@ -19,6 +19,7 @@ from kvkeep.model.default_model import (
     fetch_default,
 )
 from kvkeep.model.missing_packages import causes, first_line, missing_package
+from kvkeep.terminal import Bar, is_watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,28 +53,29 @@ def load(
     *,
     device: Any = None,
     dtype: Any = None,
-    progress: Say | None = None,
+    progress: Say | bool | None = None,
     tp_plan: Literal["auto"] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer, ready to generate.
 
     name: None or "default" for the default model, else a hub id or a local folder.
     dtype: float32 on CPU unless given; elsewhere what the model was saved in.
-    progress: called with one line of text at each step.
+    progress: called with one line of text at each step; None: a bar on a terminal; False: no bar.
     tp_plan: "auto" splits it over the processes of torch.distributed, each with a device of its own; None: one process.
     """
-    say = progress or (lambda text: None)
     device, dtype = check_device(device, dtype)
     name = DEFAULT if name is None else name
-    source = _source(name, say)
-    say(f"loading {DEFAULT if name in DEFAULT_NAMES else name}")
-    try:
-        with _progress_bar(name not in DEFAULT_NAMES):
-            model, tokenizer = _from_pretrained(source, dtype, tp_plan)
-    except Exception as error:  # transformers and its dependencies raise many types
-        raise ModelUnavailable(_why(name, source, error)) from error
-    if name in DEFAULT_NAMES:
-        check_tokenizer(tokenizer, source)
+    is_default = name in DEFAULT_NAMES
+    with _told(progress, is_default) as say:
+        source = _source(name, say)
+        say(f"loading {DEFAULT if is_default else name}")
+        try:
+            with _progress_bar(not is_default and progress is not False and is_watched()):
+                model, tokenizer = _from_pretrained(source, dtype, tp_plan)
+        except Exception as error:  # transformers and its dependencies raise many types
+            raise ModelUnavailable(_why(name, source, error)) from error
+        if is_default:
+            check_tokenizer(tokenizer, source)
     return model if tp_plan else model.to(device), tokenizer
 
 
@@ -108,8 +110,20 @@ def _load_part(kind: Any, name: str | None, progress: Say | None = None) -> Any:
 
 
 @contextmanager
+def _told(progress: Say | bool | None, is_default: bool) -> Iterator[Say]:
+    """Give what is told each step: the caller's function, or a bar; transformers shows the bars of other models."""
+    if callable(progress):
+        yield progress
+    elif progress is False or not is_default:
+        yield lambda text: None
+    else:
+        with Bar("starting") as bar:
+            yield bar.update
+
+
+@contextmanager
 def _progress_bar(is_shown: bool) -> Iterator[None]:
-    """transformers' own: of a model that takes a second it is noise."""
+    """Show or hide the bars of transformers and of the hub's downloads."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()

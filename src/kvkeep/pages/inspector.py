@@ -143,11 +143,13 @@ class Inspector:
         with Engine(self.model, self.tokenizer, *config) as engine:
             timer = Timer()
             if self.protocol == "aware":
-                timer.drain(engine.stream(self.document, question=self.question, max_new_tokens=self.max_new_tokens))
+                how = {"max_new_tokens": self.max_new_tokens, "progress": False}
+                timer.drain(engine.stream(self.document, question=self.question, **how))
                 return engine.cache, engine.answer.ids, timer
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", QueryAwareWarning)  # to see that is why one looks
-                handle = engine.read(self.document).submit(self.question, max_new_tokens=self.max_new_tokens)
+                context = engine.read(self.document, progress=False)
+                handle = context.submit(self.question, max_new_tokens=self.max_new_tokens)
                 timer.drain(handle)
             return handle.cache, handle.request.answer.ids, timer
 
