@@ -28,10 +28,11 @@ class Bar:
         self._progress = Progress(
             SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20),
             TimeElapsedColumn(), TimeRemainingColumn(),
-            console=console, transient=True, disable=not self.is_shown,
+            console=console, transient=True, redirect_stdout=False, disable=not self.is_shown,
         )  # fmt: skip
         self._task = self._progress.add_task(text, total=total)
-        self._starter = Timer(DELAY_S if delay is None else delay, self._progress.start)
+        self._delay = DELAY_S if delay is None else delay
+        self._starter = Timer(self._delay, self._progress.start)
 
     def update(self, text: str | None = None, done: int | None = None, total: int | None = None) -> None:
         self._progress.update(self._task, description=text, completed=done, total=total)
@@ -40,12 +41,13 @@ class Bar:
         """Remove the line, or never show it."""
         if self.is_shown:
             self._starter.cancel()
-            self._starter.join()  # it may be about to start
+            if self._delay:
+                self._starter.join()  # it may be about to start
             self._progress.stop()
 
     def __enter__(self) -> Bar:
         if self.is_shown:
-            self._starter.start()
+            self._starter.start() if self._delay else self._progress.start()
         return self
 
     def __exit__(self, *_: Any) -> None:

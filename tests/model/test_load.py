@@ -23,7 +23,8 @@ from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model import default_model
 from kvkeep.model.convert_gguf import NAMES, convert
 from kvkeep.model.default_model import DEFAULT, default_folder, fetch_default
-from kvkeep.model.load import known_models, load
+from kvkeep.model.known_models import KNOWN_MODELS
+from kvkeep.model.load import load, load_config, load_tokenizer
 from kvkeep.model.missing_packages import missing_package
 
 
@@ -75,7 +76,7 @@ def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
 
 
 def test_known_models_say_whether_they_are_on_disk(home, fake_fetch):
-    (model,) = known_models()
+    model, *others = KNOWN_MODELS
     assert (model.name, model.context_length, model.license, model.on_disk) == (DEFAULT, 8192, "Apache-2.0", False)
     fetch_default()
     assert model.on_disk
@@ -134,7 +135,7 @@ def test_what_a_killed_fetch_left_is_not_a_model_and_is_swept_after_a_day(home, 
     for each in (old, new):
         each.mkdir(parents=True)
     os.utime(old, (0, 0))
-    assert not known_models()[0].on_disk
+    assert not KNOWN_MODELS[0].on_disk
     fetch_default()
     assert left_in(home) == [".partial-new", DEFAULT]
 
@@ -345,7 +346,7 @@ def _hub_error(kind):
     [
         (_hub_error(hub.GatedRepoError), r"is gated: accept its terms .*hf auth login"),
         (_hub_error(hub.RepositoryNotFoundError), r"the hub has no model 'some/model'.*spelling"),
-        (hub.LocalEntryNotFoundError("offline"), r"cannot be reached .*check the network.*local folder"),
+        (hub.LocalEntryNotFoundError("offline"), r"cannot be reached .*check the name and the network.*config.json"),
         (ValueError("Unrecognized model.\nmore"), r"could not be loaded: Unrecognized model\.$"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
@@ -357,6 +358,25 @@ def test_hub_failures_say_what_to_do(monkeypatch, cause, says):
     monkeypatch.setattr("kvkeep.model.load._from_pretrained", fail)
     with pytest.raises(ModelUnavailable, match=says):
         load("some/model")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("smollm2-135m-instuct", "Did you mean 'smollm2-135m-instruct'?"),
+        ("Qwen/Qwen2.5-0.5B-Instuct", "Did you mean 'Qwen/Qwen2.5-0.5B-Instruct'?"),
+        ("my-folder", "pass a folder with a config.json in it"),
+    ],
+)
+@pytest.mark.parametrize("part", [load, load_tokenizer, load_config])
+def test_a_hub_that_is_not_there_is_asked_once(part, name, hint, monkeypatch, tmp_path):
+    """Old: a minute and more of waits between attempts."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s for the next attempt"))
+    with pytest.raises(ModelUnavailable, match="the hub cannot be reached") as error:
+        part(name)
+    assert hint in str(error.value)
 
 
 def test_offline_for_real(tmp_path):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
+from kvkeep.compress.defaults import BUDGET, CONTEXT_METHODS, PROMPT_METHODS
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.context import Context
@@ -43,8 +44,6 @@ from kvkeep.model.rope import learn_rotations
 
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
 AUTO = {"coverage", "tau", "max_budget"}  # parameters of budget="auto", whatever the method
-PROMPT_METHODS = "kvkeep_lookahead", "kvkeep"  # unless another one is given, the first that the model allows
-CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared"  # the same, of texts that are read before a question is known
 
 
 @contextmanager
@@ -66,7 +65,7 @@ class Engine:
         model: Any,
         tokenizer: Any,
         method: str | Method | None = None,
-        budget: int | float | str | None = 2048,
+        budget: int | float | str | None = BUDGET,
         *,
         prefill_chunk_size: int | None = None,
         schedule: str | int | None = None,

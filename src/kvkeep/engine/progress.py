@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvkeep.errors import BadParameter
-from kvkeep.terminal import Bar
+from kvkeep.terminal import Bar, is_watched
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,21 @@ ProgressOption = Callable[[Progress], None] | bool | None
 @contextmanager
 def watch(progress: ProgressOption, tokens: int) -> Iterator[ProgressCallback]:
     """Give what a prefill of so many tokens reports to: the callback, or a bar on a terminal; False: nothing."""
-    if callable(progress) or progress is False:
-        yield progress or None
-        return
-    if progress is not None and progress is not True:
+    if callable(progress):
+        yield progress
+    elif progress not in (None, True, False):
         raise BadParameter(f"progress={progress!r} is not a function; give one, or False for no progress bar.")
-    with Bar(f"prefill of {tokens:,} tokens", tokens) as bar:
+    elif progress is False or not is_watched():
+        yield None
+    else:
+        with Bar(f"prefill of {tokens:,} tokens", tokens) as bar:
 
-        def report(progress: Progress) -> None:
-            bar.update(done=progress.done)
-            if progress.done == progress.total:
-                bar.stop()
+            def report(progress: Progress) -> None:
+                bar.update(done=progress.done)
+                if progress.done == progress.total:
+                    bar.stop()
 
-        yield report if bar.is_shown else None
+            yield report
 
 
 def now(device: torch.device) -> float:
