@@ -11,12 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvkeep"
-LOW = {"types", "errors", "plugins", "registry"}
+LOW = {"types", "errors", "plugins", "registry", "terminal"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
     "plugins": set(),
     "registry": {"errors", "plugins"},
+    "terminal": set(),
     "kernels": {"types"},
     "compress": LOW | {"kernels"},
     "storage": {"types", "errors", "kernels"},

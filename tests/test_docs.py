@@ -1,6 +1,7 @@
 """The pages keep their word: their code runs, their commands parse, their links lead somewhere, their errors exist."""
 
 import ast
+import inspect
 import json
 import re
 import runpy
@@ -20,6 +21,8 @@ from browser import Page, open_browser
 
 import kvkeep
 from kvkeep.cli import app
+from kvkeep.cli.eval import EvalOptions
+from kvkeep.compress.defaults import PROMPT_METHODS
 from kvkeep.compress.presets import METHODS
 from kvkeep.evaluate import suite
 from kvkeep.evaluate.datasets import SOURCES, Source
@@ -92,8 +95,26 @@ def test_code_for_contributors_runs(folder):
 @pytest.mark.real
 def test_the_first_code_finds_the_number(monkeypatch):
     monkeypatch.chdir(ROOT)
-    known = run(blocks(DOCS / "index.md", "python")[:1], "index.md")
+    known = run(blocks(DOCS / "index.md", "python")[:2], "index.md")
     assert "4827163" in known["answer"] and known["report"].kept["prompt"] == 512
+    plain = known["tokenizer"].decode(known["out"][0, known["inputs"]["input_ids"].shape[1] :])
+    assert "4827163" in plain and known["cache"].report().kept["prompt"] == 512
+
+
+def test_the_table_of_defaults_is_that_of_the_commands():
+    table = (DOCS / "index.md").read_text().split("## Defaults")[1].split("## ")[0]
+    said = {
+        command: (method, int(budget))
+        for names, method, budget in re.findall(r"^\| (.+?) \| `(.+?)` \| (\d+) \|", table, re.M)
+        for command in re.findall(r"`(?:kvkeep[ .])(\w+)`", names)
+    }
+    evaluated = EvalOptions(("any",), "any")
+    found = {"eval": (",".join(evaluated.methods), *evaluated.budget)}
+    found["Engine"] = (PROMPT_METHODS[0], inspect.signature(kvkeep.Engine).parameters["budget"].default)
+    for command in ("run", "inspect", "chat", "serve", "bench"):
+        given = {each.name: each.default for each in typer.main.get_command(app).commands[command].params}
+        found[command] = (given.get("methods") or given["method"] or PROMPT_METHODS[0], int(given["budget"]))
+    assert said == found
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], **name)

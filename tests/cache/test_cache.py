@@ -312,6 +312,14 @@ def test_a_cache_says_in_a_line_what_it_is(tiny):
     assert size != "0 B" and repr(away).endswith(f", {size} offloaded>")
 
 
+def test_a_full_cache_is_all_of_a_full_cache_and_has_no_budget(tiny):
+    """Old: 102 %, with the room for tokens to come."""
+    cache = fed(tiny, "full", None)
+    tiny(IDS[:, :1], past_key_values=cache)
+    report = cache.report()
+    assert report.bytes > report.full_bytes and "(100.0%)" in str(report) and str(report).startswith("full, budget –")
+
+
 def test_bytes_for_people():
     sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 23_500_000: "23.5 MB", 10**9: "1.0 GB", 5 * 10**12: "5000.0 GB"}
     assert {size: format_bytes(size) for size in sizes} == sizes

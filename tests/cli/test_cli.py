@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import tiny_chat
+import typer
 from typer.testing import CliRunner
 
 import kvkeep.cli.inputs
 import kvkeep.cli.run
 from kvkeep.cli import app
-from kvkeep.cli.run import format_progress
 from kvkeep.cli.show import busy, counting
 from kvkeep.engine.progress import Progress
 from kvkeep.errors import BadInput
@@ -47,6 +47,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(kvkeep.cli.run, "load_tokenizer", lambda *_: tiny_chat.tokenizer())
     monkeypatch.setattr(kvkeep.cli.run, "load_context_length", lambda *_: 1024)
     monkeypatch.setattr("kvkeep.model.load.load", load)
+    monkeypatch.setattr("kvkeep.model.load.check_name", lambda name: None)
     monkeypatch.setattr("kvkeep.model.load.load_tokenizer", lambda *_: tiny_chat.tokenizer())
     return asked
 
@@ -118,11 +119,30 @@ def test_compare_runs_full_beside_it(tiny, document):
     found = json.loads(kvkeep_(*args, "--json").stdout)
     assert found["bytes"] < found["full"]["bytes"]
     assert found["full"]["method"] == "full" and found["full"]["prompt_tokens"] == found["prompt_tokens"]
-    header = next(line for line in kvkeep_(*args).stdout.splitlines() if "full" in line and "kvkeep" in line)
-    assert header.split() == ["kvkeep_lookahead", "full"]
+    said = kvkeep_(*args).stdout
+    lines = [line.split() for line in said.splitlines()]
+    assert ["kvkeep_lookahead", "full"] in lines and ["budget", "0.3", "–"] in lines
+    assert said.count("(100%)") == 1 and "would hold" not in said and "differences are noise" in " ".join(said.split())
+    assert found["full"]["budget"] is None
     assert "full" not in json.loads(kvkeep_(*args, "--method", "full", "--json").stdout)  # once is enough
     quantized = json.loads(kvkeep_(*args, "--method", "full", "--storage", "int8", "--json").stdout)
     assert quantized["bytes"] < quantized["full"]["bytes"]
+
+
+def test_methods_that_are_compared_are_warmed_up_first(tiny, document, monkeypatch):
+    began = []
+    stream = kvkeep.Engine.stream
+
+    def counted(engine, prompt, **options):
+        began.append((engine.method.name, options["max_new_tokens"]))
+        return stream(engine, prompt, **options)
+
+    monkeypatch.setattr(kvkeep.Engine, "stream", counted)
+    args = ("run", document, "How many?", "--method", "snapkv", "--budget", 64, "--max-new-tokens", 3, "--json")
+    assert kvkeep_(*args, "--compare").exit_code == 0
+    assert began == [("snapkv", 2), ("full", 2), ("snapkv", 3), ("full", 3)]
+    began.clear()
+    assert kvkeep_(*args).exit_code == 0 and began == [("snapkv", 3)]  # one alone does not wait for it
 
 
 def test_several_budgets_are_run_beside_each_other(tiny, document):
@@ -329,6 +349,26 @@ def test_a_model_that_is_not_there(document):
     assert "no model folder at './nowhere'" in refused("run", document, "Why?", "--model", "./nowhere")
 
 
+def test_an_unknown_model_is_refused_before_anything_heavy_is_imported(document, tmp_path):
+    """Old: after more than a minute, most of it between attempts to reach the hub."""
+    asked = {"run": [str(document), "Why?"], "inspect": [str(document), "Why?"], "chat": [], "serve": [], "bench": []}
+    asked["eval"] = ["--tasks", "ruler", "--out", str(tmp_path / "out")]
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from kvkeep.cli import app
+for command, args in {asked}.items():
+    done = CliRunner().invoke(app, [command, *args, "--model", "smollm2-135m-instuct"])
+    print(command, done.exit_code, done.stderr.count("\\n"), done.stderr[-40:], end="")
+print("torch" in sys.modules)
+"""
+    env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    said = "Did you mean 'smollm2-135m-instruct'?\n"
+    assert [line[-len(said) :] for line in done.stdout.splitlines(True)] == [said] * 6 + ["False\n"], done.stderr
+    assert done.stdout.count(" 2 1 ") == 6
+
+
 def test_wrong_usage_is_status_2_and_a_bug_is_1(tiny, document, monkeypatch):
     assert kvkeep_("run", document).exit_code == 2
     assert kvkeep_("run", document, "Why?", "--max-new-tokens", 0).exit_code == 2
@@ -378,11 +418,13 @@ def test_methods_tells_what_each_can_do(monkeypatch, width):
     assert listed["infllm"]["any_length"] and not listed["infllm"]["can_be_saved"] and not listed["full"]["offloads"]
 
 
-def test_models_lists_the_default(monkeypatch, tmp_path):
+def test_models_lists_the_default_and_better_ones(monkeypatch, tmp_path):
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
-    (listed,) = json.loads(kvkeep_("models", "--json").stdout)
+    listed, *others = json.loads(kvkeep_("models", "--json").stdout)
     assert (listed["name"], listed["context_length"], listed["on_disk"]) == ("smollm2-135m-instruct", 8192, False)
-    assert "Apache-2.0" in kvkeep_("models").stdout
+    assert len(others) > 5 and all("/" in each["name"] for each in others)
+    said = kvkeep_("models").stdout
+    assert "Apache-2.0" in said and "hf download" in said and "--model path/to/folder" in said
 
 
 def test_help_says_the_exit_codes_and_imports_nothing_heavy():
@@ -394,6 +436,16 @@ def test_help_says_the_exit_codes_and_imports_nothing_heavy():
     assert done.returncode == 0
     assert "130" in done.stdout and "stderr" in done.stdout
     assert "130" in kvkeep_("run", "--help").stdout
+
+
+def test_every_help_is_a_whole_phrase():
+    """Old: "Of sampling; 0: greedy.", "Under way for one key."."""
+    commands = typer.main.get_command(app).commands
+    said = {f"{name} {each.name}": each.help for name, command in commands.items() for each in command.params}
+    said |= {name: command.help for name, command in commands.items()}
+    poor = r"(Of|Else|Under|Until|For|As|On|By|In place)\b"
+    assert len(said) > 90
+    assert not {k: v for k, v in said.items() if not (v and v[0].isupper() and len(v.split()) > 3) or re.match(poor, v)}
 
 
 def test_nothing_at_all_shows_the_help():
@@ -425,12 +477,12 @@ def test_a_reader_that_stops_early_gets_no_traceback():
 
 
 def test_progress_is_told_in_words():
-    assert format_progress(Progress(2048, 65536, 10.0)) == "prefilled 2,048 of 65,536 tokens, 205/s, 5:10 left"
-    assert format_progress(Progress(300, 300, 2.0)) == "prefilled 300 of 300 tokens, 150/s"
+    assert str(Progress(2048, 65536, 10.0)) == "prefilled 2,048 of 65,536 tokens, 205/s, 5:10 left"
+    assert str(Progress(300, 300, 2.0)) == "prefilled 300 of 300 tokens, 150/s"
 
 
 def test_the_spinner_shows_only_to_a_person(capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with busy("reading") as say:
         say("1,234 done")
         say.often("1,235 done")

@@ -1,5 +1,6 @@
 """`kvkeep serve` and `kvkeep chat`: what is checked before a model is loaded, and a conversation."""
 
+import re
 import socket
 
 import pytest
@@ -103,8 +104,11 @@ def test_a_conversation(tiny):
     assert "/help is no command; there are /new and /quit." in done.stderr
     answers = done.stderr.split("\n")[-4:-1]
     assert len([line for line in answers if line.startswith("[64 of ") and "tokens kept per key head" in line]) == 3
-    first, second, again = (int(line.split("; ")[1].split(" not ")[0]) for line in answers)
+    counts = r"of (\d+) tokens.*; (\d+) reused from earlier turns, (\d+) prefilled"
+    numbers = [tuple(map(int, re.search(counts, line).groups())) for line in answers]
+    first, second, again = (reused for _, reused, _ in numbers)
     assert first == 0 < second and again > 100  # the system's message was said before
+    assert all(tokens == reused + prefilled for tokens, reused, prefilled in numbers)
     assert done.stdout.strip()
 
 

@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import re
 import signal
+import sys
 
 import pytest
 import tiny_chat
 from conftest import EVICTING, RETRIEVING
 
 import kvkeep
+from kvkeep import terminal
 from kvkeep.compress.parse import parse
 from kvkeep.errors import BadParameter, BudgetTooSmall
 
@@ -192,3 +194,24 @@ def test_options_of_one_prompt_and_of_many(idle):
         idle.generate(TEXT, rows=2)
     with pytest.raises(BadParameter, match=r"'progress' is not.*without it"):
         idle.generate([TEXT], progress=print)
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "progress", "shown"),
+    [(True, None, True), (True, False, False), (True, lambda _: None, False), (False, None, False)],
+    ids=["terminal", "terminal, switched off", "terminal, a callback", "pipe"],
+)
+def test_a_long_prefill_shows_a_bar_on_a_terminal_alone(chat, is_terminal, progress, shown, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(terminal, "DELAY_S", 0.0)
+    one = kvkeep.Engine(*chat, "streamingllm", 64)
+    context = one.read(TEXT, progress=progress)
+    context.ask("And?", max_new_tokens=1, progress=progress)
+    one.generate(TEXT, max_new_tokens=1, progress=progress)
+    one.chat([{"role": "user", "content": TEXT}], max_new_tokens=1, progress=progress)
+    said = capsys.readouterr()
+    tokens = {"read": context.tokens, "generate": len(one.encode(TEXT))}
+    assert said.out == "" and [f"prefill of {n:,} tokens" in said.err for n in tokens.values()] == [shown] * 2
+    assert shown or said.err == ""
+    with pytest.raises(BadParameter, match="progress='bar' is not a function; give one, or False for no progress bar"):
+        one.generate(TEXT, progress="bar")

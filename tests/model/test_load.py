@@ -16,12 +16,15 @@ import tiny_chat
 import torch
 from huggingface_hub import errors as hub
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
+from kvkeep import terminal
 from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model import default_model
 from kvkeep.model.convert_gguf import NAMES, convert
 from kvkeep.model.default_model import DEFAULT, default_folder, fetch_default
-from kvkeep.model.load import known_models, load, load_context_length
+from kvkeep.model.known_models import KNOWN_MODELS
+from kvkeep.model.load import load, load_config, load_context_length, load_tokenizer
 from kvkeep.model.missing_packages import missing_package
 from kvkeep.model.rope import rotations
 
@@ -74,7 +77,7 @@ def test_the_cache_folder_is_the_users_choice(monkeypatch, tmp_path):
 
 
 def test_known_models_say_whether_they_are_on_disk(home, fake_fetch):
-    (model,) = known_models()
+    model, *others = KNOWN_MODELS
     assert (model.name, model.context_length, model.license, model.on_disk) == (DEFAULT, 8192, "Apache-2.0", False)
     fetch_default()
     assert model.on_disk
@@ -133,7 +136,7 @@ def test_what_a_killed_fetch_left_is_not_a_model_and_is_swept_after_a_day(home, 
     for each in (old, new):
         each.mkdir(parents=True)
     os.utime(old, (0, 0))
-    assert not known_models()[0].on_disk
+    assert not KNOWN_MODELS[0].on_disk
     fetch_default()
     assert left_in(home) == [".partial-new", DEFAULT]
 
@@ -344,7 +347,7 @@ def _hub_error(kind):
     [
         (_hub_error(hub.GatedRepoError), r"is gated: accept its terms .*hf auth login"),
         (_hub_error(hub.RepositoryNotFoundError), r"the hub has no model 'some/model'.*spelling"),
-        (hub.LocalEntryNotFoundError("offline"), r"cannot be reached .*check the network.*local folder"),
+        (hub.LocalEntryNotFoundError("offline"), r"cannot be reached .*check the name and the network.*config.json"),
         (ValueError("Unrecognized model.\nmore"), r"could not be loaded: Unrecognized model\.$"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
@@ -356,6 +359,25 @@ def test_hub_failures_say_what_to_do(monkeypatch, cause, says):
     monkeypatch.setattr("kvkeep.model.load._from_pretrained", fail)
     with pytest.raises(ModelUnavailable, match=says):
         load("some/model")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("smollm2-135m-instuct", "Did you mean 'smollm2-135m-instruct'?"),
+        ("Qwen/Qwen2.5-0.5B-Instuct", "Did you mean 'Qwen/Qwen2.5-0.5B-Instruct'?"),
+        ("my-folder", "pass a folder with a config.json in it"),
+    ],
+)
+@pytest.mark.parametrize("part", [load, load_tokenizer, load_config])
+def test_a_hub_that_is_not_there_is_asked_once(part, name, hint, monkeypatch, tmp_path):
+    """Old: a minute and more of waits between attempts."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s for the next attempt"))
+    with pytest.raises(ModelUnavailable, match="the hub cannot be reached") as error:
+        part(name)
+    assert hint in str(error.value)
 
 
 def test_offline_for_real(tmp_path):
@@ -388,6 +410,24 @@ def test_progress_is_told(folder):
     steps = []
     load(folder, progress=steps.append)
     assert steps == [f"loading {folder}"]
+
+
+@pytest.mark.parametrize("name", ["default", "a folder"])
+@pytest.mark.parametrize(
+    ("is_terminal", "progress", "shown"), [(True, None, True), (True, False, False), (False, None, False)]
+)
+def test_loading_shows_a_bar_on_a_terminal_alone(name, is_terminal, progress, shown, folder, home, monkeypatch, capsys):
+    if name == "default":
+        home.joinpath("models").mkdir(parents=True)
+        default_folder().symlink_to(folder)
+        monkeypatch.setattr("kvkeep.model.load.check_tokenizer", lambda *_: None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(terminal, "DELAY_S", 0.0)
+    logging.enable_progress_bar()
+    load(folder if name != "default" else None, progress=progress)
+    said = capsys.readouterr()
+    assert said.out == "" and bool(said.err) == shown
+    assert logging.is_progress_bar_enabled()
 
 
 def test_bad_dtype_and_device_are_refused_before_anything_is_fetched(home, fake_fetch):
@@ -453,8 +493,6 @@ def test_a_tokenizer_read_wrongly_is_refused(smollm, monkeypatch):
 
 def test_lengths_that_are_checked_here_are_not_warned_of(caplog):
     """transformers' "sequence length is longer than the specified maximum", where methods read any length."""
-    from transformers.utils import logging
-
     from kvkeep.model.chat import encode
 
     tokenizer = tiny_chat.tokenizer()
@@ -474,8 +512,6 @@ def test_lengths_that_are_checked_here_are_not_warned_of(caplog):
 
 @pytest.mark.real
 def test_the_default_model_shows_no_progress_bar_and_others_may(capsys):
-    from transformers.utils import logging
-
     was_shown = logging.is_progress_bar_enabled()
     logging.enable_progress_bar()
     try:

@@ -31,7 +31,7 @@ def facts():
         found = Inspector(*tiny_chat.sharp(), DOCUMENT, QUESTION, "aware", 6).inspect(METHODS, "<script>tiny")
     first, last = found.parts["document"]
     methods = [
-        replace(each, answer=f"<img src=x onerror=alert({i})>", answer_kept=i / 8)
+        replace(each, answer=f"<img src=x onerror=alert({i})>", answer_kept=i / 8, differs=i == 1)
         for i, each in enumerate(found.methods)
     ]
     return replace(found, answer_tokens=[first + 20, last - 5], methods=methods)
@@ -61,7 +61,7 @@ def test_the_text_is_shown_as_it_is(page, facts):
     assert page("$('text').textContent") == "".join(facts.tokens) and page("document.title") == "kvkeep: what was kept"
     assert page("$('question').textContent") == QUESTION and "<script>tiny" in page("$('setting').textContent")
     assert page("document.querySelectorAll('#text script, #text b, #answers img, h1 i').length") == 0
-    assert page.texts("#answers td.answer")[1] == "<img src=x onerror=alert(1)>"
+    assert page.texts("#answers td.answer")[1] == "<img src=x onerror=alert(1)> differs from full"
 
 
 def test_numbers_are_those_of_the_facts(page, facts):
@@ -69,13 +69,14 @@ def test_numbers_are_those_of_the_facts(page, facts):
         "[...document.querySelectorAll('#answers tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
     )
     for row, method in zip(rows, facts.methods, strict=True):
-        assert row[0].startswith(method.name)
-        assert abs(float(row[4].removesuffix(" s")) - method.cost.first_token_s) <= 0.00501
+        assert row[:2] == [method.name, "–" if method.name == "full" else str(method.budget)]
+        assert row[2].endswith("differs from full") == method.differs
+        assert abs(float(row[5].removesuffix(" s")) - method.cost.first_token_s) <= 0.00501
         kept = method.cost.kept_per_head
-        assert row[2] == (f"{kept:,.0f}" if kept % 1 == 0 else f"{kept:,.1f}")
+        assert row[3] == (f"{kept:,.0f}" if kept % 1 == 0 else f"{kept:,.1f}")
         found = sum(map(sum, method.found)) / len(facts.layers) / facts.kv_heads
-        assert abs(float(row[6].removesuffix(" %")) - 100 * found) <= 0.5
-        assert abs(float(row[8].removesuffix(" of 4 heads")) - method.answer_kept * 4) <= 0.5
+        assert abs(float(row[7].removesuffix(" %")) - 100 * found) <= 0.5
+        assert abs(float(row[9].removesuffix(" of 4 heads")) - method.answer_kept * 4) <= 0.5
     cells = [float(text) for text in page.texts("#agreement td")]
     assert cells == [pytest.approx(share, abs=0.0051) for line in facts.agreement for share in line]
 

@@ -14,6 +14,7 @@ from kvkeep.pages.answer_attention import answer_attention
 from kvkeep.pages.html import as_json, page
 from kvkeep.pages.inspection import (
     TOP,
+    MethodFacts,
     agreement,
     answer_words,
     found_of,
@@ -22,7 +23,7 @@ from kvkeep.pages.inspection import (
     mass_of,
     most_attended,
 )
-from kvkeep.pages.inspector import Inspector
+from kvkeep.pages.inspector import Inspector, Outcome, mark_differing
 from kvkeep.pages.method_values import evicting, method_values
 from kvkeep.pages.packed import pack_bits, pack_levels, pack_numbers
 
@@ -197,6 +198,17 @@ def test_words_of_the_answer():
     assert answer_words(texts, (1, 11), "What is the motor?", "The motor is 4827163.") == [4, 5, 6]
     assert answer_words(texts, (1, 11), "What is the motor?", "It is new") == []  # too short to tell anything
     assert answer_words(texts, (1, 11), "Which?", "a MOTOR") == [2]
+
+
+@pytest.mark.parametrize(
+    ("full", "other", "differs"),
+    [("Room 4.", "Room\n 4.", False), ("Room 4.", "Room 5.", True), ("Room 4.", "", True), (None, "Room 5.", False)],
+)
+def test_an_answer_that_is_not_that_of_full_is_marked(full, other, differs):
+    facts = [MethodFacts("full", None, "", answer=full or "", error="" if full else "too long")]
+    facts += [MethodFacts("snapkv", 64, "", answer=other), MethodFacts("h2o", 64, "", error="too long")]
+    marked = [outcome.facts.differs for outcome in mark_differing([Outcome(each) for each in facts])]
+    assert marked == [False, differs, False]
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 100])

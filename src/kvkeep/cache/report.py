@@ -92,11 +92,11 @@ class Report:
     def __str__(self) -> str:
         seen = "+".join(map(str, self.tokens_seen)) or "0"
         held, full, most = map(format_bytes, (self.bytes, self.full_bytes, self.peak_bytes))
-        fraction = f"{self.bytes / self.full_bytes:.1%}" if self.full_bytes else "–"
+        fraction = f"{held_share(self.bytes, self.full_bytes):.1%}" if self.full_bytes else "–"
         covered = [] if self.coverage is None else [f"  scores covered    {self.coverage:.1%}, of what was scored last"]
         offloaded = [f"  offloaded         {format_bytes(self.host_bytes)}"] if self.host_bytes else []
         return "\n".join([
-            f"{self.method}, budget {self.budget}",
+            f"{self.method}, budget {'–' if self.method == 'full' else self.budget}",
             f"  tokens seen       {seen}",
             f"  kept per key head {format_kept(self.kept)} ({self.layers} layers × {self.kv_heads} heads, on average)",
             *covered,
@@ -120,6 +120,11 @@ def kept_by_part(
     heads = [(head, end) for row, end in enumerate(ends) for layer in layers for head in layer[row]]
     up_to = [sum(int((head < end[part]).sum()) for head, end in heads) for part in range(len(parts))]
     return {name: (now - before) / len(heads) for name, now, before in zip(parts, up_to, [0, *up_to], strict=False)}
+
+
+def held_share(held: float, full: float) -> float:
+    """Share of a full cache's bytes that is held; room for tokens to come does not make it more than all."""
+    return min(1.0, held / full)
 
 
 def format_kept(kept: Mapping[str, float]) -> str:

@@ -11,19 +11,11 @@ import typer
 
 import kvkeep
 from kvkeep.cli import eval as evaluation
-from kvkeep.cli import inputs, show
+from kvkeep.cli import inputs, options, show
+from kvkeep.compress.defaults import BUDGET, CONTEXT_METHODS, DOCUMENT_BUDGET, PROMPT_METHODS
 from kvkeep.errors import KvkeepError
 
-TRAITS = """\
-query-aware   yes: what is evicted depends on the newest queries, so on the
-              question at the end: another question needs another prefill.
-              retrieves: nothing is evicted, every query retrieves.
-any length    takes prompts beyond the model's context length; others refuse
-offloads      what is not attended to lies in host memory or on disk
-can be saved  Cache.save writes what was kept to a file
-Modifiers change none of this, but for +recall (retrieves, offloads) and
-+cake, +entropy (query-aware)."""
-INSPECTED = "kvkeep", "snapkv", "kvkeep_context"
+INSPECTED = PROMPT_METHODS[0], CONTEXT_METHODS[0], "snapkv"
 EPILOG = "Exit status: 0 done · 2 bad usage or input, said in one line on stderr · 130 interrupted · 1 anything else."
 
 
@@ -52,12 +44,6 @@ class _Commands(typer.core.TyperGroup):
 app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False, epilog=EPILOG)
 
 
-Limit = Annotated[
-    int | None,
-    typer.Option(min=1, help="Samples per task and length; else all, 100 of RULER (officially 500), 10 of needles."),
-]
-
-
 def main() -> None:
     app()
 
@@ -70,40 +56,44 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _kvkeep(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
 ) -> None:
-    """KV-cache compression for long contexts: evict, quantize, or offload and retrieve keys and values."""
+    """Compress the KV cache of long-context language models: evict, quantize, or offload and retrieve.
+
+    Begin with `kvkeep run FILE "A question about it?" --compare`.
+    """
 
 
 @app.command(epilog=EPILOG)
 def run(
-    document: Annotated[str, typer.Argument(help="A text file, or - for standard input.")],
-    question: Annotated[str, typer.Argument(help="What to ask about it.")],
-    method: Annotated[
-        str | None, typer.Option(help="See `kvkeep methods`; modifiers follow it: snapkv+adakv. Else kvkeep_lookahead.")
-    ] = None,
+    document: options.Document,
+    question: options.Question,
+    method: options.Method = None,
     budget: Annotated[
-        str, typer.Option(help="Tokens kept per key head, a fraction of the prompt (0.1), or auto; several by commas.")
-    ] = "512",
-    model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
+        str, typer.Option(help=f"Set {options.TOKENS}; auto keeps what the scores call for. Commas run several.")
+    ] = str(DOCUMENT_BUDGET),
+    model: options.Model = "default",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop the answer after this many tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: greedy.")] = 0.0,
+    temperature: options.Temperature = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")] = 0,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
-    prefill_chunk_size: Annotated[int | None, typer.Option(min=2, help="Prefill this many tokens at a time.")] = None,
-    storage: Annotated[str | None, typer.Option(help="int8 or int4: quantize keys and values.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Run `full` beside it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling, and of methods with random parts.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0 takes all.")] = 0,
+    settings: options.Settings = None,
+    prefill_chunk_size: options.ChunkSize = None,
+    storage: options.Storage = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also answer with the full cache, and compare.")] = False,
+    as_json: options.AsJson = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    seed: options.Seed = 0,
 ) -> None:
-    """Answer a question about a document from a compressed cache, and report its memory and speed."""
+    """Answer a question about a document from a compressed cache, and show what that saved."""
     text, question = inputs.prompt(document, question)
+    inputs.check_model(model)
     plans = inputs.plans(method, budget, settings or [], storage)
-    if compare and all((plan.method, plan.storage) != ("full", None) for plan in plans):
-        plans += inputs.plans("full", budget, [])[:1]
+    if compare and all((plan.method, plan.storage) != (show.FULL, None) for plan in plans):
+        plans += inputs.plans(show.FULL, budget, [])
     from kvkeep.cli.run import QuestionRunner, check_lengths
     from kvkeep.engine.sampling import Generation
     from kvkeep.model.load import check_device
@@ -114,7 +104,7 @@ def run(
         check_lengths(model, plans, text, question, max_new_tokens, say)
         runner = QuestionRunner.load(model, device, dtype, say)
         engines = [runner.engine(plan, prefill_chunk_size) for plan in plans]
-        runner.warm_up(seed)
+        runner.warm_up(engines, text, seed, say)
     outcomes = [
         runner.ask(engine, plan, text, question, asdict(how), None if as_json or number else sys.stdout)
         for number, (engine, plan) in enumerate(zip(engines, plans, strict=True))
@@ -127,23 +117,27 @@ def run(
 
 @app.command(epilog=EPILOG)
 def inspect(
-    document: Annotated[str, typer.Argument(help="A text file, or - for standard input.")],
-    question: Annotated[str, typer.Argument(help="What to ask about it.")],
-    methods: Annotated[str, typer.Option(help="Methods by commas; `full` is always among them.")] = ",".join(INSPECTED),
-    budget: Annotated[
-        str, typer.Option(help="Tokens kept per key head, a fraction of the prompt (0.1), or auto.")
-    ] = "256",
-    out: Annotated[str, typer.Option("--out", "-o", help="The page, one HTML file.")] = "inspect.html",
+    document: options.Document,
+    question: options.Question,
+    methods: Annotated[
+        str, typer.Option(help="The methods to compare, by commas; `full` is always among them.")
+    ] = ",".join(INSPECTED),
+    budget: Annotated[str, typer.Option(help=f"Set {options.TOKENS}; auto keeps what the scores call for.")] = str(
+        DOCUMENT_BUDGET
+    ),
+    out: Annotated[str, typer.Option("--out", "-o", help="Write the page to this HTML file.")] = "inspect.html",
     protocol: Annotated[
-        str, typer.Option(help="aware: the question is known before anything is evicted; agnostic: it is not.")
+        str,
+        typer.Option(help="Let methods know the question before they evict (aware), or after they did (agnostic)."),
     ] = "aware",
-    model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop an answer after this many tokens.")] = 64,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    model: options.Model = "default",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop every answer after this many tokens.")] = 64,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
 ) -> None:
-    """See which words of a document several methods keep: a page that needs no network."""
+    """Write a page that shows which words of a document several methods keep. It needs no network."""
     text, question = inputs.prompt(document, question)
+    inputs.check_model(model)
     names = list(dict.fromkeys(name.strip() for name in methods.split(",")))
     plans = [plan for name in names for plan in inputs.plans(name, budget.split(",")[0], [])]
     from kvkeep.cli import inspect_page
@@ -151,92 +145,120 @@ def inspect(
     from kvkeep.pages.inspector import check_protocol
 
     check_protocol(protocol)
-    options = inspect_page.Options(model, protocol, max_new_tokens, device, dtype, out)
+    how = inspect_page.Options(model, protocol, max_new_tokens, device, dtype, out)
     with show.busy("starting") as say:
         check_device(device, dtype)
-        written = inspect_page.run(text, question, plans, options, say)
+        written = inspect_page.run(text, question, plans, how, say)
     typer.echo(written)
 
 
 @app.command(epilog=EPILOG)
 def chat(
-    model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
-    method: Annotated[str | None, typer.Option(help="See `kvkeep methods`; else kvkeep_lookahead.")] = None,
-    budget: Annotated[str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1.")] = "2048",
-    settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
-    storage: Annotated[str | None, typer.Option(help="int8 or int4: quantize keys and values.")] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop an answer after this many tokens.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    model: options.Model = "default",
+    method: options.Method = None,
+    budget: options.Budget = str(BUDGET),
+    settings: options.Settings = None,
+    storage: options.Storage = None,
+    system: Annotated[str | None, typer.Option(help="Tell the model this before the conversation.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop every answer after this many tokens.")] = 512,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
 ) -> None:
     """Chat with a model in the terminal, and see what its cache holds. /new begins again, /quit ends."""
+    inputs.check_model(model)
     plan = inputs.plans(method, budget, settings or [], storage)[0]
     from kvkeep.cli import terminal_chat
     from kvkeep.cli.run import load_engine
 
     with show.busy("starting") as say:
         engine = load_engine(model, device, dtype, plan, say, method=method, prefix_cache=terminal_chat.PREFIX_BYTES)
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     with engine:
-        terminal_chat.run(engine, system, options)
+        terminal_chat.run(engine, system, how)
 
 
 @app.command(epilog=EPILOG)
 def serve(
     model: Annotated[
-        str, typer.Option(envvar="KVKEEP_MODEL", help="`default`, a hub id, or a local folder.")
+        str,
+        typer.Option(envvar="KVKEEP_MODEL", help="The model to serve: `default`, a name on the hub, or a folder."),
     ] = "default",
-    method: Annotated[
-        str | None, typer.Option(help="See `kvkeep methods`; a request may name another. Else kvkeep_lookahead.")
+    method: options.Method = None,
+    budget: options.Budget = str(BUDGET),
+    settings: options.Settings = None,
+    storage: options.Storage = None,
+    name: Annotated[
+        str | None, typer.Option(help="The name that clients call the model by.", show_default="as --model")
     ] = None,
-    budget: Annotated[str, typer.Option(help="Tokens kept per key head, or a fraction of the prompt: 0.1.")] = "2048",
-    settings: Annotated[list[str] | None, typer.Option("--set", help="A method's parameter, name=value.")] = None,
-    storage: Annotated[str | None, typer.Option(help="int8 or int4: quantize keys and values.")] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; else as --model.")] = None,
-    host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines in; they need keys.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Listen on this address; 0.0.0.0 lets other machines in, which then need a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on this port; 0 takes any that is free.")] = 8000,
     keys: Annotated[
-        str | None, typer.Option(help="A file of API keys, one on every line; or KVKEEP_API_KEYS, by commas.")
+        str | None,
+        typer.Option(help="Accept the API keys in this file, one on every line; or set KVKEEP_API_KEYS, by commas."),
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="Other machines need no key.")] = False,
-    memory: Annotated[str | None, typer.Option(help="Of all caches: 40GB; else 80 % of what is free.")] = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="Answers decoded at a time.")] = 64,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that wait; more are refused.")] = 1024,
-    prefix_cache: Annotated[str, typer.Option(help="Of compressed prefixes that requests share; 0: none.")] = "1GB",
-    prefix_folder: Annotated[str | None, typer.Option(help="Where they survive a restart.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 4096,
-    max_body: Annotated[str, typer.Option(help="Of a request.")] = "4MB",
-    max_seconds: Annotated[float, typer.Option(min=0.1, help="Until an answer is complete.")] = 600.0,
-    max_answers: Annotated[int, typer.Option(min=1, help="Under way for one key.")] = 64,
-    max_contexts: Annotated[int, typer.Option(min=0, help="Texts of POST /v1/contexts, for one key.")] = 64,
+    public: Annotated[bool, typer.Option("--public", help="Let other machines in without a key.")] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="All caches together take at most this much: 40GB.", show_default="80 % of what is free"),
+    ] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Decode at most this many answers at a time.")] = 64,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Let this many requests wait; more are refused with status 429.")
+    ] = 1024,
+    prefix_cache: Annotated[
+        str, typer.Option(help="Keep this much of compressed prefixes, which later requests share; 0 keeps none.")
+    ] = "1GB",
+    prefix_folder: Annotated[
+        str | None, typer.Option(help="Save these prefixes to this folder, so that they survive a restart.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Allow answers of at most this many tokens.")] = 4096,
+    max_body: Annotated[str, typer.Option(help="Refuse requests with larger bodies than this.")] = "4MB",
+    max_seconds: Annotated[
+        float, typer.Option(min=0.1, help="End an answer that is not complete after this many seconds.")
+    ] = 600.0,
+    max_answers: Annotated[int, typer.Option(min=1, help="Let each key have this many answers under way.")] = 64,
+    max_contexts: Annotated[
+        int, typer.Option(min=0, help="Let each key store this many texts by POST /v1/contexts.")
+    ] = 64,
     max_context_bytes: Annotated[
-        str | None, typer.Option(help="Of these; else half of --prefix-cache, where there are several keys.")
+        str | None,
+        typer.Option(
+            help="Let the texts of each key take this much.",
+            show_default="half of --prefix-cache, where there are several keys",
+        ),
     ] = None,
     allow_parameters: Annotated[
-        bool, typer.Option("--allow-parameters", help="Clients may give methods' parameters; some take hours.")
+        bool,
+        typer.Option("--allow-parameters", help="Let clients set parameters of methods; some values take hours."),
     ] = False,
     allow_special_tokens: Annotated[
-        bool, typer.Option("--allow-special-tokens", help="Control tokens in clients' messages are such, not text.")
+        bool,
+        typer.Option("--allow-special-tokens", help="Read control tokens in clients' messages as such, not as text."),
     ] = False,
-    drain_seconds: Annotated[float, typer.Option(min=0, help="For answers under way, after SIGTERM.")] = 60.0,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="After SIGTERM, give answers under way this many seconds to finish.")
+    ] = 60.0,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="Split the model over so many processes, with a GPU each; sizes are of each.")
+        int,
+        typer.Option(min=1, help="Split the model over this many processes, each with a GPU; sizes are per process."),
     ] = 1,
-    ray: Annotated[
-        str | None, typer.Option(metavar="[ADDRESS]", help="Replicas on Ray: of this address, or this machine.")
-    ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="With --ray: so many engines, each with all these limits.")] = 1,
+    ray: options.Ray = None,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="With --ray, run this many engines, each with all of these limits.")
+    ] = 1,
     autoscale: Annotated[
-        list[str] | None, typer.Option(help="With --ray: of Ray Serve, name=value: max_replicas=8.")
+        list[str] | None, typer.Option(help="With --ray, set how Ray Serve scales, as name=value: max_replicas=8.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
 ) -> None:
-    """Serve a model by OpenAI's HTTP API, its caches compressed."""
+    """Serve a model over OpenAI's HTTP API, with compressed caches."""
     given = dict(locals())
+    inputs.check_model(model)
     from kvkeep.cli import serve as serving
 
     how = given.pop("budget"), given.pop("settings") or [], given.pop("storage")
@@ -247,65 +269,75 @@ def serve(
 
 @app.command("eval", epilog=EPILOG)
 def evaluate(
-    tasks: Annotated[
-        str | None, typer.Option(help="ruler, niah, needle, short, longbench/qasper, …, by commas.")
+    tasks: options.Tasks = None,
+    out: Annotated[
+        str | None, typer.Option(help="Write rows.jsonl, times.jsonl and results.csv to this folder.")
     ] = None,
-    out: Annotated[str | None, typer.Option(help="Folder for rows.jsonl, times.jsonl and results.csv.")] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Methods by commas: snapkv,intentkv+adakv; else full,kvkeep.")
+        str | None, typer.Option(help="The methods to score, by commas.", show_default=",".join(evaluation.METHODS))
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="Tokens kept per key head, fractions, or auto, by commas: 128,0.1; else 512.")
+        str | None,
+        typer.Option(help=f"Set {options.TOKENS}, or auto; commas run several.", show_default=str(DOCUMENT_BUDGET)),
     ] = None,
-    protocol: Annotated[str | None, typer.Option(help="agnostic or aware; else both.")] = None,
-    model: Annotated[str | None, typer.Option(help="`default`, a hub id, or a local folder.")] = None,
-    length: Annotated[str | None, typer.Option(help="Tokens of generated tasks, by commas; else 4096.")] = None,
-    limit: Limit = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of generated tasks; else 42.")] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of official files: longbench/qasper.jsonl …")] = None,
-    haystack: Annotated[str | None, typer.Option(help="Essays for needle tasks: a folder of .txt files.")] = None,
-    squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,
-    hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
+    protocol: Annotated[
+        str | None,
+        typer.Option(
+            help="Let methods know the question before they evict (aware), or after they did (agnostic).",
+            show_default="both",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The model to score: `default`, a name on the hub, or a folder.", show_default="default"),
+    ] = None,
+    length: Annotated[
+        str | None, typer.Option(help="Make prompts of this many tokens; commas run several.", show_default="4096")
+    ] = None,
+    limit: options.Limit = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed the tasks that are made.", show_default="42")] = None,
+    data: options.Data = None,
+    haystack: options.Haystack = None,
+    squad: options.Squad = None,
+    hotpotqa: options.HotpotQA = None,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Truncate prompts to this many tokens; else to the context length.")
+        int | None,
+        typer.Option(min=1, help="Truncate prompts to this many tokens.", show_default="the model's context length"),
     ] = None,
     beyond_window: Annotated[
         bool | None,
-        typer.Option("--beyond-window", help="No truncation for methods that extend the context length."),
+        typer.Option("--beyond-window", help="Truncate nothing for methods that extend the context length."),
     ] = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="prompt: evict once, after it; own: as each method does while decoding.")
-    ] = None,
-    yarn: Annotated[
-        float | None, typer.Option(min=1, help="Lengthen the model's context length by this factor (YaRN).")
-    ] = None,
+    schedule: options.Schedule = None,
+    yarn: options.Yarn = None,
     share: Annotated[
         bool | None,
         typer.Option("--share/--alone", help="Share one prefill and one decode batch, or run every config by itself."),
     ] = None,
-    ray: Annotated[
-        str | None, typer.Option(metavar="[ADDRESS]", help="On Ray: a cluster at this address, or this machine.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="A YAML file with any of these names.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    ray: options.Ray = None,
+    config: Annotated[Path | None, typer.Option(help="Read any of these options from this YAML file.")] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
 ) -> None:
-    """Score methods on tasks; a run that was stopped resumes."""
+    """Score methods on tasks. A run that was stopped goes on where it was."""
     given = {name: value for name, value in locals().items() if name != "config"}
-    options = evaluation.eval_options(config, given)
+    chosen = evaluation.eval_options(config, given)
+    inputs.check_model(chosen.model)
     with show.counting("starting") as (say, note):
-        rows, skipped = evaluation.run(options, say, note)
+        rows, skipped = evaluation.run(chosen, say, note)
     show.print_scores(rows)
     for remark in show.remarks(rows):
         typer.echo(f"note: {remark}", err=True)
     for name, why in skipped.items():
         typer.echo(f"left out: {name} {why}", err=True)
-    typer.echo(f"{len(rows)} rows in {options.out}: rows.jsonl, times.jsonl, results.csv")
+    typer.echo(f"{len(rows)} rows in {chosen.out}: rows.jsonl, times.jsonl, results.csv")
 
 
 @app.command(epilog=EPILOG)
-def report(folder: Annotated[str, typer.Argument(help="Of rows that `kvkeep eval --out` wrote.")]) -> None:
-    """Show the scores of an evaluation: one page with tables, curves and maps; pictures and CSV files beside it."""
+def report(
+    folder: Annotated[str, typer.Argument(help="The folder that `kvkeep eval --out` wrote its rows to.")],
+) -> None:
+    """Write a page that shows the scores of an evaluation, with pictures and CSV files beside it."""
     from kvkeep.cli import report_page
 
     written, missing = report_page.run(folder)
@@ -316,30 +348,34 @@ def report(folder: Annotated[str, typer.Argument(help="Of rows that `kvkeep eval
 
 @app.command(epilog=EPILOG)
 def bench(
-    methods: Annotated[str, typer.Option(help="Methods by commas.")] = "kvkeep",
-    budget: Annotated[str, typer.Option(help="Tokens kept per key head, or fractions, by commas: 128,0.1.")] = "512",
-    length: Annotated[str, typer.Option(help="Tokens of the prompt, by commas.")] = "2048",
-    batch: Annotated[str, typer.Option(help="Sequences decoded at a time, by commas.")] = "1",
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps; the median counts.")] = 32,
-    prefill_chunk_size: Annotated[int | None, typer.Option(min=1, help="Prefill this many tokens at a time.")] = None,
-    prefill_repeats: Annotated[int, typer.Option(min=1, help="Prefills; the fastest counts.")] = 1,
-    storage: Annotated[str, typer.Option(help="Of keys and values, by commas: model, int8, int4.")] = "model",
+    methods: Annotated[str, typer.Option(help="The methods to measure, by commas.")] = PROMPT_METHODS[0],
+    budget: Annotated[str, typer.Option(help=f"Set {options.TOKENS}; commas run several.")] = str(DOCUMENT_BUDGET),
+    length: Annotated[str, typer.Option(help="Make prompts of this many tokens; commas run several.")] = "2048",
+    batch: Annotated[str, typer.Option(help="Decode this many sequences at a time; commas run several.")] = "1",
+    steps: Annotated[int, typer.Option(min=1, help="Time this many decode steps, and take the median.")] = 32,
+    prefill_chunk_size: options.ChunkSize = None,
+    prefill_repeats: Annotated[int, typer.Option(min=1, help="Prefill this often, and take the fastest.")] = 1,
+    storage: Annotated[
+        str, typer.Option(help="Store keys and values as the model computes them (model), or quantized: int8, int4.")
+    ] = "model",
     baselines: Annotated[
-        str, typer.Option(help="transformers (always), static (its StaticCache, in a CUDA graph on a GPU), kvpress.")
+        str,
+        typer.Option(help="Measure these beside it: transformers (always), static (its StaticCache), kvpress."),
     ] = "transformers,static",
     also: Annotated[
-        str | None, typer.Option(help="Costs measured elsewhere on this machine: benchmarks/kvpress_costs.py's file.")
+        str | None, typer.Option(help="Show costs that benchmarks/kvpress_costs.py measured on this machine, too.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="A random model of this shape: llama-8b, llama2-7b, llama-1b, tiny.")
+        str | None, typer.Option(help="Measure a random model of this shape: llama-8b, llama2-7b, llama-1b, tiny.")
     ] = None,
-    model: Annotated[str, typer.Option(help="`default`, a hub id, or a local folder.")] = "default",
-    out: Annotated[str | None, typer.Option(help="Folder for costs.json, decode.png and memory.png.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    model: options.Model = "default",
+    out: Annotated[str | None, typer.Option(help="Write costs.json, decode.png and memory.png to this folder.")] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
 ) -> None:
-    """Measure prefill, decode and memory, beside the uncompressed model and the roofline of this machine."""
+    """Measure the time and memory of prefill and decode, beside the full cache and what the machine can do."""
     given = dict(locals())
+    inputs.check_model("default" if shape else model)
     from kvkeep.cli import bench as measuring
 
     with show.busy("starting") as say:
@@ -351,30 +387,32 @@ def bench(
 
 @app.command(epilog=EPILOG)
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="A table or figure: intentkv/table1 …; see --list.")] = None,
-    listing: Annotated[bool, typer.Option("--list", help="Every table and figure, and what it shows.")] = False,
-    small: Annotated[bool, typer.Option("--small", help="On the default model, in minutes.")] = False,
+    name: Annotated[
+        str | None, typer.Argument(help="The table or figure to reproduce, such as intentkv/table1; see --list.")
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List every table and figure, and what it shows.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Run less, on the default model, in minutes.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and stop.")] = False,
-    out: Annotated[str | None, typer.Option(help="Folder for rows and comparison.csv; ./reproduce/NAME.")] = None,
-    model: Annotated[str | None, typer.Option(help="In place of the paper's: a hub id or a local folder.")] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of official files: longbench/qasper.jsonl …")] = None,
-    haystack: Annotated[str | None, typer.Option(help="Essays for needle tasks: a folder of .txt files.")] = None,
-    squad: Annotated[str | None, typer.Option(help="SQuAD's dev file, for RULER's qa_1.")] = None,
-    hotpotqa: Annotated[str | None, typer.Option(help="HotpotQA's dev file, for RULER's qa_2.")] = None,
-    limit: Limit = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="prompt: evict once, after it; own: as each method does while decoding.")
+    out: Annotated[
+        str | None,
+        typer.Option(help="Write rows and comparison.csv to this folder.", show_default="./reproduce/NAME"),
     ] = None,
-    yarn: Annotated[
-        float | None, typer.Option(min=1, help="Lengthen the model's context length by this factor (YaRN).")
+    model: Annotated[
+        str | None,
+        typer.Option(help="Use this model, a name on the hub or a folder.", show_default="the paper's"),
     ] = None,
-    ray: Annotated[
-        str | None, typer.Option(metavar="[ADDRESS]", help="On Ray: a cluster at this address, or this machine.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    data: options.Data = None,
+    haystack: options.Haystack = None,
+    squad: options.Squad = None,
+    hotpotqa: options.HotpotQA = None,
+    limit: options.Limit = None,
+    schedule: options.Schedule = None,
+    yarn: options.Yarn = None,
+    ray: options.Ray = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
 ) -> None:
-    """Reproduce a table or figure of one of the five papers, its numbers beside ours."""
+    """Reproduce a table or figure of one of the five papers, and show its numbers beside ours."""
     given = {key: value for key, value in locals().items() if key not in ("name", "listing")}
     from kvkeep.cli import reproduce as recipes
 
@@ -386,77 +424,20 @@ def reproduce(
 
 @app.command(epilog=EPILOG)
 def methods(
-    names: Annotated[list[str] | None, typer.Argument(help="These alone: snapkv, +adakv …; all, if none.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="List these alone, such as snapkv or +adakv.", show_default="all")
+    ] = None,
+    as_json: options.AsJson = False,
 ) -> None:
-    """List the methods: paper, what each keeps, parameters, when it evicts, where we deviate, what it can do."""
-    from kvkeep.compress.presets import MODIFIERS
+    """List the methods: their papers, what they keep, their parameters, and what they can do."""
+    from kvkeep.cli import listing
 
-    for name in names or []:
-        known = MODIFIERS if name.startswith("+") else kvkeep.methods
-        known[name.removeprefix("+")]  # raises for one that is not there
-    evicts = {None: "after prefill", 1: "every step"}
-    rows = [
-        {
-            "name": name,
-            "paper": each.paper,
-            "keeps": each.keeps,
-            "parameters": dict(each.parameters),
-            "evicts": evicts.get(each.schedule.every) if each.scorer and not each.retrieval else None,
-            "deviates": each.deviates,
-            "query_aware": each.query_aware,
-            "retrieves": each.retrieval is not None,
-            "any_length": each.extends_context,
-            "offloads": each.retrieval is not None,
-            "can_be_saved": each.retrieval is None,
-        }
-        for name, each in kvkeep.methods.items()
-        if not names or name in names
-    ]
-    if as_json:
-        show.print_json(rows)
-        return
-    modifiers = [
-        {"name": f"+{name}", "paper": c.paper, "keeps": c.keeps, "parameters": c.defaults, "deviates": c.deviates}
-        for name, c in MODIFIERS.items()
-        if not names or f"+{name}" in names
-    ]
-    show.print_table(["method", "keeps", "parameters"], [_cells(row) for row in rows + modifiers])
-    if rows:
-        header = ["method", "query-aware", "any length", "offloads", "can be saved"]
-        show.print_table(header, [_traits(row) for row in rows])
-        typer.echo(TRAITS)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    """One method in three columns that fit a narrow terminal."""
-    keeps = f"{row['keeps']} (evicts {row['evicts']})" if row.get("evicts") else row["keeps"]
-    if row["deviates"]:
-        keeps += f"\nDeviates: {row['deviates']}."
-    parameters = "\n".join(f"{key}={value}" for key, value in row["parameters"].items())
-    return [f"{row['name']}\n{row['paper']}".rstrip(), keeps, parameters or "–"]
-
-
-def _traits(row: dict[str, Any]) -> list[str]:
-    """What one method can do, one word per column."""
-    keys = "query_aware", "any_length", "offloads", "can_be_saved"
-    aware, *others = ("yes" if row[key] else "no" for key in keys)
-    return [row["name"], "retrieves" if row["retrieves"] else aware, *others]
+    listing.print_methods(names or [], as_json)
 
 
 @app.command(epilog=EPILOG)
-def models(as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False) -> None:
-    """List the models kvkeep downloads by itself; --model also takes any hub id or local folder."""
-    from kvkeep.model.load import known_models
+def models(as_json: options.AsJson = False) -> None:
+    """List models that are good for a start, with what they need; any other on the hub or in a folder works, too."""
+    from kvkeep.cli import listing
 
-    known = known_models()
-    if as_json:
-        show.print_json([{**asdict(each), "on_disk": each.on_disk} for each in known])
-        return
-    show.print_table(
-        ["model", "parameters", "context length", "license", "source", "on disk"],
-        [
-            [m.name, m.parameters, f"{m.context_length:,}", m.license, m.source, "yes" if m.on_disk else "no"]
-            for m in known
-        ],
-    )
+    listing.print_models(as_json)

@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvkeep.compress.defaults import CONTEXT_METHODS, DOCUMENT_BUDGET, PROMPT_METHODS
 from kvkeep.errors import BadInput
 
+METHODS = "full", PROMPT_METHODS[0], CONTEXT_METHODS[0]
 LOCAL = "local"  # an embedded Ray on this machine
 LISTS = ("tasks", "methods", "budget", "length")
 MINIMUM = {"limit": 1, "seed": 0, "max_length": 1}
@@ -23,8 +25,8 @@ class EvalOptions:
 
     tasks: tuple[str, ...]
     out: str
-    methods: tuple[str, ...] = ("full", "kvkeep")
-    budget: tuple[int | float | str, ...] = (512,)
+    methods: tuple[str, ...] = METHODS
+    budget: tuple[int | float | str, ...] = (DOCUMENT_BUDGET,)
     protocol: str = "both"
     model: str = "default"
     length: tuple[int, ...] = (4096,)

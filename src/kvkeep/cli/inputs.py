@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvkeep.compress.defaults import PROMPT_METHODS
 from kvkeep.errors import BadInput
-
-USUAL = "kvkeep_lookahead"  # what an engine chooses for most models
 
 
 @dataclass(frozen=True)
 class Plan:
     method: str | None  # None: the engine's own choice
-    budget: int | float | str
+    budget: int | float | str | None  # None: `full` has none
     parameters: dict[str, Any]
     storage: str | None = None
 
 
 def plans(method: str | None, budgets: str, settings: list[str], storage: str | None = None) -> list[Plan]:
-    """One for each of the budgets, which commas part."""
+    """One for each of the budgets, which commas part; `full` has no budget."""
+    if method == "full":
+        return [replace(_plan(method, budgets.split(",")[0].strip(), settings, storage), budget=None)]
     return [_plan(method, budget.strip(), settings, storage) for budget in dict.fromkeys(budgets.split(","))]
 
 
@@ -35,8 +36,15 @@ def _plan(method: str | None, budget: str, settings: list[str], storage: str | N
         raise BadInput(
             f"--budget {budget!r} is not a number; give tokens per key head (512), a fraction (0.1) or auto."
         )
-    parse_budget(method or USUAL, number, **parameters)[0].bits(storage)
+    parse_budget(method or PROMPT_METHODS[0], number, **parameters)[0].bits(storage)
     return Plan(method, number, parameters, storage)
+
+
+def check_model(name: str) -> None:
+    """Refuse a model that cannot be had, within seconds."""
+    from kvkeep.model.load import check_name
+
+    check_name(name)
 
 
 def byte_count(name: str, text: str) -> int:

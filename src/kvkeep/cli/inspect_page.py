@@ -46,7 +46,10 @@ def run(text: str, question: str, plans: list[Plan], options: Options, say: Any)
         model(torch.zeros((1, 8), dtype=torch.long, device=model.device))
     inspector = Inspector(model, tokenizer, text, question, options.protocol, options.max_new_tokens)
     configs = [(plan.method, plan.budget) for plan in plans if plan.method and plan.method != FULL]
-    size = write_page(options.out, "inspect", inspector.inspect(configs, options.model, say))
+    found = inspector.inspect(configs, options.model, say)
+    size = write_page(options.out, "inspect", found)
+    if others := [each.name for each in found.methods if each.differs]:
+        say.note(f"not the answer of the full cache: {', '.join(others)}")
     if size > LARGE:
         say.note(f"the page has {format_bytes(size)}; fewer methods or a smaller budget make it smaller")
     return f"{options.out}: {format_bytes(size)}"

@@ -10,16 +10,17 @@ from typing import Any, Literal
 import torch
 
 import kvkeep
-from kvkeep.cli.inputs import USUAL, Plan
+from kvkeep.cli.inputs import Plan
 from kvkeep.cli.show import Outcome, busy
+from kvkeep.compress.defaults import PROMPT_METHODS
 from kvkeep.compress.parse import parse_budget
-from kvkeep.engine.progress import Progress
 from kvkeep.engine.sequence import check_length
 from kvkeep.model.chat import encode, with_question
 from kvkeep.model.hf_cache import context_length
 from kvkeep.model.load import load, load_context_length, load_tokenizer, quiet_transformers
 
 REPORTED = "kept_per_head", "kept", "bytes", "full_bytes", "index_bytes", "host_bytes", "coverage"  # of a Report
+WARM_UP = 2000  # characters of a document: some hundred tokens
 
 
 def check_lengths(
@@ -29,7 +30,7 @@ def check_lengths(
     quiet_transformers()
     tokens = encode(load_tokenizer(name, say), with_question(document, question)).shape[1]
     for plan in plans:
-        method, _ = parse_budget(plan.method or USUAL, plan.budget, **plan.parameters)
+        method, _ = parse_budget(plan.method or PROMPT_METHODS[0], plan.budget, **plan.parameters)
         check_length(method, load_context_length(name), tokens, max_new_tokens)
 
 
@@ -61,11 +62,15 @@ class QuestionRunner:
         quiet_transformers()
         return cls(*load(name, device=device, dtype=dtype, progress=say))
 
-    def warm_up(self, seed: int) -> None:
-        """The first forward pass is slower: it is not timed."""
-        torch.manual_seed(seed)
+    def warm_up(self, engines: list[Any], document: str, seed: int, say: Callable[[str], None]) -> None:
+        """Run once what is slower the first time. Methods that are compared all answer the document's beginning."""
         with torch.inference_mode():
             self.model(torch.zeros((1, 8), dtype=torch.long, device=self.model.device))
+        if len(engines) > 1:
+            say("warming up")
+            for engine in engines:
+                engine.generate(document[:WARM_UP], max_new_tokens=2, progress=False)
+        torch.manual_seed(seed)
 
     def engine(self, plan: Plan, prefill_chunk_size: int | None) -> Any:
         how = {"prefill_chunk_size": prefill_chunk_size, "storage": plan.storage, **plan.parameters}
@@ -79,7 +84,7 @@ class QuestionRunner:
             texts = engine.stream(
                 document,
                 question=question,
-                progress=lambda progress: say.often(f"{name}: {format_progress(progress)}"),
+                progress=lambda progress: say.often(f"{name}: {progress}"),
                 **options,
             )
             for text in texts:
@@ -102,13 +107,6 @@ class QuestionRunner:
             first_token_s=timer.first - timer.started,
             tokens_per_s=timer.rate(len(engine.answer.ids)),
         )
-
-
-def format_progress(progress: Progress) -> str:
-    """Tokens done, tokens per second, time left."""
-    text = f"prefilled {progress.done:,} of {progress.total:,} tokens, {progress.rate:,.0f}/s"
-    minutes, seconds = divmod(round(progress.left), 60)
-    return text if progress.done == progress.total else f"{text}, {minutes}:{seconds:02} left"
 
 
 class AnswerTimer:

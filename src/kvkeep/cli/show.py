@@ -11,8 +11,12 @@ from typing import Any
 
 import typer
 
+from kvkeep.terminal import Bar
+
 ROWS_LOG_S = 60  # between lines of a log that count rows
 PREFILL_LOG_S = 10  # between lines that tell the progress of prefill
+FULL = "full"  # the method that keeps everything
+NOISE = "All methods were warmed up before. Times are of one run: on a busy machine, differences are noise."
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Outcome:
     """One answer, with measured seconds and bytes."""
 
     method: str
-    budget: int | float | str
+    budget: int | float | str | None  # None: `full` has none
     answer: str
     prompt_tokens: int
     context_length: int  # the model's
@@ -39,18 +43,18 @@ class Outcome:
 class Say:
     """Sets the text of the spinner, which `stop` removes; off a terminal every text is a line of a log."""
 
-    def __init__(self, bar: Any, task: Any, log: bool) -> None:
-        self.bar, self.task, self.log, self.last = bar, task, log, time.monotonic()
+    def __init__(self, bar: Bar) -> None:
+        self.bar, self.last = bar, time.monotonic()
 
     def __call__(self, text: str) -> None:
-        self.bar.update(self.task, description=text)
-        if self.log:
+        self.bar.update(text)
+        if not self.bar.is_shown:
             self.last = time.monotonic()
             typer.echo(text, err=True)
 
     def often(self, text: str) -> None:
         """For texts that change all the time: a log gets one every PREFILL_LOG_S."""
-        if not self.log or time.monotonic() - self.last >= PREFILL_LOG_S:
+        if self.bar.is_shown or time.monotonic() - self.last >= PREFILL_LOG_S:
             self(text)
 
     def note(self, text: str) -> None:
@@ -63,43 +67,25 @@ class Say:
 
 @contextmanager
 def busy(text: str) -> Iterator[Say]:
-    """A spinner with the time elapsed, on stderr; lines of a log where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield Say(bar, bar.add_task(text, total=None), log=not console.is_terminal)
+    """A bar with the time elapsed, on stderr; lines of a log where that is no terminal."""
+    with Bar(text, delay=0.0) as bar:
+        yield Say(bar)
 
 
 @contextmanager
 def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
-    """A bar of rows done with the time left, on stderr; a log gets a line a minute."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    shown = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    """A bar of rows done, on stderr; a log gets a line a minute."""
     last = [time.monotonic()]
-    with shown as bar:
-        task = bar.add_task(text, total=None)
+    with busy(text) as say:
 
         def note(done: int, total: int) -> None:
-            bar.update(task, description="rows", completed=done, total=total)
-            if not console.is_terminal and (done == total or time.monotonic() - last[0] >= ROWS_LOG_S):
+            said = f"{done} of {total} rows"
+            say.bar.update(said, done, total)
+            if not say.bar.is_shown and (done == total or time.monotonic() - last[0] >= ROWS_LOG_S):
                 last[0] = time.monotonic()
-                typer.echo(f"{done} of {total} rows", err=True)
+                typer.echo(said, err=True)
 
-        yield Say(bar, task, log=not console.is_terminal), note
+        yield say, note
 
 
 def print_scores(rows: list[dict[str, Any]]) -> None:
@@ -154,25 +140,27 @@ def _too_long(task: str, rows: list[dict[str, Any]]) -> str:
 
 
 def print_outcomes(outcomes: list[Outcome]) -> None:
-    from kvkeep.cache.report import format_bytes, format_kept
+    from kvkeep.cache.report import format_bytes, format_kept, held_share
 
+    def row(name: str, cell: Callable[[Outcome], str], is_shown: bool = True) -> list[list[str]]:
+        return [[name, *map(cell, outcomes)]] if is_shown else []
+
+    has_full = any(each.method == FULL for each in outcomes)
     rows = [
-        ["prompt tokens", *(_length(each) for each in outcomes)],
-        ["kept per key head", *(format_kept(each.kept) for each in outcomes)],
-        *([["scores covered", *map(_covered, outcomes)]] if any(e.coverage for e in outcomes) else []),
-        ["cache holds", *(f"{format_bytes(each.bytes)} ({each.bytes / each.full_bytes:.0%})" for each in outcomes)],
-        *(
-            [["offloaded", *(format_bytes(each.host_bytes) for each in outcomes)]]
-            if any(e.host_bytes for e in outcomes)
-            else []
-        ),
-        ["a full cache would hold", *(format_bytes(each.full_bytes) for each in outcomes)],
-        ["time to first token", *(f"{each.first_token_s:.2f} s" for each in outcomes)],
-        ["tokens per second", *(f"{each.tokens_per_s:.1f}" if each.tokens_per_s else "–" for each in outcomes)],
+        *row("answer", lambda each: each.answer, len(outcomes) > 1),
+        *row("budget", lambda each: "–" if each.budget is None else str(each.budget)),
+        *row("prompt tokens", _length),
+        *row("kept per key head", lambda each: format_kept(each.kept)),
+        *row("scores covered", _covered, any(each.coverage for each in outcomes)),
+        *row("cache holds", lambda e: f"{format_bytes(e.bytes)} ({held_share(e.bytes, e.full_bytes):.0%})"),
+        *row("offloaded", lambda each: format_bytes(each.host_bytes), any(each.host_bytes for each in outcomes)),
+        *row("a full cache would hold", lambda each: format_bytes(each.full_bytes), not has_full),
+        *row("time to first token", lambda each: f"{each.first_token_s:.2f} s"),
+        *row("tokens per second", lambda each: f"{each.tokens_per_s:.1f}" if each.tokens_per_s else "–"),
     ]
-    if len(outcomes) > 1:
-        rows.insert(0, ["answer", *(each.answer for each in outcomes)])
     print_table(["", *_names(outcomes)], rows)
+    if len(outcomes) > 1:
+        typer.echo(NOISE)
 
 
 def _covered(outcome: Outcome) -> str:
@@ -181,7 +169,7 @@ def _covered(outcome: Outcome) -> str:
 
 def _names(outcomes: list[Outcome]) -> list[str]:
     """The method, with its budget where it was run with several."""
-    budgets: dict[str, set[int | float | str]] = {}
+    budgets: dict[str, set[int | float | str | None]] = {}
     for each in outcomes:
         budgets.setdefault(each.method, set()).add(each.budget)
     return [each.method if len(budgets[each.method]) == 1 else f"{each.method} {each.budget}" for each in outcomes]
@@ -189,7 +177,7 @@ def _names(outcomes: list[Outcome]) -> list[str]:
 
 def _length(outcome: Outcome) -> str:
     """Tokens of the prompt, and how that compares with the budget and the model's context length."""
-    if outcome.method != "full" and isinstance(outcome.budget, int) and outcome.prompt_tokens <= outcome.budget:
+    if outcome.method != FULL and isinstance(outcome.budget, int) and outcome.prompt_tokens <= outcome.budget:
         return f"{outcome.prompt_tokens:,} (the budget of {outcome.budget:,} holds them all)"
     beyond = outcome.prompt_tokens / outcome.context_length
     return f"{outcome.prompt_tokens:,}" + (f" ({beyond:.1f} × the model's context length)" if beyond > 1 else "")
@@ -213,15 +201,16 @@ def fits(header: list[str], rows: list[list[str]]) -> bool:
     return sum(width + 2 for width in widths) + 2 <= Console().width
 
 
-def print_table(header: list[str], rows: list[list[str]]) -> None:
+def print_table(header: list[str], rows: list[list[str]], keep_first: bool = False) -> None:
+    """keep_first: never wrap the first column"""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD)
-    for name in header:
-        table.add_column(name, overflow="fold")
+    for number, name in enumerate(header):
+        table.add_column(name, overflow="fold", no_wrap=keep_first and number == 0)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))  # Text: brackets in an answer are not markup
     Console().print(table)

@@ -61,8 +61,9 @@ def _print(answer: Any) -> None:
 
 
 def held(request: Request) -> str:
-    """What the cache holds of the conversation so far, and what of it was not prefilled again."""
+    """What the cache holds of the conversation so far, and what of it was reused: not prefilled again."""
     tokens, size = len(request.ids), format_bytes(request.kept_bytes)
     full = format_bytes(request.kept_bytes / max(1.0, request.kept_tokens) * tokens)
     kept = f"{request.kept_tokens:,.0f} of {tokens:,} tokens kept per key head, {size} of {full}"
-    return f"[{kept}; {request.num_cached:,} not prefilled again, {len(request.answer.ids)} generated]"
+    reused = f"{request.num_cached:,} reused from earlier turns, {tokens - request.num_cached:,} prefilled"
+    return f"[{kept}; {reused}, {len(request.answer.ids)} generated]"

@@ -22,9 +22,10 @@ from kvkeep.cache.report import Report
 from kvkeep.cache.rewind import check_can_rewind, rewind
 from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
 from kvkeep.engine.driver import Driver, Handle
+from kvkeep.engine.progress import ProgressCallback, ProgressOption, watch
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
-from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
+from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadCacheFile, QueryAwareWarning
 from kvkeep.model.chat import check_text
 
@@ -42,7 +43,7 @@ class Context:
 
     @classmethod
     def read(
-        cls, driver: Driver, sequence: Sequence, text: str, question: str | None, progress: ProgressCallback
+        cls, driver: Driver, sequence: Sequence, text: str, question: str | None, progress: ProgressOption
     ) -> Context:
         """sequence: an empty one; a question takes part in the selection, and is removed again"""
         check_text("text", text)
@@ -55,7 +56,8 @@ class Context:
                 check_can_rewind(sequence.cache)
                 rest = sequence.config.question_ids(text, question, ids)
         whole = sequence.config, torch.tensor(ids + rest), Generation(1), sequence
-        driver.prefill(Request(*whole, progress=progress, prefill_only=True, keeps_cache=True))
+        with watch(progress, len(whole[1])) as report:
+            driver.prefill(Request(*whole, progress=report, prefill_only=True, keeps_cache=True))
         if rest:
             rewind(sequence.cache, len(ids))
         sequence.token_ids = ids
@@ -70,7 +72,7 @@ class Context:
         """The answer to a question about the text; options as in `Engine.stream`."""
         return "".join(self.stream(question, **options))
 
-    def stream(self, question: str, *, progress: ProgressCallback = None, **options: Any) -> Iterator[str]:
+    def stream(self, question: str, *, progress: ProgressOption = None, **options: Any) -> Iterator[str]:
         """The same, detokenized incrementally."""
         how = Generation.of(options)
         return self._stream(question, self._prompt(question, how), how, progress)
@@ -96,12 +98,13 @@ class Context:
         request = Request(sequence.config, ids, how, sequence, progress=progress, interactive=True, keeps_cache=True)
         return Handle(self._driver.submit(request), self._driver)
 
-    def _stream(self, question: str, ids: Tensor, how: Generation, progress: ProgressCallback) -> Iterator[str]:
-        handle = self._submit(question, ids, how, progress)
-        try:
-            yield from handle
-        finally:
-            self.answer, self._report = handle.request.answer, handle.cache.report()
+    def _stream(self, question: str, ids: Tensor, how: Generation, progress: ProgressOption) -> Iterator[str]:
+        with watch(progress, len(ids) - self.tokens) as report:
+            handle = self._submit(question, ids, how, report)
+            try:
+                yield from handle
+            finally:
+                self.answer, self._report = handle.request.answer, handle.cache.report()
 
     def _warn(self, question: str) -> None:
         """Once, where tokens were evicted without knowing this question."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
+from kvkeep.compress.defaults import BUDGET, CONTEXT_METHODS, PROMPT_METHODS
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.context import Context
@@ -20,11 +21,12 @@ from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
 from kvkeep.engine.driver import Driver, Handle
 from kvkeep.engine.lockstep import Follower, Leader
 from kvkeep.engine.prefix_store import PrefixStore, cuts_of
+from kvkeep.engine.progress import ProgressCallback, ProgressOption, watch
 from kvkeep.engine.prompts import Prompt, check_prompts, is_chat, only_text, prompt_ids
 from kvkeep.engine.request import Pin, Request, raise_numbered, too_long
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
+from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError, UnknownName, UnsupportedModel
 from kvkeep.model.chat import (
     check_messages,
@@ -39,8 +41,6 @@ from kvkeep.model.rope import learn_rotations
 
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
 AUTO = {"coverage", "tau", "max_budget"}  # parameters of budget="auto", whatever the method
-PROMPT_METHODS = "kvkeep_lookahead", "kvkeep"  # unless another one is given, the first that the model allows
-CONTEXT_METHODS = "kvkeep_context", "echo:near=8+shared", "compactor+adakv", "keydiff"  # of texts without a question
 
 
 @contextmanager
@@ -62,7 +62,7 @@ class Engine:
         model: Any,
         tokenizer: Any,
         method: str | Method | None = None,
-        budget: int | float | str | None = 2048,
+        budget: int | float | str | None = BUDGET,
         *,
         prefill_chunk_size: int | None = None,
         schedule: str | int | None = None,
@@ -359,13 +359,14 @@ class Engine:
         question: str | None = None,
         method: str | Method | None = None,
         budget: int | float | None = None,
-        progress: ProgressCallback = None,
+        progress: ProgressOption = None,
     ) -> Context:
         """Prefill a text once, to ask any number of questions about it.
 
         question: one that is known before: query-aware methods keep what it needs; others may be asked, too
         method, budget: in the place of the engine's. A method that an engine was given is taken even if it needs a
         question; `ask` then warns.
+        progress: as in `stream`
         """
         self._check_holds_text()
         config = self._config_for(method, budget) if question is not None else self._reading_config(method, budget)
@@ -398,10 +399,10 @@ class Engine:
         """A saved `Context`, with its own method and budget."""
         return Context.load(self._driver, self.config, path)
 
-    def prefill(self, ids: Tensor, progress: ProgressCallback = None) -> Tensor:
+    def prefill(self, ids: Tensor, progress: ProgressOption = None) -> Tensor:
         """Prefill the ids the cache does not hold yet, in chunks. ids [n] -> logits after the last one [vocabulary]"""
-        with self._driver.lock:
-            return self.sequence.prefill(ids, progress)
+        with self._driver.lock, watch(progress, len(ids)) as report:
+            return self.sequence.prefill(ids, report)
 
     def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
         """Append tokens. ids [q] -> logits of the last `keep` of them, 0: of all [keep, vocabulary]"""
@@ -413,19 +414,21 @@ class Engine:
         prompt: str,
         *,
         question: str | None = None,
-        progress: ProgressCallback = None,
+        progress: ProgressOption = None,
         **options: Any,
     ) -> Iterator[str]:
         """The answer, detokenized incrementally.
 
         question: asked after the prompt; methods that can use it before the prompt do.
+        progress: called after every chunk of the prefill, with tokens done and in total; None: a bar on a terminal, if
+        the prefill takes more than a second; False: no bar.
         options: max_new_tokens=256, temperature=0.0 (the likeliest token), top_p=1.0, top_k=0 (all tokens), seed=0,
         stop=() (a text, or several, that end the answer)
         """
         self._check_no_prefill()
         return self._stream(self.encode(prompt, question), question, Generation.of(options), progress)
 
-    def _stream(self, ids: Tensor, question: str | None, how: Generation, progress: ProgressCallback) -> Iterator[str]:
+    def _stream(self, ids: Tensor, question: str | None, how: Generation, progress: ProgressOption) -> Iterator[str]:
         self._begin_sequence()
         yield from self._answer(ids, how, question, progress)
 
@@ -435,13 +438,14 @@ class Engine:
             self._last.keeps_cache = False
         self._sequence = self.config.new_sequence()
 
-    def _answer(self, ids: Tensor, how: Generation, question: str | None, progress: ProgressCallback) -> Iterator[str]:
+    def _answer(self, ids: Tensor, how: Generation, question: str | None, progress: ProgressOption) -> Iterator[str]:
         """Continue the engine's own sequence."""
         sequence = self._sequence
-        request = Request(self.config, ids, how, sequence, question, progress, interactive=True, keeps_cache=True)
-        self._driver.submit(request)
-        sequence.has_prefill, self._last = False, request
-        yield from Handle(request, self._driver)
+        with watch(progress, len(ids) - len(sequence.token_ids)) as report:
+            request = Request(self.config, ids, how, sequence, question, report, interactive=True, keeps_cache=True)
+            self._driver.submit(request)
+            sequence.has_prefill, self._last = False, request
+            yield from Handle(request, self._driver)
 
     def _check_no_prefill(self) -> None:
         """Refuse a new prompt where that would drop tokens prefilled by `prefill` or `extend`."""
@@ -463,7 +467,7 @@ class Engine:
         self,
         messages: list[dict[str, str]],
         *,
-        progress: ProgressCallback = None,
+        progress: ProgressOption = None,
         **options: Any,
     ) -> str:
         """The answer to a conversation, options as in `stream`. One that continues the last reuses its cache."""

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvkeep.cache.draft import draft_tokens
 from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
-from kvkeep.engine.progress import Progress
+from kvkeep.engine.progress import Progress, ProgressCallback
 from kvkeep.engine.sampling import ConstraintState, Generation, TokenLogprobs
-from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
+from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadInput
 from kvkeep.storage.offload.malloc_trim import trim
 from kvkeep.storage.ragged import GROWTH

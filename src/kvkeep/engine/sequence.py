@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.compress.method import Method
 from kvkeep.engine.detokenizer import SentenceBoundaries
 from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, row_bytes
-from kvkeep.engine.progress import Progress
+from kvkeep.engine.progress import Progress, ProgressCallback
 from kvkeep.engine.question_queries import capture_question_queries
 from kvkeep.errors import BadInput
 from kvkeep.model.chat import context_ids, encode, question_ids
@@ -33,8 +33,6 @@ from kvkeep.types import Budget
 
 PREFILL_CHUNK_SIZE = 1024  # tokens of a forward pass of a long prompt: what it costs in memory
 GPU_PREFILL_CHUNK_SIZE = 4096  # of retrieval methods: with fewer, a GPU waits for kernel launches
-
-ProgressCallback = Callable[[Progress], None] | None
 
 
 def check_length(method: Method, context_length: int, prompt: int, max_new_tokens: int) -> None:

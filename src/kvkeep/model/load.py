@@ -4,47 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvkeep.errors import BadParameter, ModelUnavailable
-from kvkeep.model.default_model import (
-    CONTEXT_LENGTH,
-    DEFAULT,
-    WHEEL,
-    Say,
-    check_tokenizer,
-    default_folder,
-    fetch_default,
-)
+from kvkeep.model.default_model import DEFAULT, Say, check_tokenizer, default_folder, fetch_default
+from kvkeep.model.known_models import KNOWN_MODELS
 from kvkeep.model.missing_packages import causes, first_line, missing_package
+from kvkeep.registry import did_you_mean
+from kvkeep.terminal import Bar, is_watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_NAMES = ("default", DEFAULT)
 DTYPES = ("float32", "bfloat16", "float16", "auto")
-
-
-@dataclass(frozen=True)
-class KnownModel:
-    """A model kvkeep can fetch by itself."""
-
-    name: str
-    parameters: str
-    context_length: int
-    license: str
-    source: str
-    folder: Path
-
-    @property
-    def on_disk(self) -> bool:
-        return self.folder.is_dir()
-
-
-def known_models() -> list[KnownModel]:
-    return [KnownModel(DEFAULT, "135M", CONTEXT_LENGTH, "Apache-2.0", f"PyPI wheel {WHEEL}", default_folder())]
+HUB_TIMEOUT_S = 5  # for the hub to say that it is there
 
 
 def load(
@@ -52,7 +27,7 @@ def load(
     *,
     device: Any = None,
     dtype: Any = None,
-    progress: Say | None = None,
+    progress: Say | bool | None = None,
     tp_plan: Literal["auto"] | None = None,
     yarn: float | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -60,25 +35,38 @@ def load(
 
     name: None or "default" for the default model, else a hub id or a local folder.
     dtype: float32 on CPU unless given; elsewhere what the model was saved in.
-    progress: called with one line of text at each step.
+    progress: called with one line of text at each step; None: a bar on a terminal; False: no bar.
     tp_plan: "auto" splits it over the processes of torch.distributed, each with a device of its own; None: one process.
     yarn: a factor by which YaRN lengthens the model's context length; None: as it was saved.
     """
-    say = progress or (lambda text: None)
     device, dtype = check_device(device, dtype)
     name = DEFAULT if name is None else name
-    source = _source(name, say)
-    say(f"loading {DEFAULT if name in DEFAULT_NAMES else name}")
-    try:
-        with _progress_bar(name not in DEFAULT_NAMES):
-            model, tokenizer = _from_pretrained(source, dtype, tp_plan, yarn)
-    except BadParameter:
-        raise
-    except Exception as error:  # transformers and its dependencies raise many types
-        raise ModelUnavailable(_why(name, source, error)) from error
-    if name in DEFAULT_NAMES:
-        check_tokenizer(tokenizer, source)
+    is_default = name in DEFAULT_NAMES
+    with _told(progress, is_default) as say:
+        source = _source(name, say)
+        say(f"loading {DEFAULT if is_default else name}")
+        try:
+            with _progress_bar(not is_default and progress is not False and is_watched()):
+                model, tokenizer = _from_pretrained(source, dtype, tp_plan, yarn)
+        except BadParameter:
+            raise
+        except Exception as error:  # transformers and its dependencies raise many types
+            raise ModelUnavailable(_why(name, source, error)) from error
+        if is_default:
+            check_tokenizer(tokenizer, source)
     return model if tp_plan else model.to(device), tokenizer
+
+
+def check_name(name: str) -> None:
+    """Refuse a model that is neither on this machine nor on a hub that can be reached. This imports nothing heavy."""
+    if name in DEFAULT_NAMES:
+        return
+    source = _source(name, None)
+    if _from_where(source):
+        from huggingface_hub import try_to_load_from_cache
+
+        if not isinstance(try_to_load_from_cache(source, "config.json"), str):
+            raise ModelUnavailable(_unreachable(name))
 
 
 def load_tokenizer(name: str | None = None, progress: Say | None = None) -> Any:
@@ -125,14 +113,26 @@ def _load_part(kind: Any, name: str | None, progress: Say | None = None) -> Any:
     name = DEFAULT if name is None else name
     source = _source(name, progress)
     try:
-        return kind.from_pretrained(source)
+        return kind.from_pretrained(source, **_from_where(source))
     except Exception as error:  # transformers and its dependencies raise many types
         raise ModelUnavailable(_why(name, source, error)) from error
 
 
 @contextmanager
+def _told(progress: Say | bool | None, is_default: bool) -> Iterator[Say]:
+    """Give what is told each step: the caller's function, or a bar; transformers shows the bars of other models."""
+    if callable(progress):
+        yield progress
+    elif progress is False or not is_default:
+        yield lambda text: None
+    else:
+        with Bar("starting") as bar:
+            yield bar.update
+
+
+@contextmanager
 def _progress_bar(is_shown: bool) -> Iterator[None]:
-    """transformers' own: of a model that takes a second it is noise."""
+    """Show or hide the bars of transformers and of the hub's downloads."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()
@@ -200,21 +200,37 @@ def _source(name: str, say: Say | None) -> str:
     return name
 
 
+def _from_where(source: str) -> dict[str, Any]:
+    """Options of from_pretrained: a hub that cannot be reached is asked once, which else takes half a minute a file."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if Path(source).is_dir():
+        return {}
+    try:
+        HfApi().model_info(source, timeout=HUB_TIMEOUT_S)
+    except (HfHubHTTPError, HFValidationError):  # it was reached; what it said, loading finds out
+        return {}
+    except Exception:  # no network, no such host, a proxy that refuses: many types
+        return {"local_files_only": True}
+    return {}
+
+
 def _from_pretrained(
     source: str, dtype: Any, tp_plan: Literal["auto"] | None = None, yarn: float | None = None
 ) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    how: dict[str, Any] = {}
+    how: dict[str, Any] = _from_where(source)
+    tokenizer = AutoTokenizer.from_pretrained(source, **how)
     if yarn:
-        how = {"config": _with_yarn(AutoConfig.from_pretrained(source), yarn)}
+        how["config"] = _with_yarn(AutoConfig.from_pretrained(source, **how), yarn)
     if tp_plan:
         from torch import distributed
         from transformers.distributed import DistributedConfig
 
         size = distributed.get_world_size() if distributed.is_initialized() else None  # None: as torchrun says
-        how |= {"distributed_config": DistributedConfig(tp_size=size, tp_plan=tp_plan)}
-    tokenizer = AutoTokenizer.from_pretrained(source)
+        how["distributed_config"] = DistributedConfig(tp_size=size, tp_plan=tp_plan)
     return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **how), tokenizer
 
 
@@ -232,10 +248,22 @@ def _why(name: str, source: str, error: BaseException) -> str:
     if "GatedRepoError" in kinds:
         return f"the model {name!r} is gated: accept its terms on its hub page, then log in with `hf auth login`."
     if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
-        return f"the hub has no model {name!r}, or it is private: check the spelling, or log in with `hf auth login`."
-    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "TransportError"}:
         return (
-            f"the hub cannot be reached and the model {name!r} is not on this machine: check the network, "
-            f"pass a local folder, or use the default model."
+            f"the hub has no model {name!r}, or it is private: check the spelling, or log in with `hf auth login`."
+            f"{_known_name(name)}"
         )
+    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "TransportError"}:
+        return _unreachable(name)
     return f"the model {name!r} could not be loaded: {first_line(error)}"
+
+
+def _unreachable(name: str) -> str:
+    return (
+        f"the hub cannot be reached and the model {name!r} is not on this machine: check the name and the network, "
+        f"pass a folder with a config.json in it, or use the default model.{_known_name(name)}"
+    )
+
+
+def _known_name(name: str) -> str:
+    """' Did you mean …?', or where to find names."""
+    return did_you_mean(name, [*DEFAULT_NAMES, *(each.name for each in KNOWN_MODELS)]) or " See `kvkeep models`."

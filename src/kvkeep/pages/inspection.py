@@ -60,6 +60,7 @@ class MethodFacts:
     about: str
     retrieves: bool = False
     answer: str = ""
+    differs: bool = False  # whether the answer has other words than that of `full`
     error: str = ""  # why there is no answer; then all that follows is missing
     cost: Cost | None = None
     kept: Packed | None = None  # [layers, key heads, tokens] bits; None: all

@@ -89,7 +89,7 @@ class Inspector:
         texts, parts = token_texts(self.tokenizer, ids), self._parts(context, ids)
         reference = next(outcome.facts.answer for outcome in outcomes if outcome.answer)
         words = answer_words(texts, parts["document"], self.question, reference)
-        facts = [self._facts(outcome, attention, words) for outcome in outcomes]
+        facts = [self._facts(outcome, attention, words) for outcome in mark_differing(outcomes)]
         compared = [outcome for outcome in outcomes[1:] if outcome.mask is not None]
         shown = next(outcome for outcome in outcomes if outcome.mask is not None)
         return Inspection(
@@ -144,11 +144,15 @@ class Inspector:
         with Engine(self.model, self.tokenizer, *config) as engine:
             timer = Timer()
             if self.protocol == "aware":
-                timer.drain(engine.stream(self.document, question=self.question, max_new_tokens=self.max_new_tokens))
+                texts = engine.stream(
+                    self.document, question=self.question, max_new_tokens=self.max_new_tokens, progress=False
+                )
+                timer.drain(texts)
                 return engine.cache, engine.answer.ids, timer
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", QueryAwareWarning)  # to see that is why one looks
-                handle = engine.read(self.document).submit(self.question, max_new_tokens=self.max_new_tokens)
+                context = engine.read(self.document, progress=False)
+                handle = context.submit(self.question, max_new_tokens=self.max_new_tokens)
                 timer.drain(handle)
             return handle.cache, handle.request.answer.ids, timer
 
@@ -186,6 +190,17 @@ class Inspector:
             mass=None if attention is None else mass_of(mask, attention),
             answer_kept=round(float(mask[..., words].float().mean()), 4) if words else None,
         )
+
+
+def mark_differing(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Mark the answers that have other words than the first, which is that of the full cache."""
+    full, *_ = (outcome.facts for outcome in outcomes)
+
+    def mark(outcome: Outcome) -> Outcome:
+        differs = not full.error and not outcome.facts.error and outcome.facts.answer.split() != full.answer.split()
+        return replace(outcome, facts=replace(outcome.facts, differs=differs))
+
+    return [mark(outcome) for outcome in outcomes]
 
 
 class Timer:

@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from kvkeep.cache.report import held_share
 from kvkeep.evaluate.summary import Cell
 from kvkeep.pages.report_facts import NeedleCell, ReportFacts
 from kvkeep.plots import COLOURS, RAMP, STYLE, save
@@ -66,7 +67,8 @@ def memory_chart(cells: Sequence[Cell]) -> Any:
     for method, budgets in configs.items():
         whole = [mine for mine in budgets.values() if len(mine) == len(tasks)]
         points = sorted(
-            (_mean(100 * c.bytes / c.full_bytes for c in mine), _mean(c.score for c in mine)) for mine in whole
+            (_mean(100 * held_share(c.bytes, c.full_bytes) for c in mine), _mean(c.score for c in mine))
+            for mine in whole
         )
         style: Any = {"color": _colour(method, methods), "marker": _marker(method, methods), "linewidth": 1}
         panel.plot([x for x, _ in points], [y for _, y in points], label=method, **style)

@@ -44,6 +44,7 @@ const PALETTES = {
 
 const count = (number, digits = 0) => number.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 const percent = (share) => share === null || share === undefined ? "–" : count(100 * share, share > 0.1 ? 0 : 1) + " %";
+const heldShare = (held) => Math.min(1, held.bytes / held.full_bytes); // room for tokens to come is not counted
 function size(bytes) {
   for (const unit of ["B", "kB", "MB", "GB"]) {
     if (bytes < 1000 || unit === "GB") return count(bytes, unit === "B" ? 0 : 1) + " " + unit;

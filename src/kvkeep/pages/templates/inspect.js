@@ -280,22 +280,23 @@ function drawWindows() {
 
 /* --- tables and controls --- */
 function buildAnswers() {
-  const titles = ["method", "answer", "kept per key head", "cache", "first token", "tokens per second"];
+  const titles = ["method", "budget", "answer", "kept per key head", "cache", "first token", "tokens per second"];
   const known = facts.methods.some((each) => each.found), asked = facts.answer_tokens.length > 0;
   if (known) titles.push(`answer's top ${facts.top} kept`, "answer's attention covered");
   if (asked) titles.push("answer's words kept by");
-  $("answers").tHead.append(make("tr", {}, ...titles.map((text, at) => make("th", { text, scope: "col", class: at > 1 ? "num" : null }))));
+  $("answers").tHead.append(make("tr", {}, ...titles.map((text, at) => make("th", { text, scope: "col", class: at === 1 || at > 2 ? "num" : null }))));
   for (const each of facts.methods) {
-    const index = shown.indexOf(each), cost = each.cost, cells = [[each.name + (each.budget === null ? "" : ` ${each.budget}`), null]];
-    if (each.error) cells.push([each.error, "answer soft"], ...titles.slice(2).map(() => ["–", "num"]));
+    const index = shown.indexOf(each), cost = each.cost, cells = [[each.name, null], [each.budget === null ? "–" : String(each.budget), "num"]];
+    if (each.error) cells.push([each.error, "answer soft"], ...titles.slice(3).map(() => ["–", "num"]));
     else {
       cells.push([each.answer || "(empty)", "answer"], [count(cost.kept_per_head, cost.kept_per_head % 1 ? 1 : 0), "num"],
-        [`${size(cost.bytes)} (${percent(cost.bytes / cost.full_bytes)})` + (cost.host_bytes ? `\n+ ${size(cost.host_bytes)} offloaded` : ""), "num"],
+        [`${size(cost.bytes)} (${percent(heldShare(cost))})` + (cost.host_bytes ? `\n+ ${size(cost.host_bytes)} offloaded` : ""), "num"],
         [`${count(cost.first_token_s, 2)} s`, "num"], [cost.tokens_per_s === null ? "–" : count(cost.tokens_per_s, 1), "num"]);
       if (known) cells.push([percent(each.found && mean(each.found.flat())), "num"], [percent(each.mass && mean(each.mass.flat())), "num"]);
       if (asked) cells.push([each.answer_kept === null ? "–" : `${count(each.answer_kept * layers * heads, 0)} of ${layers * heads} heads`, "num"]);
     }
     const row = make("tr", { "data-method": each.name, title: each.about }, ...cells.map(([text, name]) => make("td", { text, class: name, dir: "auto" })));
+    if (each.differs) row.querySelector(".answer").append(" ", make("span", { class: "differs", text: "differs from full" }));
     if (index >= 0) row.addEventListener("click", () => choose(index));
     else row.style.cursor = "default";
     $("answers").tBodies[0].append(row);

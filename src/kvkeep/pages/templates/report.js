@@ -46,7 +46,7 @@ function drawScores() {
   const averages = facts.averages.filter(fits), names = unique(averages.map((each) => each.name));
   const rows = configs.map((name) => {
     const mine = found.filter((cell) => config(cell) === name), first = mine[0];
-    const kept = make("td", { class: "num", text: percent(mean(mine.map((cell) => cell.bytes / cell.full_bytes))) });
+    const kept = make("td", { class: "num", text: percent(mean(mine.map((cell) => heldShare(cell)))) });
     const scores = tasks.map((task) => scoreCell(mine.find((cell) => cell.task === task)));
     const means = names.map((each) => averageCell(averages.find((one) => config(one) === name && one.name === each)));
     return make("tr", { "data-config": name }, make("th", { text: first.method, scope: "row" }), make("td", { class: "num", text: said(first.budget) }), kept, ...scores, ...means);
@@ -134,7 +134,7 @@ function points() {
   return unique(found.map(config)).map((name) => {
     const mine = found.filter((cell) => config(cell) === name), first = mine[0];
     const speed = facts.speeds.find((each) => config(each) === name && each.protocol === first.protocol);
-    return { name, method: first.method, whole: mine.length === tasks.length, score: mean(mine.map((cell) => cell.score)), memory: 100 * mean(mine.map((cell) => cell.bytes / cell.full_bytes)), rate: speed && speed.tokens_per_s, together: speed && speed.together };
+    return { name, method: first.method, whole: mine.length === tasks.length, score: mean(mine.map((cell) => cell.score)), memory: 100 * mean(mine.map((cell) => heldShare(cell))), rate: speed && speed.tokens_per_s, together: speed && speed.together };
   }).filter((point) => point.whole);
 }
 
