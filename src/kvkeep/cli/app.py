@@ -94,7 +94,7 @@ def run(
     prefill_chunk_size: Annotated[int | None, typer.Option(min=2, help="Prefill this many tokens at a time.")] = None,
     storage: Annotated[str | None, typer.Option(help="int8 or int4: quantize keys and values.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Run `full` beside it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object; `results`: of every budget.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling, and of methods with random parts.")] = 0,
