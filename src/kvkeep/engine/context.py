@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import check_value
 from kvkeep.cache import serialize
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import Report
@@ -73,15 +74,16 @@ class Context:
     def stream(self, question: str, *, progress: ProgressCallback = None, **options: Any) -> Iterator[str]:
         """The same, detokenized incrementally."""
         how = Generation.of(options)
-        return self._stream(question, self._prompt(question, how), how, progress)
+        return self._stream(question, self._prompt(question, how, progress), how, progress)
 
     def submit(self, question: str, *, progress: ProgressCallback = None, **options: Any) -> Handle:
         """The same, as a handle, whose `cache` holds text, question and answer when that is complete."""
         how = Generation.of(options)
-        return self._submit(question, self._prompt(question, how), how, progress)
+        return self._submit(question, self._prompt(question, how, progress), how, progress)
 
-    def _prompt(self, question: str, how: Generation) -> Tensor:
+    def _prompt(self, question: str, how: Generation, progress: ProgressCallback) -> Tensor:
         """Ids of the text and a question that both fit the model."""
+        check_value("progress", progress, Callable | None)
         check_text("question", question)
         ids = self._sequence.token_ids + question_ids(
             self._sequence.config.tokenizer, self.text, question, self._sequence.token_ids

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvkeep.arguments import check_value
 from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model.default_model import (
     CONTEXT_LENGTH,
@@ -62,6 +63,9 @@ def load(
     progress: called with one line of text at each step.
     tp_plan: "auto" splits it over the processes of torch.distributed, each with a device of its own; None: one process.
     """
+    check_value("name", name, str | None)
+    check_value("progress", progress, Callable | None)
+    check_value("tp_plan", tp_plan, Literal["auto"] | None)
     say = progress or (lambda text: None)
     device, dtype = check_device(device, dtype)
     name = DEFAULT if name is None else name
@@ -144,9 +148,10 @@ def _device(device: Any) -> Any:
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(". ")
-        reason = "torch knows no such device" if reason.startswith("Expected one of") else reason
+        unknown = reason.startswith(("Expected one of", "device()"))
+        reason = "torch knows no such device" if unknown else reason
         raise BadParameter(f"device={device!r} cannot be used here ({reason}); use 'cpu', or leave it out.") from error
     if found.type == "meta":
         raise BadParameter("device='meta' holds no values, so nothing can be computed; use 'cpu', or leave it out.")
