@@ -11,16 +11,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvkeep"
-LOW = {"types", "errors", "plugins", "registry", "terminal"}
+LOW = {"types", "errors", "arguments", "plugins", "registry", "terminal"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
+    "arguments": {"errors"},
     "plugins": set(),
     "registry": {"errors", "plugins"},
     "terminal": set(),
     "kernels": {"types"},
     "compress": LOW | {"kernels"},
-    "storage": {"types", "errors", "kernels"},
+    "storage": {"types", "errors", "arguments", "kernels"},
     "model": LOW | {"kernels", "storage"},
     "cache": LOW | {"kernels", "storage", "compress", "model"},
     "engine": LOW | {"kernels", "storage", "compress", "model", "cache"},

@@ -74,7 +74,7 @@ def test_near_queries_alone_score():
 
 @pytest.mark.parametrize("parameter, value", [("near", -1), ("chunk", 0), ("gap", -1)])
 def test_too_small_parameters_are_refused(parameter, value):
-    with pytest.raises(BadParameter, match=f"{parameter}={value} is too small"):
+    with pytest.raises(BadParameter, match=f"{parameter}={value}: use a whole number"):
         parse("echo", **{parameter: value})
 
 

@@ -229,9 +229,9 @@ def test_what_it_cannot_do_is_refused_by_name():
     given = torch.randn(4, 60, 8), torch.randn(2, 60, 8), torch.randn(2, 60, 8)
     with pytest.raises(BadParameter, match="'lookahead' runs the model again"):
         kvkeep.select("lookahead", *given, 16)
-    with pytest.raises(BadParameter, match="a draft has one token or more"):
+    with pytest.raises(BadParameter, match="tokens=0: use a whole number, 1 or more"):
         parse("lookahead", tokens=0)
-    with pytest.raises(BadParameter, match="pooling='sum' is not known"):
+    with pytest.raises(BadParameter, match="pooling='sum': use 'avg' or 'max'"):
         parse("lookahead", pooling="sum")
     with pytest.raises(CacheMisuse, match="drafts an answer of its own"):
         kvkeep.Cache(build(), "lookahead", 16).activate_past_recording()

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import kvkeep
+from kvkeep.cache.serialize import describe
+from kvkeep.cache.validate import check
 from kvkeep.errors import BadCacheFile, KvkeepError
 from kvkeep.storage import checkpoint
 
@@ -166,6 +168,31 @@ def test_numbers_that_cannot_be_are_refused(tmp_path):
     assert not (tmp_path / "spill").exists()
     same = kvkeep.Cache.load(rewrite(tmp_path / "good", tmp_path / "bad"), model)
     assert torch.equal(model(IDS, past_key_values=same).logits, model(IDS, past_key_values=cache).logits)
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        ({"rows": 2.0}, "rows"),  # equal to the number of rows, and no whole number
+        ({"rows": 4, "kv_heads": 2}, "rows"),  # as many segments, of other rows
+        ({"kv_heads": 0, "starts": [], "lengths": [], "room": []}, "rows"),
+        ({"rows": 0}, "rows"),  # heads without rows
+        ({"lengths": [0] * 7}, "sizes"),
+        ({"room": [1.0] * 8}, "sizes"),
+        ({"starts": [0] * 8}, "segments"),
+        ({"lengths": [41] * 8}, "segments"),
+    ],
+)
+def test_sizes_of_a_layer_that_cannot_be_are_named(layer, says):
+    """Each by itself: what follows would refuse most of them, too, and not all."""
+    model, rows = make_llama(), layer.get("rows", 2)
+    cache, empty = (kvkeep.Cache(model, "snapkv", 40) for _ in range(2))
+    if rows:
+        model(IDS, past_key_values=cache)
+    tensors, facts = describe(cache)
+    facts["layers"]["0"] |= {"kv_heads": 4, **layer}
+    with pytest.raises(ValueError, match=f"^{says} of layer 0: invalid"):
+        check(empty, tensors, facts)
 
 
 def test_what_is_not_a_folder_of_two_files_is_refused(tmp_path):

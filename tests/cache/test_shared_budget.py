@@ -89,7 +89,7 @@ def test_what_is_not_comparable_is_refused():
     for spec in ("knorm+shared", "streamingllm+shared", "pyramidkv+shared", "chunkkv+shared", "snapkv+shared+pyramid"):
         with pytest.raises(BadParameter, match="cannot work"):
             kvkeep.Cache(make_llama(), spec, BUDGET)
-    with pytest.raises(BadParameter, match="floor=1.5 must lie"):
+    with pytest.raises(BadParameter, match="floor=1.5: use 0 to 1"):
         kvkeep.Cache(make_llama(), "snapkv+shared", BUDGET, floor=1.5)
 
 

@@ -111,22 +111,23 @@ def test_json_is_one_object_with_measured_numbers(tiny, document):
     assert 0 < found["bytes"] < found["full_bytes"]
     assert found["kept_per_head"] < found["prompt_tokens"]
     assert found["first_token_s"] > 0 and found["new_tokens"] <= 5
-    assert "full" not in found
+    assert found == {"model": "default", **found["results"][0], "results": found["results"]}
+    assert len(found["results"]) == 1
 
 
 def test_compare_runs_full_beside_it(tiny, document):
     args = ("run", document, "How many?", "--budget", "0.3", "--max-new-tokens", 3, "--compare")
     found = json.loads(kvkeep_(*args, "--json").stdout)
-    assert found["bytes"] < found["full"]["bytes"]
-    assert found["full"]["method"] == "full" and found["full"]["prompt_tokens"] == found["prompt_tokens"]
+    compressed, full = found["results"]
+    assert compressed["bytes"] == found["bytes"] < full["bytes"]
+    assert full["method"] == "full" and full["budget"] is None and full["prompt_tokens"] == found["prompt_tokens"]
     said = kvkeep_(*args).stdout
     lines = [line.split() for line in said.splitlines()]
     assert ["kvkeep_lookahead", "full"] in lines and ["budget", "0.3", "–"] in lines
     assert said.count("(100%)") == 1 and "would hold" not in said and "differences are noise" in " ".join(said.split())
-    assert found["full"]["budget"] is None
-    assert "full" not in json.loads(kvkeep_(*args, "--method", "full", "--json").stdout)  # once is enough
+    assert len(json.loads(kvkeep_(*args, "--method", "full", "--json").stdout)["results"]) == 1  # once is enough
     quantized = json.loads(kvkeep_(*args, "--method", "full", "--storage", "int8", "--json").stdout)
-    assert quantized["bytes"] < quantized["full"]["bytes"]
+    assert quantized["bytes"] < quantized["results"][1]["bytes"]
 
 
 def test_methods_that_are_compared_are_warmed_up_first(tiny, document, monkeypatch):
@@ -148,8 +149,9 @@ def test_methods_that_are_compared_are_warmed_up_first(tiny, document, monkeypat
 def test_several_budgets_are_run_beside_each_other(tiny, document):
     args = ("run", document, "How many?", "--budget", "64,128", "--max-new-tokens", 3)
     found = json.loads(kvkeep_(*args, "--json").stdout)
-    assert found["budget"] == 64 and found["kvkeep_lookahead 128"]["budget"] == 128
-    assert found["bytes"] < found["kvkeep_lookahead 128"]["bytes"]
+    results = found.pop("results")
+    assert [(each["method"], each["budget"]) for each in results] == [("kvkeep_lookahead", n) for n in (64, 128)]
+    assert found == {"model": "default", **results[0]} and results[0]["bytes"] < results[1]["bytes"]
     head = kvkeep_(*args, "--compare").stdout.split("──")[0].split()
     assert head.count("kvkeep_lookahead") == 2 and head[-3:] == ["64", "128", "full"]
 

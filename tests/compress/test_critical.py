@@ -132,9 +132,9 @@ def test_what_cannot_be_weighed_is_refused_by_name():
     for spec in (*(f"{name}+critical" for name in alone), "snapkv+critical+blocks", "snapkv+critical+threshold"):
         with pytest.raises(BadParameter, match="cannot work"):
             parse(spec)
-    with pytest.raises(BadParameter, match="share=1.5 must lie"):
+    with pytest.raises(BadParameter, match="share=1.5: use 0 to 1"):
         parse("snapkv+critical", share=1.5)
-    with pytest.raises(BadParameter, match="offset=-1.0 is negative"):
+    with pytest.raises(BadParameter, match="offset=-1.0: use 0 or more"):
         parse("snapkv+critical", offset=-1.0)
     drawn = torch.randn(4, 60, 8), torch.randn(2, 60, 8), torch.randn(2, 60, 8)
     with pytest.raises(BadParameter, match="'snapkv.critical' weighs values by the output projection"):

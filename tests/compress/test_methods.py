@@ -250,7 +250,7 @@ def test_a_parameter_that_is_none_by_default_has_a_type_too(name, part, key):
     """Old: TypeError, from wherever it was first compared to a number."""
     wrong = ["x", True, [1]] + ([] if "float" in part.build.__annotations__[key] else [1.5])
     for value in wrong:
-        with pytest.raises(BadParameter, match=re.escape(f"{key}={value!r} should be ") + "(int|float), or None"):
+        with pytest.raises(BadParameter, match=re.escape(f"{key}={value!r}: use ") + ".*, or None"):
             parse(name, **{key: value})
     assert parse(name, **{key: None}) == parse(name)
 

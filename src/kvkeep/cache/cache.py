@@ -35,6 +35,7 @@ from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse_budget
 from kvkeep.compress.schedule import Schedule, as_schedule
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
+from kvkeep.model.chat import check_ids, check_tokenizer
 from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, context_length, key_shape
@@ -274,8 +275,8 @@ class Cache(HFCacheAdapter):
 
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Token positions of the kept tokens, `[row][key head]`: ascending, padding not counted."""
-        if layer not in self.compressed_layers:
-            raise CacheMisuse(f"layer {layer} is not compressed; the compressed ones are {self.compressed_layers}.")
+        if not isinstance(layer, int) or layer not in self.compressed_layers:
+            raise CacheMisuse(f"layer {layer!r} is not compressed; the compressed ones are {self.compressed_layers}.")
         return [[head.tolist() for head in row] for row in self.backend.positions(layer)]
 
     def show(self, tokenizer: Any, ids: Sequence[int] | Tensor, row: int = 0) -> ShadedText:
@@ -283,8 +284,13 @@ class Cache(HFCacheAdapter):
 
         A cache holds keys and values, not the tokens they are of: give those that `generate` returned.
         """
+        rows = len(self.tracker.seen)
+        if isinstance(row, bool) or not isinstance(row, int) or not -rows <= row < rows:
+            raise CacheMisuse(f"row={row!r}: this cache has {rows} rows, counted from 0; show it after a forward pass.")
+        check_tokenizer(tokenizer)
+        flat = ids.flatten() if isinstance(ids, Tensor) else ids
+        known = check_ids(self.model, flat, "ids").tolist()[: self.tracker.seen[row]]
         layers = [self.kept(layer)[row] for layer in self.compressed_layers]
-        known = torch.as_tensor(ids).flatten().tolist()[: self.tracker.seen[row]]
         return ShadedText.of(repr(self), token_texts(tokenizer, known), layers)
 
     @property
@@ -295,7 +301,8 @@ class Cache(HFCacheAdapter):
     @property
     def longest_head(self) -> int:
         """Tokens of the fullest key head."""
-        return max(len(head) for i in self.compressed_layers for row in self.backend.positions(i) for head in row)
+        heads = (head for i in self.compressed_layers for row in self.backend.positions(i) for head in row)
+        return max(map(len, heads), default=0)
 
     def report(self) -> Report:
         """What the cache holds, and what a full cache would hold."""
@@ -408,11 +415,14 @@ class Cache(HFCacheAdapter):
 
     def crop(self, tokens_to_remove: int) -> None:
         """transformers calls this after every forward pass of assisted generation. -n: take back the last n guesses"""
-        count = -int(tokens_to_remove)
+        try:
+            count = -int(tokens_to_remove)
+        except (OverflowError, TypeError, ValueError):
+            count = -1
         if not self.counts_guesses or not 0 <= count <= self.croppable:
             raise CacheMisuse(
-                "a compressed cache cannot be cropped but for guesses of assisted generation: evicted tokens are not "
-                "restored; fork() it before you add."
+                f"crop({tokens_to_remove!r}): a compressed cache cannot be cropped but for guesses of assisted "
+                "generation: evicted tokens are not restored; fork() it before you add."
             )
         assert isinstance(self.backend, EvictingBackend)  # no other is given guesses
         self._call_hf_layers("crop", -count)

@@ -19,7 +19,7 @@ from kvkeep.compress.parse import parse
 from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError, UnknownName
 from kvkeep.kernels.torch.quantization import QuantizedKV
-from kvkeep.model.hf_cache import CompressedLayer, fingerprint, layer_devices
+from kvkeep.model.hf_cache import CompressedLayer, check_supported, fingerprint, layer_devices, uncompiled
 from kvkeep.model.hf_layers import layer_tensors, restore
 from kvkeep.storage import checkpoint
 from kvkeep.storage.quantized import QuantizedLayer
@@ -142,6 +142,7 @@ def load_with_facts(kind: Callable[..., C], path: str | Path, model: Any) -> tup
 
 def restored(kind: Callable[..., C], path: str | Path, model: Any, tensors: dict[str, Tensor], facts: Any) -> C:
     """What was read from a path, as a cache on the model's devices."""
+    check_supported(uncompiled(model))
     if facts.get("dtype") != str(model.dtype):
         raise BadCacheFile(
             f"{path} was saved with {facts.get('dtype')}, this model has {model.dtype}; load the model like that."

@@ -184,9 +184,9 @@ def _length(outcome: Outcome) -> str:
 
 
 def outcomes_as_dict(model: str, outcomes: list[Outcome]) -> dict[str, Any]:
-    """The first outcome's fields; the others (--compare, more budgets) under their names."""
-    beside = zip(_names(outcomes)[1:], outcomes[1:], strict=True)
-    return {"model": model, **asdict(outcomes[0]), **{name: asdict(each) for name, each in beside}}
+    """The first outcome's fields and, under "results", all outcomes (more budgets, --compare) in order."""
+    results = [asdict(each) for each in outcomes]
+    return {"model": model, **results[0], "results": results}
 
 
 def print_json(value: Any) -> None:

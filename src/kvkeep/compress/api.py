@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Positive, Range, check_value
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse_budget
 from kvkeep.compress.pipeline import compress, update_token_state
@@ -37,8 +38,9 @@ def select(
     frequencies [dim // 2]: of the model's RoPE, for a method that moves queries (echo); None: 10000 ** (-2i / dim)
     """
     chosen_method, budget = parse_budget(method, budget, **parameters)
-    if scale is not None and not 0 < scale < float("inf"):
-        raise BadParameter(f"scale={scale} is not a positive number; leave it out for 1/sqrt(dim).")
+    check_value("scale", scale, Annotated[float, Range(above=0)] | None)
+    check_value("layers", layers, Positive)
+    check_value("layer", layer, Annotated[int, Range(0, layers - 1)])
     if chosen_method.needs_passes:
         raise BadParameter(
             f"'{chosen_method.name}' runs the model again after a prompt, and select sees one layer's tensors; use "
@@ -47,8 +49,6 @@ def select(
     check(queries, keys, values)
     if chosen_method.needs_output:
         check_output_weight(output_weight, queries, values, chosen_method.name)
-    if not isinstance(layer, int) or not isinstance(layers, int) or not 0 <= layer < layers:
-        raise BadParameter(f"layer={layer} is not one of the {layers} layers, counted from 0.")
     kv_heads, n, dim = keys.shape
     if layers > 1 and chosen_method.layers.layer_weight:
         raise BadParameter(f"'{chosen_method.name}' compares layers, and select sees one; leave out layer and layers.")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import column_mass
 from kvkeep.kernels.torch.reference import probabilities, sum_over_queries
 from kvkeep.types import PAD_POSITION, Observation
@@ -50,12 +49,6 @@ def causal_mask(seen: Observation, last: int) -> Tensor:
 def squared_value_norms(seen: Observation) -> Tensor:
     """Squared norm of each token's value. [kv_heads, n] float32"""
     return norms(seen.values).square().float()
-
-
-def check_norm(norm: int) -> None:
-    """Of all queries' attention to a token."""
-    if norm not in (0, 1, 2):
-        raise BadParameter(f"norm={norm} is not known; use 1, 2, or 0 for the most attention of any query.")
 
 
 def norms(vectors: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from kvkeep.arguments import check_value
 from kvkeep.compress.method import Method, Preset
 from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import METHODS
@@ -19,12 +20,13 @@ class Catalogue(Mapping[str, Method]):
     """Every registered method with its default parameters; those that other packages add, too."""
 
     def __getitem__(self, name: str) -> Method:
+        check_value("name", name, str)
         METHODS[name]  # raises for "snapkv+adakv", which is not one name
         return parse(name)
 
     def __contains__(self, name: object) -> bool:
         METHODS.load_plugins()
-        return name in METHODS
+        return isinstance(name, str) and name in METHODS
 
     def __iter__(self) -> Iterator[str]:
         METHODS.load_plugins()
@@ -52,6 +54,7 @@ def register_method(name: str, *, paper: str = "", keeps: str = "", deviates: st
     check_new("method", name, METHODS)
 
     def register(build: Build) -> Build:
+        check_value("build", build, Callable)
         preset = Preset(build, paper, keeps, deviates)
         _check_parameters(name, build)
         try:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Amount, Checked, Share
 from kvkeep.compress.select import best_first, inverse
-from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
 FAVOURITE = 1e30  # scores from here on are of those kept first
@@ -20,15 +20,9 @@ BLOCK = 2**24  # numbers of W_O v held at a time
 
 
 @dataclass(frozen=True)
-class Critical:
-    share: float = 0.5
-    offset: float = 1e-4
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise BadParameter(f"share={self.share} must lie between 0 (all by output) and 1 (all by score).")
-        if self.offset < 0:
-            raise BadParameter(f"offset={self.offset} is negative; use 0 or more.")
+class Critical(Checked):
+    share: Share = 0.5
+    offset: Amount = 1e-4
 
     def __call__(self, seen: Observation, scores: Tensor, free: Tensor, left: Tensor) -> Tensor:
         assert seen.output_weight is not None

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Count
 from kvkeep.compress.attention import distance_from_end
-from kvkeep.compress.pooling import check_pool
-from kvkeep.errors import BadParameter, BudgetTooSmall
+from kvkeep.errors import BudgetTooSmall
 from kvkeep.types import Observation, Step
 
 Size = int | None  # None: the method's rule, given the budget
@@ -22,25 +22,14 @@ def effective_window(window: Size, budget: int) -> int:
     return min(window, budget // 2)
 
 
-def check_window(window: Size, pool: int = 1) -> None:
-    if window is not None and window < 1:
-        raise BadParameter(f"window={window}: at least one query must be observed; use 1 or more.")
-    check_pool("pool", pool)
-
-
 @dataclass(frozen=True)
-class Guard:
+class Guard(Checked):
     """Always keeps the first `sinks`, the last `recent`, and an observation `window` that shrinks to fit."""
 
-    sinks: int = 0
-    recent: Size = 0  # None: half the budget
-    window: Size = 0
+    sinks: Count = 0
+    recent: Count | None = 0  # None: half the budget
+    window: Count | None = 0
     shrink_to_fit: bool = False  # sinks and recent shrink to a small budget instead of raising
-
-    def __post_init__(self) -> None:
-        for name in ("sinks", "recent", "window"):
-            if (getattr(self, name) or 0) < 0:
-                raise BadParameter(f"{name}={getattr(self, name)} is negative; use 0 or more.")
 
     def sinks_and_recent(self, budget: int) -> tuple[int, int]:
         """Numbers of first and of last tokens kept."""

@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Annotated, Any
 
+from kvkeep.arguments import Amount, Checked, Count, Positive, Range
 from kvkeep.compress.budget.coverage import Needed
 from kvkeep.compress.budget.heads import EqualHeads, Threshold
 from kvkeep.compress.budget.layers import EqualLayers
@@ -45,23 +46,18 @@ PARTS = (  # field, what it has to be, and what if it has `step`
     ("placement", Placement, Placement),
 )
 WITHOUT = "use a method that evicts after the prompt, such as 'kvkeep' or 'snapkv'."
+Coverage = Annotated[float, Range(above=0, most=1)] | None
 STORAGE = {None: None, "int8": 8, "int4": 4}  # bits per number
 
 
 @dataclass(frozen=True)
-class Draft:
+class Draft(Checked):
     """Tokens decoded after a prompt from what another method keeps of it: the scorer sees their queries."""
 
     method: Method
-    tokens: int = 8
-    hold: int | None = None  # budgets: its method keeps so many for the draft; None: one, and all tokens stay meanwhile
+    tokens: Positive = 8
+    hold: Positive | None = None  # budgets its method keeps for the draft; None: one, and all tokens stay meanwhile
     predicting: bool = False  # seen are the queries that predict its tokens, up to an EOS; False: its tokens' own
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise BadParameter(f"tokens={self.tokens}: a draft has one token or more.")
-        if self.hold is not None and self.hold < 1:
-            raise BadParameter(f"hold={self.hold}: a draft is decoded from one budget or more.")
 
     @property
     def steps(self) -> int:
@@ -74,7 +70,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(Checked):
     """A recipe: scorer × guard × grouping × head and layer budgets × memory × placement × schedule, or retrieval."""
 
     name: str = ""
@@ -86,14 +82,14 @@ class Method:
     memory: TokenMemory | None = None  # updates the token_state stored with each token, given new queries
     summary: QuerySummary | None = None  # the scorer sees it in the place of a prompt's queries
     placement: Placement | None = None  # RoPE positions of kept keys; None: their own
-    observation_window: int = 0  # number of newest queries the scorer sees; a memory with sees_all sees every query
+    observation_window: Count = 0  # number of newest queries the scorer sees; a memory with sees_all sees every query
     schedule: Schedule = Schedule()  # when to evict while decoding
-    reuse: int = 1  # this many consecutive layers share the selection of the first
+    reuse: Positive = 1  # this many consecutive layers share the selection of the first
     retrieval: RetrievalConfig | None = None  # offload all tokens and retrieve some per query, instead of evicting
     draft: Draft | None = None  # the scorer sees the queries of tokens that follow the prompt
     rerank: Reranking | None = None  # changes the scores of tokens that are not kept anyway
-    coverage: float | None = None  # no more is kept than makes up this share of the scores (budget/coverage.py)
-    tau: float | None = None  # or than scores above this
+    coverage: Coverage = None  # no more is kept than makes up this share of the scores (budget/coverage.py)
+    tau: Amount | None = None  # or than scores above this
     paper: str = ""
     keeps: str = ""
     deviates: str = ""  # where this differs from the paper
@@ -165,11 +161,11 @@ class Method:
 
     def __post_init__(self) -> None:
         try:
+            super().__post_init__()
             self._check_parts()
         except BadParameter as error:
-            raise BadParameter(f"'{self.name}': {error}" if self.name else str(error)) from None
-        if self.reuse < 1:
-            raise BadParameter(f"reuse={self.reuse} must be 1 (every layer selects) or more.")
+            named = f"'{self.name}': " if isinstance(self.name, str) and self.name else ""
+            raise BadParameter(f"{named}{error}") from None
         if getattr(self.heads, "needs_scores", False) and not ScorerTraits.of(self.scorer).one_scale:
             raise BadParameter(
                 f"{self._called} cannot work: scores of different heads are not on one scale (of protokv, "
@@ -207,10 +203,8 @@ class Method:
     @property
     def _cannot_cover(self) -> str:
         """Why a share of the scores cannot decide how many tokens are kept; empty if it can."""
-        if self.coverage is not None and not 0 < self.coverage <= 1:
-            return f"coverage={self.coverage} is not a share of the scores in (0, 1]"
-        if self.tau is not None and (self.coverage is not None or not self.tau >= 0):
-            return f"tau={self.tau} is a score from 0 on, and takes the place of coverage="
+        if self.tau is not None and self.coverage is not None:
+            return f"tau={self.tau} takes the place of coverage="
         if self.retrieval:
             return "it retrieves for every token, and evicts nothing"
         traits = ScorerTraits.of(self.scorer)
@@ -233,9 +227,9 @@ class Method:
             part = getattr(self, role)
             if part is not None:
                 check_part(part, with_step if getattr(part, "step", None) else protocol, role)
-        for role, kind in (("guard", Guard), ("schedule", Schedule), ("retrieval", RetrievalConfig)):
+        for role, kind in (("guard", Guard), ("schedule", Schedule), ("retrieval", RetrievalConfig), ("draft", Draft)):
             value = getattr(self, role)
-            if not isinstance(value, kind) and (role != "retrieval" or value is not None):
+            if not isinstance(value, kind) and (role in ("guard", "schedule") or value is not None):
                 raise BadParameter(f"{role}={value!r} is not a {kind.__name__}.")
         if self.retrieval is not None:
             check_part(self.retrieval.chunking, Chunking, "chunking")
@@ -260,7 +254,7 @@ class Method:
 
     def bits(self, storage: str | None) -> int | None:
         """Bits per number of a storage, None: the model's dtype; raises where the method cannot use it."""
-        if storage not in STORAGE:
+        if not isinstance(storage, str | None) or storage not in STORAGE:
             raise BadParameter(f"storage={storage!r} is not known; use 'int8', 'int4', or None: as the model computes.")
         if storage is None:
             return None

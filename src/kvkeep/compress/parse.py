@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
+from kvkeep.arguments import check_value, hints
 from kvkeep.compress.budget.heads import Threshold
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.method import Method, Preset
@@ -38,13 +39,16 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
     for name, part, settings in zip(names, parts, written, strict=True):
         _check_names([name], [part], settings, spec)
     _check_names(names, parts, parameters, spec)
-    given = [  # what is written is for its part alone; a keyword is for every part that has it, and said last
-        _part_parameters(name, part, {**settings, **parameters})
-        for name, part, settings in zip(names, parts, written, strict=True)
-    ]
-    method = replace(parts[0].build(**given[0]), name=spec)
-    for name, part, values in zip(modifiers, parts[1:], given[1:], strict=True):
-        method = _apply_modifier(method, name, part.build(**values), base)
+    labels = [base, *(f"+{name}" for name in modifiers)]
+    given = []  # what is written is for its part alone; a keyword is for every part that has it, and said last
+    for name, label, part, settings in zip(names, labels, parts, written, strict=True):
+        with _named(label):
+            given.append(_part_parameters(name, part, {**settings, **parameters}))
+    with _named(base):
+        method = replace(parts[0].build(**given[0]), name=spec)
+    for name, label, part, values in zip(modifiers, labels[1:], parts[1:], given[1:], strict=True):
+        with _named(label):
+            method = _apply_modifier(method, name, part.build(**values), base)
     keeps, deviates = (
         "; ".join(filter(None, text)) for text in zip(*((p.keeps, p.deviates) for p in parts), strict=True)
     )
@@ -128,26 +132,23 @@ def _record(names: Sequence[str], given: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def _convert(part: Preset, name: str, value: Any) -> Any:
-    """The value in the parameter's type; integers pass as floats."""
+    """The value, if the parameter may have it; integers pass as floats."""
     default = part.defaults[name]
-    kind = _optional(part.build, name) if default is None else type(default)
-    if kind is None or (value is None and default is None):
+    if value is default:
         return value
-    if isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
-        return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    what = "or None" if default is None else f"like its default {default!r}"
-    raise BadParameter(f"{name}={value!r} should be {kind.__name__}, {what}.")
+    hint = hints(part.build).get(name) or type(value if default is None else default)
+    check_value(name, value, hint)
+    is_float = isinstance(default, float) or float in get_args(hint)
+    return float(value) if is_float and value is not None else value
 
 
-def _optional(build: Callable, name: str) -> type | None:
-    """The type of a parameter that is None by default: int of `int | None`; None: it does not say, or more than one."""
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors name the part of the method that they are about."""
     try:
-        kinds = [kind for kind in get_args(get_type_hints(build)[name]) if kind is not NoneType]
-    except (KeyError, NameError, TypeError):  # a plugin need not annotate, and may import names for a type checker only
-        return None
-    return kinds[0] if len(kinds) == 1 and kinds[0] in (bool, int, float, str) else None
+        yield
+    except BadParameter as error:
+        raise error if str(error).startswith("'") else BadParameter(f"'{name}': {error}") from None
 
 
 def _apply_modifier(method: Method, modifier: str, change: Any, base: str) -> Method:

@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvkeep.errors import BadParameter
 from kvkeep.kernels.kernel_dispatch import KernelDispatch
-
-
-def check_pool(name: str, width: int) -> None:
-    if width < 1 or width % 2 == 0:
-        raise BadParameter(f"{name}={width} must be odd and positive, so that it is centred; use 1 for none.")
 
 
 def pool(scores: Tensor, among: Tensor, width: int, kind: str = "avg") -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Count, Positive
 from kvkeep.errors import BadParameter
 
 
@@ -32,15 +33,11 @@ class Contiguous:
 
 
 @dataclass(frozen=True)
-class Gap:
+class Gap(Checked):
     """Near tokens keep their positions; far ones are consecutive, the newest `gap` before the next query (IntelLLM)."""
 
-    near: int | None = None
-    gap: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.gap is not None and self.gap < 1:
-            raise BadParameter(f"gap={self.gap} must be 1 or more; None derives it from the model's context length.")
+    near: Count | None = None
+    gap: Positive | None = None
 
     def __call__(self, where: PlacementInput) -> Tensor:
         m = where.token_positions.shape[-1]

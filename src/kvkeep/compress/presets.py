@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated, Literal
 
+from kvkeep.arguments import Amount, Count, Odd, Positive, Range, Share
 from kvkeep.compress.budget.coverage import COVERAGE
 from kvkeep.compress.budget.heads import AdaptiveHeads, Threshold
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.budget.shared import SharedBudget
 from kvkeep.compress.critical import Critical
 from kvkeep.compress.grouping.blocks import Blocks
-from kvkeep.compress.grouping.prototypes import Prototypes
+from kvkeep.compress.grouping.prototypes import Kind, Prototypes
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Draft, Method, Preset
 from kvkeep.compress.positions import Capped, Contiguous, Gap
 from kvkeep.compress.protocols import HeadAllocator
 from kvkeep.compress.retrieval.chunking import Chunks, Clusters, Events, MethodClusters, SentenceChunks
-from kvkeep.compress.retrieval.config import RetrievalConfig, check_probe
+from kvkeep.compress.retrieval.config import RetrievalConfig
 from kvkeep.compress.retrieval.index import Bounds, Centres, EachToken, Representatives
 from kvkeep.compress.schedule import Schedule
 from kvkeep.compress.scorers.ahakv import AhaKVScorer, RecentAttention
@@ -47,29 +49,35 @@ def full():
     return Method("full", scorer=None)
 
 
-def kvkeep(window=32, pool=7, block=16, sinks=4, alpha=0.5):
+def kvkeep(window=32, pool=7, block: Positive = 16, sinks=4, alpha=0.5):
     scorer = ValueNormScorer(SnapKVScorer(window, pool, "max"))
     guard, heads = Guard(sinks, window=window), AdaptiveHeads(alpha)
     return Method("kvkeep", scorer, guard, Blocks(block), heads=heads, observation_window=window)
 
 
-def kvkeep_lookahead(tokens=32, window=32, pool=7, block=8, sinks=4, alpha=0.5, hold=8, norm=2, predicting=True):
+def kvkeep_lookahead(
+    tokens=32, window=32, pool=7, block: Positive = 8, sinks=4, alpha=0.5, hold=8, norm=2, predicting=True
+):
     method = kvkeep(window, pool, block, sinks, alpha)
     drafting = lookahead(tokens, window, pool, "max", hold, norm, predicting)
     return replace(method, name="kvkeep_lookahead", scorer=ValueNormScorer(drafting.scorer), draft=drafting.draft)
 
 
-def kvkeep_context(near: int | None = None, chunk=2048, sinks=4, floor=0.35, local=True, norm=2):
+def kvkeep_context(near: int | None = None, chunk: Positive = 2048, sinks=4, floor: Share = 0.35, local=True, norm=2):
     method = kvzip_plus(chunk, sinks, near=near, local=local, norm=norm)
     return replace(method, name="kvkeep_context", heads=SharedBudget(floor, yields=True))
 
 
-def intentkv(window=64, block=16, smooth=8, intention=True, recent=0, sinks=0, boundary=IntentKVScorer.boundary):
+def intentkv(
+    window=64, block: Positive = 16, smooth=8, intention=True, recent=0, sinks=0, boundary=IntentKVScorer.boundary
+):
     scorer = IntentKVScorer(window, smooth, intention, boundary)
     return Method("intentkv", scorer, Guard(sinks, recent), Blocks(block), observation_window=window)
 
 
-def intelllm(head_gravity=6, near: int | None = None, gap: int | None = None, mode="global", keep_head=True, window=64):
+def intelllm(
+    head_gravity: Count = 6, near: Count | None = None, gap: int | None = None, mode="global", keep_head=True, window=64
+):
     guard = Guard(head_gravity if keep_head else 0, near, shrink_to_fit=True)
     scorer = IntelLLMScorer(window, head_gravity, near, mode)
     return Method("intelllm", scorer, guard, placement=Gap(near, gap), observation_window=window)
@@ -97,7 +105,7 @@ def protokv(
     chunks: int | None = None,
     window: int | None = None,
     votes=ProtoKVScorer.votes,
-    prototypes="both",
+    prototypes: Kind = "both",
     gamma: float | None = None,
     seed=0,
     buckets: int | None = None,
@@ -142,7 +150,7 @@ def pyramidkv(window=8, pool=5, pooling="avg", beta=20):
     return Method("pyramidkv", scorer, Guard(window=window), layers=Pyramid(beta), observation_window=window)
 
 
-def chunkkv(window=32, chunk=10, reuse=2):
+def chunkkv(window=32, chunk: Positive = 10, reuse=2):
     scorer, group = SnapKVScorer(window, pool=1), Blocks(chunk, "chunk")
     return Method("chunkkv", scorer, Guard(window=window), group, observation_window=window, reuse=reuse)
 
@@ -160,9 +168,9 @@ def random(seed=0):
     return Method("random", RandomScorer(seed))
 
 
-def keep_prompt_random(buffer=128, seed=0):
-    how = {"memory": PromptMark(), "schedule": Schedule(buffer)}
-    return Method("keep_prompt_random", RandomAnswerScorer(seed), Guard(recent=1), **how)
+def keep_prompt_random(buffer: Positive = 128, seed=0):
+    scorer, schedule = RandomAnswerScorer(seed), Schedule(buffer)
+    return Method("keep_prompt_random", scorer, Guard(recent=1), memory=PromptMark(), schedule=schedule)
 
 
 def knorm():
@@ -181,11 +189,11 @@ def echo(chunk=2048, sinks=4, gap=20, near: int | None = None):
     return Method("echo", RepetitionScorer(), Guard(sinks), memory=Repetition(chunk, sinks, gap, near))
 
 
-def kvzip(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm=0):
+def kvzip(chunk: Positive = 2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm=0):
     return replayed("kvzip", Replay(chunk, sinks, False, near, local, norm), layerwise)
 
 
-def kvzip_plus(chunk=2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm=0):
+def kvzip_plus(chunk: Positive = 2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm=0):
     return replayed("kvzip_plus", Replay(chunk, sinks, True, near, local, norm), layerwise)
 
 
@@ -205,7 +213,7 @@ def compactor(sketch=48, chunk=256, sinks=8, recent=4, seed=0, ridge=0.01):
     return Method("compactor", scorer, Guard(sinks, recent), memory=memory)
 
 
-def rkv(buffer=128, window=8, pool=7, importance=0.1, alike=0.5):
+def rkv(buffer: Positive = 128, window=8, pool=7, importance=0.1, alike=0.5):
     scorer = RKVScorer(window, pool, importance, alike)
     return Method("rkv", scorer, Guard(window=window), observation_window=window, schedule=Schedule(buffer))
 
@@ -213,16 +221,15 @@ def rkv(buffer=128, window=8, pool=7, importance=0.1, alike=0.5):
 def actqkv(
     window=256,
     sinks: int | None = None,
-    local: int | None = None,
+    local: Positive | None = None,
     chunk: int | None = None,
-    representatives=32,
-    probe="bias",
+    representatives: Positive = 32,
+    probe: Literal["bias", "mean"] = "bias",
     density=True,
     per_head=True,
-    question_weight=0.0,
+    question_weight: Amount = 0.0,
     reverse=False,
 ):
-    check_probe(probe)
     index = Representatives(representatives, True, probe == "bias", True, question_weight, per_head, reverse)
     density = "reverse" if density and reverse else density
     retrieval = RetrievalConfig(Chunks(chunk, 32), index, window, sinks=sinks, near=local, density=density)
@@ -232,9 +239,9 @@ def actqkv(
 def infllm(
     window=256,
     sinks: int | None = None,
-    local: int | None = None,
-    block: int | None = None,
-    representatives=4,
+    local: Positive | None = None,
+    block: Positive | None = None,
+    representatives: Positive = 4,
     per_head=True,
 ):
     index = Representatives(representatives, per_head=per_head)
@@ -244,9 +251,9 @@ def infllm(
 def qllm(
     window=256,
     sinks: int | None = None,
-    local: int | None = None,
-    block: int | None = None,
-    representatives=4,
+    local: Positive | None = None,
+    block: Positive | None = None,
+    representatives: Positive = 4,
     weight=4.0,
     per_head=True,
 ):
@@ -254,7 +261,7 @@ def qllm(
     return Method("qllm", None, retrieval=RetrievalConfig(Chunks(block, 128), index, window, sinks=sinks, near=local))
 
 
-def tokenselect(window=256, sinks: int | None = None, local: int | None = None, similar=0.9):
+def tokenselect(window=256, sinks: int | None = None, local: Positive | None = None, similar=0.9):
     retrieval = RetrievalConfig(Chunks(1), EachToken(), window, "contiguous", sinks, local, similar=similar)
     return Method("tokenselect", None, retrieval=retrieval)
 
@@ -262,12 +269,12 @@ def tokenselect(window=256, sinks: int | None = None, local: int | None = None, 
 def emllm(
     window=256,
     sinks: int | None = None,
-    local: int | None = None,
+    local: Positive | None = None,
     gamma=1.0,
     refine=True,
     longest=128,
-    contiguity=0.3,
-    representatives=4,
+    contiguity: Annotated[float, Range(0, below=1)] = 0.3,
+    representatives: Positive = 4,
     per_head=True,
 ):
     events, index = Events(gamma, longest, refine=refine), Representatives(representatives, per_head=per_head)
@@ -275,38 +282,45 @@ def emllm(
     return Method("emllm", None, retrieval=retrieval)
 
 
-def quest(page: int | None = None, sinks=0, local: int | None = None):
+def quest(page: Positive | None = None, sinks=0, local: Positive | None = None):
     retrieval = RetrievalConfig(Chunks(page, 16), Bounds(), None, "original", sinks, local, default_sizes=(0, 16))
     return Method("quest", None, retrieval=retrieval)
 
 
 def clusterkv(
-    tokens=80, iterations=20, sinks: int | None = None, local: int | None = None, pack: int | None = None, once=False
+    tokens=80,
+    iterations=20,
+    sinks: int | None = None,
+    local: Positive | None = None,
+    pack: int | None = None,
+    once=False,
 ):
     chunking = Clusters(tokens, pack, iterations)
     retrieval = RetrievalConfig(chunking, Centres(), None, "original", sinks, local, default_sizes=(16, 128), once=once)
     return Method("clusterkv", None, retrieval=retrieval)
 
 
-def squeezed(tokens=20, iterations=20, window: int | None = None, threshold=0.05, pack: int | None = None, once=False):
+def squeezed(
+    tokens=20, iterations=20, window: Positive | None = None, threshold=0.05, pack: int | None = None, once=False
+):
     chunking, index = Clusters(tokens, pack, iterations), Centres(estimate=True, threshold=threshold)
     retrieval = RetrievalConfig(chunking, index, None, "original", 0, window, default_sizes=(0, 100), once=once)
     return Method("squeezed", None, retrieval=retrieval)
 
 
-def sentencekv(sinks: int | None = None, local: int | None = None, longest=128, once=False):
+def sentencekv(sinks: int | None = None, local: Positive | None = None, longest=128, once=False):
     how = {"default_sizes": (32, 32), "needs": "sentences", "once": once}
     retrieval = RetrievalConfig(SentenceChunks(longest), Centres(), None, "original", sinks, local, **how)
     return Method("sentencekv", None, retrieval=retrieval)
 
 
-def offload_clusters(sinks: int | None = None, local: int | None = None, pack: int | None = None):
+def offload_clusters(sinks: int | None = None, local: Positive | None = None, pack: int | None = None):
     """Offload the method's clusters of keys instead of evicting, and retrieve them whole."""
     config = RetrievalConfig(Chunks(), Centres(), None, "original", sinks, local, default_sizes=(4, 32))
     return {"retrieval": lambda method: replace(config, chunking=MethodClusters(method.group, pack))}
 
 
-def keep_sinks(first=4):
+def keep_sinks(first: Count = 4):
     """Always keep the first tokens."""
     return lambda method: {"guard": replace(method.guard, sinks=max(first, method.guard.sinks))}
 
@@ -318,7 +332,7 @@ def clustered(
     chunks: int | None = None,
     gamma: float | None = None,
     seed=0,
-    prototypes="both",
+    prototypes: Kind = "both",
     buckets: int | None = None,
     worth="mean",
 ):
@@ -326,7 +340,7 @@ def clustered(
     return {"group": Prototypes(kappa, anchors, bits, chunks, gamma, prototypes, seed, buckets, worth)}
 
 
-def weight_by_values(power=1.0, value_pool=5):
+def weight_by_values(power=1.0, value_pool: Odd = 5):
     """Weight scores by the norm of the values."""
     return lambda method: {"scorer": ValueNormScorer(method.scorer, power, value_pool)}
 
@@ -334,6 +348,16 @@ def weight_by_values(power=1.0, value_pool=5):
 def among_heads(heads: HeadAllocator):
     """Heads compete for a budget; a scorer may have another scale for that."""
     return lambda method: {"heads": heads, "scorer": getattr(method.scorer, "among_heads", lambda: method.scorer)()}
+
+
+def one_budget(floor: Share = 0.0):
+    """Key heads of all layers compete; each is sure of `floor` of an equal budget."""
+    return among_heads(SharedBudget(floor))
+
+
+def in_blocks(block: Positive = 16):
+    """Select whole blocks of tokens."""
+    return {"group": Blocks(block)}
 
 
 def keep_above(tau=0.001):
@@ -514,7 +538,7 @@ MODIFIERS = Registry("modifier", {
         "units compete by their score; each head's floor is set aside first; the authors' code mixes counts afterwards",
     ),
     "shared": Preset(
-        lambda floor=0.0: among_heads(SharedBudget(floor)), "arXiv:2505.23416", "one budget for all heads and layers",
+        one_budget, "arXiv:2505.23416", "one budget for all heads and layers",
         "for any method's scores; a token that is not among the best of the layers so far is evicted at once",
     ),
     "critical": Preset(
@@ -542,7 +566,7 @@ MODIFIERS = Registry("modifier", {
         lambda: {"layers": EntropyLayers()}, "ActQKV", "layer budgets by entropy of attention",
         f"the paper's density of chunks, taken here from the window's attention; {ONCE}",
     ),
-    "blocks": Preset(lambda block=16: {"group": Blocks(block)}, "IntentKV", "whole blocks of tokens"),
+    "blocks": Preset(in_blocks, "IntentKV", "whole blocks of tokens"),
     "prototypes": Preset(clustered, "ProtoKV", "whole clusters of keys", RANGES),
     "values": Preset(weight_by_values, "AhaKV", "scores are weighted by the norm of the values"),
     "sinks": Preset(keep_sinks, "arXiv:2309.17453", "the first tokens are kept"),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from kvkeep.arguments import Checked, check_finite
 from kvkeep.compress.positions import PlacementInput
 from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery, RowQueries
 from kvkeep.compress.select import Units
@@ -220,6 +221,11 @@ def check_part(part: Any, protocol: type, role: str) -> None:
                 raise BadParameter(f"the {role} {kind} has no {name}.")
         elif not _takes(part if name == "__call__" else getattr(part, name, None), wanted):
             raise BadParameter(f"the {role} {kind} has no {name}({', '.join(_arguments(wanted))}).")
+    if is_dataclass(part) and not isinstance(part, Checked):
+        try:
+            check_finite(part)
+        except BadParameter as error:
+            raise BadParameter(f"the {role} {kind}: {error}") from None
 
 
 def check_index(index: Any) -> None:

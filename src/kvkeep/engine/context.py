@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import check_value
 from kvkeep.cache import serialize
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import Report
@@ -75,15 +76,17 @@ class Context:
     def stream(self, question: str, *, progress: ProgressOption = None, **options: Any) -> Iterator[str]:
         """The same, detokenized incrementally."""
         how = Generation.of(options)
-        return self._stream(question, self._prompt(question, how), how, progress)
+        return self._stream(question, self._prompt(question, how, progress), how, progress)
 
     def submit(self, question: str, *, progress: ProgressCallback = None, **options: Any) -> Handle:
         """The same, as a handle, whose `cache` holds text, question and answer when that is complete."""
+        check_value("progress", progress, Callable | None)
         how = Generation.of(options)
-        return self._submit(question, self._prompt(question, how), how, progress)
+        return self._submit(question, self._prompt(question, how, progress), how, progress)
 
-    def _prompt(self, question: str, how: Generation) -> Tensor:
+    def _prompt(self, question: str, how: Generation, progress: ProgressOption) -> Tensor:
         """Ids of the text and a question that both fit the model."""
+        check_value("progress", progress, Callable | bool | None)
         check_text("question", question)
         seen = self._sequence.token_ids
         ids = seen + self._sequence.config.question_ids(self.text, question, seen)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Count, check_value
 from kvkeep.cache.cache import Cache
 from kvkeep.compress.defaults import BUDGET, CONTEXT_METHODS, PROMPT_METHODS
 from kvkeep.compress.method import Method
@@ -29,8 +30,10 @@ from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError, UnknownName, UnsupportedModel
 from kvkeep.model.chat import (
+    check_ids,
     check_messages,
     check_text,
+    check_tokenizer,
     end_of_turn,
     eos_token_ids,
     with_question,
@@ -115,6 +118,7 @@ class Engine:
             raise BadParameter(
                 "tokenizer=None: an engine encodes prompts and decodes answers; give the model's, or use kvkeep.Cache."
             )
+        check_tokenizer(tokenizer)
         eos = eos_token_ids(model, tokenizer)
         self.prefixes = PrefixStore(prefix_cache) if isinstance(prefix_cache, int) else prefix_cache
         how_many = max_rows, max_tokens, memory
@@ -223,7 +227,11 @@ class Engine:
                 "--tensor-parallel."
             )
         how = Generation.of(options)
+        check_value("key", key, str)
+        check_value("cache_prefix", cache_prefix, bool | None)
+        check_value("progress", progress, Callable | None)
         if context is not None:
+            check_value("context", context, str)
             request = self._about_context(key, context, only_text(prompt), how)
         else:
             ids, config = prompt_ids(self.config, prompt, question, tools), self._config_for(method, budget)
@@ -268,6 +276,9 @@ class Engine:
         self._check_holds_text()
         config = self._reading_config(method, budget, pinned=True)
         check_text("text", text)
+        check_value("key", key, str)
+        check_value("public", public, bool)
+        check_value("progress", progress, Callable | None)
         ids, pin = torch.tensor(config.context_ids(text)), Pin(text, public)
         request = Request(config, ids, Generation(1), progress=progress, prefill_only=True, key=key, pin=pin)
         self._driver.prefill(request)
@@ -276,6 +287,8 @@ class Engine:
     def unpin(self, id: str, *, key: str = "") -> None:
         """Remove a stored text; of its own key alone."""
         self._store()
+        check_value("id", id, str)
+        check_value("key", key, str)
         with _known(id):
             self._driver.unpin(key, id)
 
@@ -299,6 +312,7 @@ class Engine:
         """The engine's own, with another method or budget; checked when first asked for."""
         if method is None and budget is None:
             return self.config
+        check_value("budget", budget, int | float | str | None)
         name = method if isinstance(method, str) else repr(method), budget
         if name not in self._configs:
             own, asked, parameters, auto = self._asked
@@ -317,6 +331,7 @@ class Engine:
 
         progress: told what is being done
         """
+        check_value("progress", progress, Callable)
         most = self._driver.scheduler.max_rows
         check_count("rows", most if rows is None else rows, 1, "use a whole number, at least one")
         reading = self._reading_config(None, None, pinned=self.prefixes is not None)
@@ -368,6 +383,7 @@ class Engine:
         question; `ask` then warns.
         progress: as in `stream`
         """
+        check_value("progress", progress, Callable | bool | None)
         self._check_holds_text()
         config = self._config_for(method, budget) if question is not None else self._reading_config(method, budget)
         return Context.read(self._driver, config.new_sequence(), text, question, progress)
@@ -401,11 +417,22 @@ class Engine:
 
     def prefill(self, ids: Tensor, progress: ProgressOption = None) -> Tensor:
         """Prefill the ids the cache does not hold yet, in chunks. ids [n] -> logits after the last one [vocabulary]"""
-        with self._driver.lock, watch(progress, len(ids)) as report:
-            return self.sequence.prefill(ids, report)
+        check_value("progress", progress, Callable | bool | None)
+        ids = check_ids(self.model, ids, "ids")
+        with self._driver.lock:
+            seen = self.sequence.token_ids
+            if len(seen) >= len(ids) or ids[: len(seen)].tolist() != seen:
+                raise CacheMisuse(
+                    f"ids: these {len(ids)} do not go on after the {len(seen)} tokens that the cache holds; give those "
+                    "and more, or use extend, which takes new ones alone."
+                )
+            with watch(progress, len(ids)) as report:
+                return self.sequence.prefill(ids, report)
 
     def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
         """Append tokens. ids [q] -> logits of the last `keep` of them, 0: of all [keep, vocabulary]"""
+        check_value("keep", keep, Count)
+        ids = check_ids(self.model, ids, "ids")
         with self._driver.lock:
             return self.sequence.extend(ids, keep)
 
@@ -425,6 +452,7 @@ class Engine:
         options: max_new_tokens=256, temperature=0.0 (the likeliest token), top_p=1.0, top_k=0 (all tokens), seed=0,
         stop=() (a text, or several, that end the answer)
         """
+        check_value("progress", progress, Callable | bool | None)
         self._check_no_prefill()
         return self._stream(self.encode(prompt, question), question, Generation.of(options), progress)
 
@@ -472,6 +500,7 @@ class Engine:
     ) -> str:
         """The answer to a conversation, options as in `stream`. One that continues the last reuses its cache."""
         how = Generation.of(options)
+        check_value("progress", progress, Callable | bool | None)
         check_messages(messages)
         ids = self.config.encode(messages)
         if not self._continues(ids):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeep.errors import BadParameter
 from kvkeep.terminal import Bar, is_watched
 
 
@@ -46,8 +45,6 @@ def watch(progress: ProgressOption, tokens: int) -> Iterator[ProgressCallback]:
     """Give what a prefill of so many tokens reports to: the callback, or a bar on a terminal; False: nothing."""
     if callable(progress):
         yield progress
-    elif progress not in (None, True, False):
-        raise BadParameter(f"progress={progress!r} is not a function; give one, or False for no progress bar.")
     elif progress is False or not is_watched():
         yield None
     else:

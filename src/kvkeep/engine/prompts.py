@@ -6,12 +6,11 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import BadParameter
-from kvkeep.model.chat import check_messages, with_question
+from kvkeep.model.chat import check_ids, check_messages, check_tools, with_question
 
 Prompt = str | list[dict[str, Any]] | list[int] | Tensor  # a text, the messages of a chat, or token ids [n]
 
@@ -28,6 +27,7 @@ def prompt_ids(
     config: SequenceConfig, prompt: Prompt, question: str | None = None, tools: list[dict[str, Any]] | None = None
 ) -> Tensor:
     """Through the chat template, but for token ids. -> [n]"""
+    check_tools(tools)
     if isinstance(prompt, str) and not tools:
         return config.encode(with_question(prompt, question))
     if question is not None:
@@ -54,7 +54,7 @@ def only_text(prompt: Prompt) -> str:
 
 def check_prompts(prompts: Any) -> list[str]:
     """Refuse what is not a list of texts."""
-    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes | Mapping | Tensor) or not isinstance(prompts, Iterable):
         kind = type(prompts).__name__
         raise BadParameter(f"prompt={reprlib.repr(prompts)} is a {kind}; give a text, or a list of texts.")
     found = list(prompts)
@@ -62,17 +62,3 @@ def check_prompts(prompts: Any) -> list[str]:
         if not isinstance(each, str):
             raise BadParameter(f"prompt {number} of {len(found)} is {reprlib.repr(each)}; give a list of texts.")
     return found
-
-
-def check_ids(model: Any, ids: Any) -> Tensor:
-    """Refuse what are not token ids of this model. -> [n]"""
-    try:
-        found = torch.as_tensor(ids).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BadParameter(f"prompt={reprlib.repr(ids)}: give a text, messages, or token ids ({error}).") from None
-    size = model.config.get_text_config(decoder=True).vocab_size
-    if found.dim() != 1 or found.dtype.is_floating_point or found.dtype == torch.bool or not len(found):
-        raise BadParameter(f"prompt has shape {list(found.shape)} of {found.dtype}; give a list of token ids.")
-    if not 0 <= int(found.min()) <= int(found.max()) < size:
-        raise BadParameter(f"token ids are {int(found.min())} to {int(found.max())}; this model's are 0 to {size - 1}.")
-    return found.long()

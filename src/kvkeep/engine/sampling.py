@@ -27,8 +27,8 @@ OTHER_NAMES = {  # names other libraries use
 
 
 def check_count(name: str, value: Any, least: int, why: str) -> None:
-    """Refuse what is not a whole number of `least` or more."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    """Refuse what is not a whole number of `least` or more, below 2**63."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) < 2**63:
         raise BadParameter(f"{name}={value!r}: {why}.")
 
 
@@ -121,7 +121,8 @@ class Generation:
             check_count("logprobs", self.logprobs, 0, "use the number of likeliest tokens to show, 0 or more, or None")
         if self.constraint is not None and not callable(self.constraint):
             raise BadParameter(f"constraint={self.constraint!r}: give a function that makes one for an answer.")
-        stop = (self.stop,) if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
+        several = isinstance(self.stop, Iterable) and not isinstance(self.stop, str | Tensor)
+        stop = tuple(self.stop) if several else (self.stop,)
         if not all(isinstance(text, str) and text for text in stop):
             raise BadParameter(f"stop={self.stop!r}: give a text, or a list of texts, none of them empty.")
         object.__setattr__(self, "stop", stop)
@@ -160,7 +161,7 @@ class SamplingRows:
     def set(self, row: int, how: Generation | None) -> None:
         """None: the row is not in use."""
         self.hows[row] = how
-        self.temperature[row].fill_(how.temperature if how else 0.0)  # an assignment would wait for the device
+        self.temperature[row].fill_(float(how.temperature) if how else 0.0)  # an assignment would wait for the device
         if how is not None and how.temperature:
             self.top_p[row].fill_(how.top_p)
             self.top_k[row], self.seed[row] = how.top_k, how.seed

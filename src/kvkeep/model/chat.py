@@ -54,7 +54,7 @@ def _apply_template(tokenizer: Any, chat: list[dict[str, Any]], tools: list[dict
 
     try:
         return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, tools=tools)
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:
         raise BadInput(f"the model's chat template refuses these messages: {error}") from error
 
 
@@ -73,8 +73,37 @@ def check_messages(messages: Any) -> None:
     if not messages or messages[-1].get("role") == "assistant":
         raise BadInput("a chat ends with a message to answer; give at least one, the last not the assistant's.")
     for number, each in enumerate(messages):
+        check_text(f"role of message {number}", each.get("role"))
         if not isinstance(each.get("content"), str) and not (each.get("content") is None and each.get("tool_calls")):
             raise BadParameter(f"message {number} has content {reprlib.repr(each.get('content'))}; give a text.")
+
+
+def check_tools(tools: Any) -> None:
+    """Refuse what are not functions a model may call."""
+    if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(each, Mapping) for each in tools)):
+        raise BadParameter(f"tools={reprlib.repr(tools)}: give a list of JSON schemas of functions.")
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuse what cannot encode and decode a text."""
+    if not all(hasattr(tokenizer, name) for name in ("__call__", "decode", "chat_template", "eos_token_id")):
+        raise BadParameter(f"tokenizer={reprlib.repr(tokenizer)} is a {type(tokenizer).__name__}; give the model's.")
+
+
+def check_ids(model: Any, ids: Any, name: str = "prompt") -> Tensor:
+    """Refuse what are not token ids of this model. -> [n]"""
+    try:
+        found = torch.as_tensor(ids).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        kinds = "a text, messages, or token ids" if name == "prompt" else "token ids"
+        raise BadParameter(f"{name}={reprlib.repr(ids)}: give {kinds} ({error}).") from None
+    size = model.config.get_text_config(decoder=True).vocab_size
+    if found.dim() != 1 or found.dtype.is_floating_point or found.dtype == torch.bool or not len(found):
+        raise BadParameter(f"{name} has shape {list(found.shape)} of {found.dtype}; give a list of token ids.")
+    if not 0 <= int(found.min()) <= int(found.max()) < size:
+        least, most = int(found.min()), int(found.max())
+        raise BadParameter(f"{name}: token ids are {least} to {most}; this model's are 0 to {size - 1}.")
+    return found.long()
 
 
 def join_question(text: str, question: str) -> str:
@@ -85,7 +114,7 @@ def join_question(text: str, question: str) -> str:
 def with_question(prompt: str, question: str | None = None) -> str:
     """A prompt and, after a blank line, the question, if there is one."""
     check_text("prompt", prompt, empty=True)
-    check_text("question", question or "", empty=True)
+    check_text("question", "" if question is None else question, empty=True)
     text = join_question(prompt, question) if question and question.strip() else prompt
     check_text("prompt", text)
     return text

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvkeep.arguments import check_value
 from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model.default_model import DEFAULT, Say, check_tokenizer, default_folder, fetch_default
 from kvkeep.model.known_models import KNOWN_MODELS
@@ -39,6 +40,9 @@ def load(
     tp_plan: "auto" splits it over the processes of torch.distributed, each with a device of its own; None: one process.
     yarn: a factor by which YaRN lengthens the model's context length; None: as it was saved.
     """
+    check_value("name", name, str | None)
+    check_value("progress", progress, Callable | bool | None)
+    check_value("tp_plan", tp_plan, Literal["auto"] | None)
     device, dtype = check_device(device, dtype)
     name = DEFAULT if name is None else name
     is_default = name in DEFAULT_NAMES
@@ -167,9 +171,10 @@ def _device(device: Any) -> Any:
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(". ")
-        reason = "torch knows no such device" if reason.startswith("Expected one of") else reason
+        unknown = reason.startswith(("Expected one of", "device()"))
+        reason = "torch knows no such device" if unknown else reason
         raise BadParameter(f"device={device!r} cannot be used here ({reason}); use 'cpu', or leave it out.") from error
     if found.type == "meta":
         raise BadParameter("device='meta' holds no values, so nothing can be computed; use 'cpu', or leave it out.")

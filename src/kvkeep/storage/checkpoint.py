@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvkeep.arguments import check_value
 from kvkeep.errors import BadCacheFile
 
 TENSORS, DESCRIPTION, FORMAT = "cache.safetensors", "cache.json", "kvkeep-cache-1"
@@ -26,6 +27,7 @@ def write(path: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, A
 
     Of a symbolic link the target is replaced. Whatever fails, an older cache stays where it is.
     """
+    check_value("path", path, str | os.PathLike)
     target = Path(os.path.realpath(path))
     try:
         if target.exists() and not _is_cache(target):
@@ -93,6 +95,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def read_facts(path: str | Path) -> dict[str, Any]:
     """Read the description alone; BadCacheFile says what is wrong with it."""
+    check_value("path", path, str | os.PathLike)
     path = Path(path)
     try:
         facts = json.loads((path / DESCRIPTION).read_text())
@@ -112,7 +115,8 @@ def read_facts(path: str | Path) -> dict[str, Any]:
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read both files; BadCacheFile says what is wrong with them."""
-    path, facts = Path(path), read_facts(path)
+    facts = read_facts(path)
+    path = Path(path)
     try:
         if _sha256(path / TENSORS) == facts.get("tensors_sha256"):
             return load_file(path / TENSORS), facts

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Share
 from kvkeep.compress.budget.coverage import Needed, amounts
 from kvkeep.compress.protocols import HeadAllocator
 from kvkeep.compress.select import MOST, Units, best_first, inverse, packs, ranked, sort_packed, sortable
@@ -32,7 +33,7 @@ class EqualHeads:
 
 
 @dataclass(frozen=True)
-class AdaptiveHeads:
+class AdaptiveHeads(Checked):
     """Ada-KV (arXiv:2407.11550): tokens of all heads compete by score; each head has a guaranteed floor.
 
     Deviations: the floor is `alpha` of an equal budget, taken by each head's best tokens before heads compete, where
@@ -40,12 +41,8 @@ class AdaptiveHeads:
     unit's score, then by its own, as in the selection.
     """
 
-    alpha: float = 0.2
+    alpha: Share = 0.2
     needs_scores = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise BadParameter(f"alpha={self.alpha} must lie between 0 (one pool) and 1 (equal heads).")
 
     def __call__(
         self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None = None,
@@ -79,7 +76,7 @@ class AdaptiveHeads:
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Checked):
     """Of each head's budget, no more than its forced tokens and those that score above tau: fewer may be kept.
 
     With units, they are as many tokens, of the best units.
@@ -90,6 +87,7 @@ class Threshold:
     needs_scores = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if getattr(self.heads, "across_layers", False):
             raise BadParameter("+threshold cannot work with one budget for all layers: their tokens compete by rank.")
 

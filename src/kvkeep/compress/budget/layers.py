@@ -13,8 +13,9 @@ from math import floor as floor_of
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import AboveZero, Checked, Positive
 from kvkeep.compress.attention import attention, distance_from_end, mean_and_variance
-from kvkeep.compress.guard import check_window, effective_window
+from kvkeep.compress.guard import effective_window
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.torch.reference import entropy
 from kvkeep.types import Observation
@@ -29,18 +30,14 @@ class EqualLayers:
 
 
 @dataclass(frozen=True)
-class Pyramid:
+class Pyramid(Checked):
     """PyramidKV (arXiv:2406.02069): budgets above the floor fall linearly from the first layer to the last.
 
     Deviation: where the first layer would get more tokens than there are, the slope is reduced, so the total stays.
     """
 
-    beta: int = 20
+    beta: Positive = 20
     layer_weight, window = None, 0
-
-    def __post_init__(self) -> None:
-        if self.beta < 1:
-            raise BadParameter(f"beta={self.beta} must be 1 or more: the last layer gets 1/beta of the mean budget.")
 
     def __call__(self, budget: int, floor: int, tokens: int, layers: int) -> list[int]:
         if budget >= tokens:
@@ -56,7 +53,7 @@ class Pyramid:
         return [floor + n for n in round_to_total(extra)]
 
 
-class WeightedLayers:
+class WeightedLayers(Checked):
     """Budgets above the floor in proportion to a weight computed from each layer."""
 
     window: int
@@ -84,14 +81,9 @@ class CakeLayers(WeightedLayers):
     Deviation: allocated once, after the last layer, instead of cascading; the result is the same (its theorem 1).
     """
 
-    tau1: float = 1.0
-    tau2: float = 1.0
-    window: int = 32
-
-    def __post_init__(self) -> None:
-        check_window(self.window)
-        if self.tau1 <= 0 or self.tau2 <= 0:
-            raise BadParameter(f"tau1={self.tau1}, tau2={self.tau2}: both must be positive.")
+    tau1: AboveZero = 1.0
+    tau2: AboveZero = 1.0
+    window: Positive = 32
 
     def layer_weight(self, seen: Observation, budget: int) -> Tensor:
         rows = self._rows(seen, budget)
@@ -104,10 +96,7 @@ class CakeLayers(WeightedLayers):
 class EntropyLayers(WeightedLayers):
     """Layers whose window attends to many tokens get more: ActQKV's information density, taken from attention."""
 
-    window: int = 32
-
-    def __post_init__(self) -> None:
-        check_window(self.window)
+    window: Positive = 32
 
     def layer_weight(self, seen: Observation, budget: int) -> Tensor:
         rows = self._rows(seen, budget)

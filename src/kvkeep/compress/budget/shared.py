@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Share
 from kvkeep.compress.budget.coverage import Needed, amounts, covered
 from kvkeep.compress.budget.heads import INF, AdaptiveHeads
 from kvkeep.compress.select import Units
-from kvkeep.errors import BadParameter
 from kvkeep.types import PAD_POSITION, Tokens
 
 
@@ -27,13 +27,9 @@ class SharedBudget(AdaptiveHeads):
     Where one layer is all there is (`kvkeep.select`), or not across_layers, its heads compete, as in +adakv.
     """
 
-    alpha: float = 0.0
+    alpha: Share = 0.0
     across_layers: bool = True
     yields: bool = False  # budget="auto", which is not known before, does without the floor instead of being refused
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise BadParameter(f"floor={self.alpha} must lie between 0 (one pool) and 1 (equal heads).")
 
     def sure(self, forced: Tensor, budget: int) -> Tensor:
         return forced.sum(1, dtype=torch.float64).clamp_min(int(self.alpha * budget + 1e-9))

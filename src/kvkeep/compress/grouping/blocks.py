@@ -7,21 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Positive
 from kvkeep.compress.select import Units
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
 
 @dataclass(frozen=True)
-class Blocks:
-    size: int = 16
+class Blocks(Checked):
+    size: Positive = 16
     name: str = "block"
     usual: int = 16  # up to this size a shorter text is one block; larger sizes raise
     per_head = True
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise BadParameter(f"{self.name}={self.size} must hold at least one token; use 1 or more.")
 
     def __call__(self, seen: Observation, scores: Tensor, free: Tensor) -> Units:
         if self.size > max(self.usual, seen.tokens):

@@ -8,10 +8,12 @@ their sizes differ by at most one, where the paper cuts all to `n // v` and leav
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import AboveZero, Checked, Positive, Range, Seed
 from kvkeep.compress.attention import token_mask
 from kvkeep.compress.outliers import outlier_degree
 from kvkeep.compress.select import Units, best_first
@@ -20,39 +22,25 @@ from kvkeep.kernels.dispatch import assign, means
 from kvkeep.types import Observation
 
 MAX_RANGES, RANGE_TOKENS = 500, 16  # defaults
+Kind = Literal["both", "chunks", "lsh"]
+Worth = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True)
-class Prototypes:
-    kappa: int = 5
-    anchors: int = 32
-    bits: int = 2
-    chunks: int | None = None  # ranges of text; None: one per 16 tokens, 500 at most
-    gamma: float | None = None
-    kind: str = "both"  # "chunks": no anchors; "lsh": every token is hashed and its bucket is its cluster
-    seed: int = 0
-    buckets: int | None = None  # for anchors; None: 2 ** bits
-    worth: str = "mean"
+class Prototypes(Checked):
+    kappa: Positive = 5
+    anchors: Positive = 32
+    bits: Annotated[int, Range(1, 16)] = 2
+    chunks: Positive | None = None  # ranges of text; None: one per 16 tokens, 500 at most
+    gamma: AboveZero | None = None
+    kind: Kind = "both"  # "chunks": no anchors; "lsh": every token is hashed and its bucket is its cluster
+    seed: Seed = 0
+    buckets: Positive | None = None  # for anchors; None: 2 ** bits
+    worth: Worth = "mean"
 
     def __post_init__(self) -> None:
-        if self.kappa < 1:
-            raise BadParameter(f"kappa={self.kappa}: a key needs a neighbour to compare with; use 1 or more.")
-        if self.anchors < 1:
-            raise BadParameter(f"anchors={self.anchors} must be 1 or more; without any use prototypes=chunks.")
-        if not 1 <= self.bits <= 16:
-            raise BadParameter(f"bits={self.bits} gives 2^{self.bits} buckets; use 1 to 16.")
-        if self.gamma is not None and self.gamma <= 0:
-            raise BadParameter(f"gamma={self.gamma} must be positive, or None for 1/sqrt(dim).")
-        if self.kind not in ("both", "chunks", "lsh"):
-            raise BadParameter(f"prototypes='{self.kind}' is not known; use 'both', 'chunks' or 'lsh'.")
-        if self.worth not in ("mean", "sum"):
-            raise BadParameter(f"worth='{self.worth}' is not known; use 'mean' or 'sum'.")
-        self._check_counts()
-
-    def _check_counts(self) -> None:
-        if self.chunks is not None and not (isinstance(self.chunks, int) and self.chunks >= 1):
-            raise BadParameter(f"chunks={self.chunks!r} must be 1 or more, or None: one per {RANGE_TOKENS} tokens.")
-        if self.buckets is not None and not (isinstance(self.buckets, int) and 1 <= self.buckets <= 2**self.bits):
+        super().__post_init__()
+        if self.buckets is not None and self.buckets > 2**self.bits:
             raise BadParameter(
                 f"buckets={self.buckets!r}: bits={self.bits} gives {2**self.bits}; use 1 to {2**self.bits}, "
                 "or more bits."

@@ -12,23 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Positive
 from kvkeep.compress.protocols import Clustering
-from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import assign, means
 from kvkeep.types import Observation
 
 
 @dataclass(frozen=True)
-class Chunks:
+class Chunks(Checked):
     """Spans of text of one length."""
 
-    chunk: int | None = None
-    default: int = 32  # where chunk is not given; at most an 8th of the budget
+    chunk: Positive | None = None
+    default: Positive = 32  # where chunk is not given; at most an 8th of the budget
     contiguous = uniform = True  # uniform: all units are of one size
-
-    def __post_init__(self) -> None:
-        if self.chunk is not None and self.chunk < 1:
-            raise BadParameter(f"chunk={self.chunk} must hold at least one token.")
 
     def size(self, budget: int) -> int:
         return self.chunk or max(1, min(self.default, budget // 8))
@@ -44,21 +40,17 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class Clusters:
+class Clusters(Checked):
     """Similar keys of any position: k-means by cosine, one clustering per key head. Deterministic.
 
     The first centres are tokens at equal distances in the text.
     """
 
-    tokens: int = 80  # per cluster, on average
-    pack: int | None = None  # decoded tokens that are clustered together
-    iterations: int = 20
-    default: int = 320
+    tokens: Positive = 80  # per cluster, on average
+    pack: Positive | None = None  # decoded tokens that are clustered together
+    iterations: Positive = 20
+    default: Positive = 320
     contiguous = uniform = False
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or self.iterations < 0:
-            raise BadParameter(f"tokens={self.tokens}, iterations={self.iterations}: use 1 or more, and 0 or more.")
 
     def size(self, budget: int) -> int:
         return self.pack or max(1, min(self.default, budget // 4))
@@ -77,12 +69,12 @@ class Clusters:
 
 
 @dataclass(frozen=True)
-class MethodClusters:
+class MethodClusters(Checked):
     """The clusters of a method that evicts whole clusters."""
 
     group: Clustering
-    pack: int | None = None
-    default: int = 128
+    pack: Positive | None = None
+    default: Positive = 128
     contiguous = uniform = False
 
     size, num_ready, uniform_size = Clusters.size, Chunks.num_ready, Clusters.uniform_size
@@ -95,10 +87,10 @@ class MethodClusters:
 
 
 @dataclass(frozen=True)
-class SentenceChunks:
+class SentenceChunks(Checked):
     """Spans that end at a mark: sentences. Too long a span is split."""
 
-    longest: int = 128
+    longest: Positive = 128
     contiguous, uniform = True, False
     uniform_size = Clusters.uniform_size
 
@@ -117,15 +109,15 @@ class SentenceChunks:
 
 
 @dataclass(frozen=True)
-class Events:
+class Events(Checked):
     """EM-LLM: a new event begins at a surprising token, moved to where the keys on both sides differ most.
 
     A token's surprise is compared with those before it in its segment of the text.
     """
 
     gamma: float = 1.0
-    longest: int = 128
-    shortest: int = 8
+    longest: Positive = 128
+    shortest: Positive = 8
     refine: bool = True
     contiguous, uniform = True, False
 

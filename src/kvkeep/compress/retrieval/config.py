@@ -7,10 +7,11 @@ a window of queries -> one query vector -> score the units -> select units -> ga
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
+from kvkeep.arguments import Checked, Cosine, Count, Positive, Range
 from kvkeep.compress.protocols import Chunking, RetrievalIndex
-from kvkeep.errors import BadParameter, BudgetTooSmall
+from kvkeep.errors import BudgetTooSmall
 
 
 @dataclass(frozen=True)
@@ -27,27 +28,19 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class RetrievalConfig:
+class RetrievalConfig(Checked):
     chunking: Chunking  # tokens to offload -> the unit of each
     index: RetrievalIndex  # builds the units' index entries, and scores them for queries
-    window: int | None = 256  # queries that retrieve together; None: a prompt is prefilled with full attention
+    window: Positive | None = 256  # queries that retrieve together; None: a prompt is prefilled with full attention
     far_positions: Literal["edge", "contiguous", "original"] = "edge"  # of retrieved tokens, relative to a query
-    sinks: int | None = None
-    near: int | None = None
+    sinks: Count | None = None
+    near: Positive | None = None
     default_sizes: tuple[int, int] = (64, 512)  # sinks, near tokens if not given; at most a 16th, a 4th of the budget
     density: bool | Literal["reverse"] = False  # while decoding, layers share the quota by the entropy of their scores
-    neighbours: float = 0.0  # this share of what is retrieved are units beside the best
-    similar: float | None = None  # while decoding, retrieve again only when the query is less similar to the last one
+    neighbours: Annotated[float, Range(0, below=1)] = 0.0  # this share of what is retrieved are units beside the best
+    similar: Cosine | None = None  # while decoding, retrieve again only when the query is less similar to the last one
     once: bool = False  # the first decoded token decides: no retrieval or offloading until the next prompt
     needs: str = ""  # token marks that only the text gives: "surprise" or "sentences"
-
-    def __post_init__(self) -> None:
-        for name in ("window", "sinks", "near"):
-            size = getattr(self, name)
-            if size is not None and size < (name != "sinks"):
-                raise BadParameter(f"{name}={size} is too small; use {int(name != 'sinks')} or more.")
-        if not 0 <= self.neighbours < 1:
-            raise BadParameter(f"neighbours={self.neighbours} is a share; use 0 or more, less than 1.")
 
     @property
     def moves_keys(self) -> bool:
@@ -73,8 +66,3 @@ class RetrievalConfig:
                 f"budget={budget} cannot hold the {sizes.sinks} sinks, {sizes.near} near tokens and one unit of "
                 f"{sizes.unit} that '{name}' attends to; use a budget of {sizes.minimum} or more, or smaller sizes."
             )
-
-
-def check_probe(probe: str) -> None:
-    if probe not in ("bias", "mean"):
-        raise BadParameter(f"probe='{probe}' is not known; use 'bias' or 'mean'.")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from kvkeep.arguments import Amount, Checked, Positive
 from kvkeep.compress.retrieval.query import Moments, activation_bias, concat_heads
 from kvkeep.compress.select import best_first
-from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import KernelDispatch, means
 
 NEG_INF = float("-inf")
@@ -160,23 +160,19 @@ unit_representatives = KernelDispatch(
 
 
 @dataclass(frozen=True)
-class Representatives:
+class Representatives(Checked):
     """A chunk is represented by the few tokens that those after them attended to most. InfLLM, Q-LLM, ActQKV.
 
     per_head: every query head chooses its own, as the authors' code does; else the mean over heads chooses for all
     """
 
-    count: int = 4
+    count: Positive = 4
     cosine: bool = False
     bias: bool = False  # queries are weighted by their surprise, not equally
     question_in_window: bool = False  # during prefill, the question's queries are part of every window
-    weight: float = 0.0  # of the question's score beside the window's, in prefill and decoding
+    weight: Amount = 0.0  # of the question's score beside the window's, in prefill and decoding
     per_head: bool = False
     reverse: bool = False  # the least surprising queries count most
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise BadParameter(f"representatives={self.count}: a chunk needs one at least.")
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -277,7 +273,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Centres:
+class Centres(Checked):
     """The mean key of each unit. ClusterKV, SentenceKV, ProtoKV's recall; with `estimate`, Squeezed Attention.
 
     estimate: score a unit by what one of its keys would get of a softmax over all offloaded keys
@@ -285,7 +281,7 @@ class Centres:
     """
 
     estimate: bool = False
-    threshold: float = 0.0
+    threshold: Amount = 0.0
     each_head: ClassVar[bool] = True
 
     @property

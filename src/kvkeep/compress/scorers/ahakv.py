@@ -8,30 +8,28 @@ flatten the softmax; tokens with large values score higher. While decoding, each
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Odd, Positive
 from kvkeep.compress.attention import attention_received, squared_value_norms, token_mask
-from kvkeep.compress.guard import check_window, effective_window
-from kvkeep.compress.pooling import check_pool, pool
-from kvkeep.errors import BadParameter
+from kvkeep.compress.guard import effective_window
+from kvkeep.compress.pooling import pool
 from kvkeep.kernels.dispatch import column_mass
 from kvkeep.types import Observation, Step
 
-GAINS = ("replace", "multiply")
+Gain = Literal["replace", "multiply"]
 
 
 @dataclass(frozen=True)
-class AhaKVScorer:
+class AhaKVScorer(Checked):
     """Scores by the token state of `RecentAttention`, pooled after a prompt."""
 
-    pool: int = 5
+    pool: Odd = 5
     value_prior: bool = False  # True: the token state is unweighted, and weighted by values here
     needs_attention = True
-
-    def __post_init__(self) -> None:
-        check_pool("pool", self.pool)
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         tokens = token_mask(seen)
@@ -46,26 +44,20 @@ class AhaKVScorer:
 
 
 @dataclass(frozen=True)
-class RecentAttention:
+class RecentAttention(Checked):
     """token_state [kv_heads, n, 2]: a token's score, and the squared norm of its value, fixed when first seen.
 
     Scores of a prompt are the attention of its recent queries, weighted by values with value_prior; a decode step adds
     its attention unweighted.
     """
 
-    recent: int = 32
-    value_pool: int = 5
+    recent: Positive = 32
+    value_pool: Odd = 5
     step_gain: bool = True
     value_prior: bool = True
-    gain: str = "replace"  # step gain instead of the model's scale, or "multiply": on top of it
+    gain: Gain = "replace"  # step gain instead of the model's scale, or "multiply": on top of it
     recent_only: bool = True  # False: all queries of a prompt count (the paper's ablation of recent accumulation)
     width = 2
-
-    def __post_init__(self) -> None:
-        check_window(self.recent)
-        check_pool("value_pool", self.value_pool)
-        if self.gain not in GAINS:
-            raise BadParameter(f"gain={self.gain!r} is not known; use {' or '.join(map(repr, GAINS))}.")
 
     @property
     def sees_all(self) -> bool:

@@ -9,23 +9,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvkeep.arguments import Amount, Checked, Odd, Positive
 from kvkeep.compress.attention import attention, distance_from_end, mean_and_variance
-from kvkeep.compress.guard import check_window, effective_window
+from kvkeep.compress.guard import effective_window
 from kvkeep.compress.pooling import pool
-from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
 
 @dataclass(frozen=True)
-class CakeScorer:
-    window: int = 32
-    gamma: float = 200.0
-    pool: int = 5
-
-    def __post_init__(self) -> None:
-        check_window(self.window, self.pool)
-        if self.gamma < 0:
-            raise BadParameter(f"gamma={self.gamma} would reward steady attention; use 0 or more.")
+class CakeScorer(Checked):
+    window: Positive = 32
+    gamma: Amount = 200.0
+    pool: Odd = 5
 
     def cache_key(self, budget: int) -> int:
         return 1 + effective_window(self.window, budget)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Seed
 from kvkeep.compress.uniform import layer_seed, uniform
 from kvkeep.types import Observation
 
@@ -14,10 +15,10 @@ POSITIONS = 2**24  # counters of a key head
 
 
 @dataclass(frozen=True)
-class RandomScorer:
+class RandomScorer(Checked):
     """A number of (seed, layer, key head, position): what is drawn does not depend on how the text is prefilled."""
 
-    seed: int = 0
+    seed: Seed = 0
     additive = False
 
     def cache_key(self, budget: int) -> int | None:

@@ -13,27 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import AboveZero, Checked, Positive, Seed
 from kvkeep.compress.attention import gram, new_chunks, norms, token_mask
 from kvkeep.compress.budget.coverage import CERTAIN
 from kvkeep.compress.pooling import pool
 from kvkeep.compress.uniform import layer_seed, uniform
-from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import chunk_mass
 from kvkeep.types import Observation
 
 
 @dataclass(frozen=True)
-class CompactorScorer:
-    sketch: int = 48
-    seed: int = 0
-    ridge: float = 0.01
+class CompactorScorer(Checked):
+    sketch: Positive = 48
+    seed: Seed = 0
+    ridge: AboveZero = 0.01
     signed = True
-
-    def __post_init__(self) -> None:
-        if self.sketch < 1:
-            raise BadParameter(f"sketch={self.sketch}: project to one direction at least; use 1 or more.")
-        if self.ridge <= 0:
-            raise BadParameter(f"ridge={self.ridge} must be positive.")
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         received, tokens = seen.token_state[..., 0], token_mask(seen)
@@ -62,15 +56,11 @@ class CompactorScorer:
 
 
 @dataclass(frozen=True)
-class ChunkAttention:
+class ChunkAttention(Checked):
     """token_state [kv_heads, n, 1]: attention that a token of a prompt gets from its chunk's queries, on average."""
 
-    chunk: int = 256
+    chunk: Positive = 256
     width, sees_all, prompt_only, rotates = 1, True, True, True
-
-    def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise BadParameter(f"chunk={self.chunk} holds no tokens; use 1 or more.")
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         if seen.is_step:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Count, Positive
 from kvkeep.compress.attention import new_chunks
 from kvkeep.compress.budget.coverage import CERTAIN
-from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import column_maximum
 from kvkeep.types import Observation
 
@@ -32,20 +32,14 @@ class RepetitionScorer:
 
 
 @dataclass(frozen=True)
-class Repetition:
+class Repetition(Checked):
     """token_state [kv_heads, n, 1]: a prompt's tokens' scores, computed once in the pass that brings them."""
 
-    chunk: int = 2048
-    sinks: int = 4
-    gap: int = 20  # tokens between the text and its repetition: an instruction to repeat it
-    near: int | None = None  # queries of tokens at most so far from a token score it; None: all of its chunk
+    chunk: Positive = 2048
+    sinks: Count = 4
+    gap: Count = 20  # tokens between the text and its repetition: an instruction to repeat it
+    near: Count | None = None  # queries of tokens at most so far from a token score it; None: all of its chunk
     width, sees_all, prompt_only, rotates = 1, True, True, True
-
-    def __post_init__(self) -> None:
-        for name, least in (("chunk", 1), ("sinks", 0), ("gap", 0), ("near", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise BadParameter(f"{name}={value} is too small; use {least} or more.")
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         if seen.is_step:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Amount, Checked, Count, Positive
 from kvkeep.compress.attention import gram, norms, token_mask
-from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import quadratic_form
 from kvkeep.types import Observation, Rotate
 
@@ -21,13 +21,13 @@ BLOCK = 8192  # queries that are rotated at a time
 
 
 @dataclass(frozen=True)
-class QueryMoments:
+class QueryMoments(Checked):
     """Sums over a prompt's queries from position `sinks` on, all at position 0: of q qᵀ, of q, and their number.
 
     [heads, dim + 2, dim] float64; of several passes, they are added
     """
 
-    sinks: int = 4
+    sinks: Count = 4
     rotates = True
 
     def rows(self, dim: int) -> int:
@@ -49,20 +49,14 @@ class QueryMoments:
 
 
 @dataclass(frozen=True)
-class ExpectedAttentionScorer:
+class ExpectedAttentionScorer(Checked):
     """Scores by the sums of `QueryMoments`, in the place of queries."""
 
-    future: int = 512
-    sinks: int = 4
-    epsilon: float | None = None  # None: 0, or AMONG_HEADS where heads compete for a budget
+    future: Positive = 512
+    sinks: Count = 4
+    epsilon: Amount | None = None  # None: 0, or AMONG_HEADS where heads compete for a budget
     covariance: bool = True
     value_norms: bool = True
-
-    def __post_init__(self) -> None:
-        if self.future < 1:
-            raise BadParameter(f"future={self.future}: expect at least one query; use 1 or more.")
-        if self.epsilon is not None and self.epsilon < 0:
-            raise BadParameter(f"epsilon={self.epsilon} is negative; use 0 or more.")
 
     def among_heads(self) -> ExpectedAttentionScorer:
         """As the authors have it where heads compete: a head whose attention is spread keeps some tokens."""

@@ -7,29 +7,22 @@ last `window` queries count, where the paper says "the last query".
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Count, Positive
 from kvkeep.compress.attention import attention_received, distance_from_end
-from kvkeep.compress.guard import Size, check_window
-from kvkeep.errors import BadParameter
 from kvkeep.types import PAD_POSITION, Observation
 
 
 @dataclass(frozen=True)
-class IntelLLMScorer:
-    window: int = 64
-    head: int = 6
-    near: Size = None
-    mode: str = "global"
-
-    def __post_init__(self) -> None:
-        check_window(self.window)
-        if self.head < 0:
-            raise BadParameter(f"head_gravity={self.head} is negative; use 0 or more.")
-        if self.mode not in ("global", "local"):
-            raise BadParameter(f"mode='{self.mode}' is not known; use 'global' (long range) or 'local' (dialogue).")
+class IntelLLMScorer(Checked):
+    window: Positive = 64
+    head: Count = 6
+    near: Count | None = None
+    mode: Literal["global", "local"] = "global"
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         near = min(budget // 2 if self.near is None else self.near, budget)

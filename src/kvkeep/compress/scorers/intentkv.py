@@ -11,34 +11,27 @@ where attention never jumps, the whole window is the question.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvkeep.arguments import Checked, Positive
 from kvkeep.compress.attention import attention, attention_received
-from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import column_mass, js_distance
 from kvkeep.kernels.torch.reference import row_js_distance
 from kvkeep.types import Observation
 
 NO_JUMP = 1e-6  # smaller ones are rounding errors
-BOUNDARIES = ("first", "subsequent")
 
 
 @dataclass(frozen=True)
-class IntentKVScorer:
-    window: int = 64
-    smooth: int = 8
+class IntentKVScorer(Checked):
+    window: Positive = 64
+    smooth: Positive = 8
     intention: bool = True  # False: the whole window counts (the paper's ablation)
-    boundary: str = "first"
-
-    def __post_init__(self) -> None:
-        if self.boundary not in BOUNDARIES:
-            raise BadParameter(f"boundary={self.boundary!r} is not known; use {' or '.join(map(repr, BOUNDARIES))}.")
-        for name in ("window", "smooth"):
-            if getattr(self, name) < 1:
-                raise BadParameter(f"{name}={getattr(self, name)} must be 1 or more.")
+    boundary: Literal["first", "subsequent"] = "first"
 
     def cache_key(self, budget: int) -> int:
         return self.window

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvkeep.compress.attention import check_norm
-from kvkeep.errors import BadParameter
+from kvkeep.arguments import Checked, Count, Positive
 from kvkeep.kernels.dispatch import repeated_attention
 from kvkeep.types import Observation, Replayed, ReplayPass
 
@@ -29,25 +29,19 @@ PARTS = 64  # at most because of that: a text as long as the model's context len
 
 
 @dataclass(frozen=True)
-class Replay:
+class Replay(Checked):
     """token_state [kv_heads, n, 1]: a prompt's tokens' scores, computed once, after the passes that bring them.
 
     by_output: KVzip+, attention × ‖W_O v‖ / ‖h‖: what the token adds to the hidden state h of the one that repeats.
     """
 
-    size: int = 2048  # tokens of a part
-    sinks: int = 4
+    size: Positive = 2048  # tokens of a part
+    sinks: Count = 4
     by_output: bool = False
-    near: int | None = None  # queries of tokens at most so far from a token score it; None: all of its part
+    near: Count | None = None  # queries of tokens at most so far from a token score it; None: all of its part
     local: bool = False  # what is fed attends to the first tokens, its part and itself alone
-    norm: int = 0  # of all queries' attention to a token: 1 or 2; 0: the most counts
+    norm: Literal[0, 1, 2] = 0  # of all queries' attention to a token: 1 or 2; 0: the most counts
     width, sees_all, prompt_only = 1, False, True
-
-    def __post_init__(self) -> None:
-        for name, value, least in (("chunk", self.size, 1), ("sinks", self.sinks, 0), ("near", self.near, 0)):
-            if value is not None and value < least:
-                raise BadParameter(f"{name}={value} is too small; use {least} or more.")
-        check_norm(self.norm)
 
     @property
     def tau(self) -> float:

@@ -9,29 +9,24 @@ are kept, and the sinks, while the budget allows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Count, Range
 from kvkeep.compress.attention import distance_from_end
 from kvkeep.compress.select import best_first, inverse
-from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
 SINK, RECENT = 1.0, 3.0  # scores of those tokens, above any rank; the earliest sink and the newest token come first
 
 
 @dataclass(frozen=True)
-class LagKVScorer:
-    sinks: int = 4
-    lag: int = 128
+class LagKVScorer(Checked):
+    sinks: Count = 4
+    lag: Annotated[int, Range(2)] = 128
     additive = False  # ranks
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise BadParameter(f"sinks={self.sinks} is negative; use 0 or more.")
-        if self.lag < 2:
-            raise BadParameter(f"lag={self.lag}: a partition needs tokens to compare; use 2 or more.")
 
     def cache_key(self, budget: int) -> int:
         return 1

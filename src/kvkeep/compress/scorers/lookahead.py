@@ -7,32 +7,27 @@ A few tokens are decoded from what a cheap method keeps of the text; their queri
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from kvkeep.compress.attention import check_norm, distance_from_end, token_mask
-from kvkeep.compress.guard import check_window, effective_window
+from kvkeep.arguments import Checked, Odd, Positive
+from kvkeep.compress.attention import distance_from_end, token_mask
+from kvkeep.compress.guard import effective_window
 from kvkeep.compress.pooling import pool
-from kvkeep.errors import BadParameter
 from kvkeep.kernels.torch.reference import probabilities
 from kvkeep.types import Observation
 
 
 @dataclass(frozen=True)
-class LookaheadScorer:
+class LookaheadScorer(Checked):
     """As SnapKV, but every query sees every token; the text's last `window` tokens are kept."""
 
-    window: int = 64
-    pool: int = 5
-    pooling: str = "avg"
-    norm: int = 1  # of all queries' attention to a token: 1 or 2; 0: the most counts
+    window: Positive = 64
+    pool: Odd = 5
+    pooling: Literal["avg", "max"] = "avg"
+    norm: Literal[0, 1, 2] = 1  # of all queries' attention to a token: 1 or 2; 0: the most counts
     per_head = True
-
-    def __post_init__(self) -> None:
-        check_window(self.window, self.pool)
-        if self.pooling not in ("avg", "max"):
-            raise BadParameter(f"pooling='{self.pooling}' is not known; use 'avg' or 'max'.")
-        check_norm(self.norm)
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         visible = token_mask(seen)[:, None].expand(-1, seen.queries.shape[1], -1)

@@ -11,27 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Positive, Seed, Share
 from kvkeep.compress.attention import attention_received, distance_from_end
-from kvkeep.compress.guard import check_window, effective_window
+from kvkeep.compress.guard import effective_window
 from kvkeep.compress.select import best_first
 from kvkeep.compress.uniform import layer_seed, uniform
-from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
 CERTAIN = 1e6  # above any score plus noise: tokens selected by rank come before sampled ones
 
 
 @dataclass(frozen=True)
-class NaclScorer:
-    window: int = 32
-    random: float = 0.7  # fraction of the free budget that is sampled; the authors' code has 0.37
-    seed: int = 0
+class NaclScorer(Checked):
+    window: Positive = 32
+    random: Share = 0.7  # fraction of the free budget that is sampled; the authors' code has 0.37
+    seed: Seed = 0
     additive = False  # some are noise, some are certain
-
-    def __post_init__(self) -> None:
-        check_window(self.window)
-        if not 0 <= self.random <= 1:
-            raise BadParameter(f"random={self.random} is not a fraction; use 0 (by scores alone) to 1 (all sampled).")
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         window = effective_window(self.window, budget)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Positive
 from kvkeep.compress.attention import attention_received
-from kvkeep.compress.guard import Size, effective_window
-from kvkeep.errors import BadParameter
+from kvkeep.compress.guard import effective_window
 from kvkeep.types import Observation
 
 
 @dataclass(frozen=True)
-class ProtoKVScorer:
+class ProtoKVScorer(Checked):
     """Summed raw logits of the window, as the paper prints it; or its attention, as SnapKV's mechanism suggests."""
 
-    window: Size = None
-    votes: str = "softmax"
+    window: Positive | None = None
+    votes: Literal["raw", "softmax"] = "softmax"
 
     @property
     def signed(self) -> bool:
@@ -27,10 +28,6 @@ class ProtoKVScorer:
     @property
     def one_scale(self) -> bool:
         return self.votes == "softmax"
-
-    def __post_init__(self) -> None:
-        if self.votes not in ("raw", "softmax"):
-            raise BadParameter(f"votes='{self.votes}' is not known; use 'raw' or 'softmax'.")
 
     def cache_key(self, budget: int) -> int:
         return max(1, effective_window(self.window, budget))

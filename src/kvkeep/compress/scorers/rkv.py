@@ -12,27 +12,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from kvkeep.arguments import Checked, Cosine, Odd, Positive, Share
 from kvkeep.compress.attention import attention_received, distance_from_end, token_mask
-from kvkeep.compress.guard import check_window, effective_window
+from kvkeep.compress.guard import effective_window
 from kvkeep.compress.pooling import pool
-from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
 COMPARED = 2**26  # cosines at a time
 
 
 @dataclass(frozen=True)
-class RKVScorer:
-    window: int = 8
-    pool: int = 7
-    importance: float = 0.1  # of the score, the rest is redundancy
-    alike: float = 0.5  # cosine
+class RKVScorer(Checked):
+    window: Positive = 8
+    pool: Odd = 7
+    importance: Share = 0.1  # of the score, the rest is redundancy
+    alike: Cosine = 0.5
     signed, one_scale = True, False
-
-    def __post_init__(self) -> None:
-        check_window(self.window, self.pool)
-        if not 0 <= self.importance <= 1:
-            raise BadParameter(f"importance={self.importance} is a share; use 0 to 1.")
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         window = max(1, effective_window(self.window, budget))

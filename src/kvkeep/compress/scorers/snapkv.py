@@ -6,28 +6,24 @@ Deviation: attention is averaged over the query heads of a key head before pooli
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
+from kvkeep.arguments import Checked, Odd, Positive
 from kvkeep.compress.attention import attention_received, distance_from_end
-from kvkeep.compress.guard import check_window, effective_window
+from kvkeep.compress.guard import effective_window
 from kvkeep.compress.pooling import pool
-from kvkeep.errors import BadParameter
 from kvkeep.types import Observation, Step
 
 
 @dataclass(frozen=True)
-class SnapKVScorer:
-    window: int = 64
-    pool: int = 5
-    pooling: str = "avg"
+class SnapKVScorer(Checked):
+    window: Positive = 64
+    pool: Odd = 5
+    pooling: Literal["avg", "max"] = "avg"
     kept: bool = True  # the window is kept: it shrinks with the budget, and only tokens before it are pooled
     shared: bool = False  # all key heads of a layer share the average score
-
-    def __post_init__(self) -> None:
-        check_window(self.window, self.pool)
-        if self.pooling not in ("avg", "max"):
-            raise BadParameter(f"pooling='{self.pooling}' is not known; use 'avg' or 'max'.")
 
     @property
     def per_head(self) -> bool:
@@ -50,8 +46,8 @@ class SnapKVScorer:
 class TovaScorer(SnapKVScorer):
     """One query, one selection per layer: cheap enough for every step."""
 
-    window: int = 1
-    pool: int = 1
+    window: Positive = 1
+    pool: Odd = 1
     kept: bool = False
     shared: bool = True
     needs_attention = True

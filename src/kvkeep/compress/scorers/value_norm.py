@@ -8,28 +8,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import AboveZero, Checked, Odd
 from kvkeep.compress.attention import squared_value_norms, token_mask
 from kvkeep.compress.budget.coverage import CERTAIN
-from kvkeep.compress.pooling import check_pool, pool
+from kvkeep.compress.pooling import pool
 from kvkeep.compress.protocols import Scorer, ScorerTraits
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 
 
 @dataclass(frozen=True)
-class ValueNormScorer:
+class ValueNormScorer(Checked):
     """power 1: squared norms, as AhaKV; 0.5: norms."""
 
     scorer: Scorer
-    power: float = 1.0
-    pool: int = 5
+    power: AboveZero = 1.0
+    pool: Odd = 5
 
     def __post_init__(self) -> None:
-        check_pool("value_pool", self.pool)
+        super().__post_init__()
         if ScorerTraits.of(self.scorer).signed:
             raise BadParameter("negative scores cannot be weighted by values (protokv: use votes=softmax).")
-        if self.power <= 0:
-            raise BadParameter(f"power={self.power} does not favour large values; use more than 0.")
 
     @property
     def per_head(self) -> bool:

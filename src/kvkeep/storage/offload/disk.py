@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvkeep.arguments import check_value
 from kvkeep.errors import BadParameter, StoreFull
 
 PREFIX, LOCK = "kvkeep-", "alive"
@@ -22,6 +23,7 @@ class DiskStore:
     """Files are memory-mapped: retrieving from a block reads only the pages needed."""
 
     def __init__(self, parent: str | Path) -> None:
+        check_value("disk", parent, str | os.PathLike)
         parent = Path(parent)
         if not parent.is_dir():
             raise BadParameter(f"disk={str(parent)!r} is not a folder; make it first.")

@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from kvkeep.arguments import Bytes, check_value
 from kvkeep.errors import StoreFull
 from kvkeep.storage.offload.device_lru import DeviceLRU, Pair
 from kvkeep.storage.offload.disk import DiskStore
@@ -26,6 +27,7 @@ class HostMemoryBudget:
     """Limit on the host memory that all layers of a cache use together."""
 
     def __init__(self, limit: int | None = None, disk: DiskStore | None = None) -> None:
+        check_value("host_limit", limit, Bytes | None)
         self.limit, self.disk, self.used_bytes = limit, disk, 0
         self.arenas: dict[torch.device, Arena] = {}
 
