@@ -9,7 +9,7 @@ from typing import Any
 from kvkeep.serve.answers import Answers, Piece
 from kvkeep.serve.failure import Failure
 from kvkeep.serve.replies import Object, TokenBytes, logprobs_of
-from kvkeep.serve.schemas import ResponseRequest
+from kvkeep.serve.response_schemas import ResponseRequest
 from kvkeep.serve.tools import ToolCall
 
 

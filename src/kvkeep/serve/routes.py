@@ -19,11 +19,13 @@ import kvkeep
 from kvkeep.errors import KvkeepError
 from kvkeep.serve import contexts
 from kvkeep.serve.answers import Answers
+from kvkeep.serve.chat_schemas import ChatRequest
 from kvkeep.serve.failure import Failure, failure_of, invalid
 from kvkeep.serve.middleware import RequestMiddleware, report
 from kvkeep.serve.replies import ChatReply, CompletionReply, Reply, stream
 from kvkeep.serve.response_reply import ResponseReply
-from kvkeep.serve.schemas import ChatRequest, CompletionRequest, ContextRequest, ResponseRequest
+from kvkeep.serve.response_schemas import ResponseRequest
+from kvkeep.serve.schemas import CompletionRequest, ContextRequest
 from kvkeep.serve.server import Server
 
 T = TypeVar("T")
