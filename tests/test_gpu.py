@@ -245,7 +245,7 @@ def test_tokens_retrieved_one_by_one_in_a_graph():
     model = make_llama(vocab_size=512).to("cuda")
     sequence = SequenceConfig(model, tiny_chat.tokenizer(), parse("tokenselect:window=16"), 64).new_sequence()
     request = Request(sequence.config, IDS[0, :200], Generation(60), sequence, keeps_cache=True)
-    request.add(int(sequence.prefill(request.ids).argmax()), set())
+    request.add(int(sequence.prefill(request.ids).argmax()))
     alone, batch = sequence.fork(), RetrievalBatch(sequence.cache, 2, None, None)
     assert batch.has_room(request, ())
     batch.admit(request)

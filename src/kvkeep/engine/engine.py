@@ -403,8 +403,9 @@ class Engine:
         """The answer, detokenized incrementally.
 
         question: asked after the prompt; methods that can use it before the prompt do.
-        options: max_new_tokens=256, temperature=0.0 (the likeliest token), top_p=1.0, top_k=0 (all tokens), seed=0,
-        stop=() (a text, or several, that end the answer)
+        options: max_new_tokens=256, temperature=0.0 (the likeliest token), top_p=1.0, top_k=0 (all tokens), min_p=0.0,
+        seed=0, stop=() (a text, or several, that end the answer), stop_token_ids=(), ignore_eos=False, min_tokens=0,
+        logit_bias={} (by token id), frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0
         """
         self._check_no_prefill()
         return self._stream(self.encode(prompt, question), question, Generation.of(options), progress)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import BadParameter
 from kvkeep.model.chat import check_messages, encode, with_question
+from kvkeep.model.hf_cache import vocabulary_size
 
 Prompt = str | list[dict[str, Any]] | list[int] | Tensor  # a text, the messages of a chat, or token ids [n]
 
@@ -70,7 +71,7 @@ def check_ids(model: Any, ids: Any) -> Tensor:
         found = torch.as_tensor(ids).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadParameter(f"prompt={reprlib.repr(ids)}: give a text, messages, or token ids ({error}).") from None
-    size = model.config.get_text_config(decoder=True).vocab_size
+    size = vocabulary_size(model)
     if found.dim() != 1 or found.dtype.is_floating_point or found.dtype == torch.bool or not len(found):
         raise BadParameter(f"prompt has shape {list(found.shape)} of {found.dtype}; give a list of token ids.")
     if not 0 <= int(found.min()) <= int(found.max()) < size:
