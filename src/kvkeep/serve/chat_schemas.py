@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvkeep.serve.job import Job
-from kvkeep.serve.schemas import MAX_ITEMS, Count, Lenient, Sampled, Several, check_unicode, from_json
+from kvkeep.serve.schemas import MAX_ITEMS, Count, Lenient, Sampled, Several, Strict, check_unicode, from_json
 
 
 def _check_json(text: str) -> str:
@@ -120,6 +121,7 @@ class ChatRequest(Sampled):
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Choice | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
     def job(self) -> Job:
         choice = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
@@ -135,5 +137,24 @@ class ChatRequest(Sampled):
             schema=self.response_format.json_schema() if self.response_format else None,
             tools=[tool.function.as_template() for tool in self.tools or ()],
             tool_choice=choice or "auto",
+            parallel_calls=self.parallel_tool_calls is not False,
             context=self.kvkeep.context,
         )
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize, as vLLM has it: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Several[Message] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    add_special_tokens: bool = True  # of a prompt; those of a chat are its template's
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("prompt", "give a prompt, or messages")
+        return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, TypeAdapter
 
 from kvkeep.serve.chat_schemas import (
     CalledFunction,
@@ -72,21 +72,37 @@ class FlatNamedTool(NamedFunction):
     type: Literal["function"]
 
 
-class ResponseRequest(Body):
-    """POST /v1/responses, of text. Nothing is stored: give the whole conversation."""
+InputItem = InputMessage | InputCall | InputCallOutput
+ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
-    input: str | Several[InputMessage | InputCall | InputCallOutput]
+
+class ResponseRequest(Body):
+    """POST /v1/responses, of text."""
+
+    input: str | Several[InputItem]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
     tool_choice: Choice | FlatNamedTool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    _before: list[Message] = PrivateAttr(default_factory=list)
+
+    def go_on_after(self, messages: list[Message]) -> None:
+        """Continue the conversation of the previous response; its instructions are not part of it."""
+        self._before = messages
+
+    def conversation(self, output: list[Any] | None = None) -> list[Message]:
+        """What was said before, what is said now, and what was answered: output items as they are sent."""
+        said = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        return self._before + [item.as_message() for item in (*said, *ITEMS.validate_python(output or []))]
 
     def messages(self) -> list[Message]:
         first = [Message(role="system", content=self.instructions)] if self.instructions else []
-        asked = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        return [*first, *(item.as_message() for item in asked)]
+        return first + self.conversation()
 
     def job(self) -> Job:
         choice = self.tool_choice.name if isinstance(self.tool_choice, FlatNamedTool) else self.tool_choice
@@ -100,5 +116,6 @@ class ResponseRequest(Body):
             schema=self.text.format.json_schema() if self.text and self.text.format else None,
             tools=[tool.as_template() for tool in self.tools or ()],
             tool_choice=choice or "auto",
+            parallel_calls=self.parallel_tool_calls is not False,
             context=self.kvkeep.context,
         )

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from kvkeep.engine.sampling import MAX_BIAS, RANGES
 from kvkeep.serve.job import Job
 
 IGNORED = {
@@ -39,6 +40,13 @@ TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 MethodName = Annotated[str, Field(max_length=200)]
 Budget = Annotated[float, Field(gt=0, le=2**31, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Penalty = Annotated[float, Field(ge=RANGES["frequency_penalty"][0], le=RANGES["frequency_penalty"][1])]
+Repetition = Annotated[float, Field(ge=RANGES["repetition_penalty"][0], le=RANGES["repetition_penalty"][1])]
+SAMPLING = (  # fields that are options of an answer by the same name
+    "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p", "min_tokens",
+    "stop_token_ids", "ignore_eos",
+)  # fmt: skip
 
 
 def check_unicode(value: Any) -> Any:
@@ -137,15 +145,27 @@ class Body(Strict):
 
 
 class Sampled(Body):
-    """What chat and text completions have beyond that."""
+    """What chat and text completions have beyond that: OpenAI's, then what vLLM adds."""
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     max_tokens: Count | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_ITEMS)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None  # 0 and -1: all tokens
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {"stop": self.stop or ()}
+        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        if self.top_k == -1:
+            given["top_k"] = 0
+        return super().options() | {"stop": self.stop or ()} | given
 
 
 class CompletionRequest(Sampled):
@@ -153,6 +173,13 @@ class CompletionRequest(Sampled):
 
     prompt: str | TokenIds | Several[str] | Several[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _echoes_no_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError("echo", "echo cannot be given with logprobs: prompts have none here")
+        return self
 
     def job(self) -> Job:
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
@@ -166,7 +193,15 @@ class CompletionRequest(Sampled):
             seed=self.seed,
             options=self.options() | ({} if self.logprobs is None else {"logprobs": self.logprobs}),
             context=self.kvkeep.context,
+            echo=bool(self.echo),
         )
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize, as vLLM has it"""
+
+    model: str | None = None
+    tokens: TokenIds
 
 
 class ContextRequest(Strict):

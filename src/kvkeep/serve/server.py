@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 
+import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine.driver import Handle
 from kvkeep.engine.engine import Engine
@@ -27,7 +30,10 @@ from kvkeep.serve.job import Job, Prompt
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
+from kvkeep.serve.response_store import ResponseStore
 from kvkeep.serve.tools import ToolParser, tool_format
+
+T = TypeVar("T")
 
 
 class Server:
@@ -42,6 +48,10 @@ class Server:
         self.tool_format = tool_format(engine.tokenizer.chat_template)
         self.grammars = Grammars.of(engine.model, engine.tokenizer)
         self.followers: Followers | None = None  # where the model is split over processes
+        self.responses = ResponseStore()
+        self.max_model_len = context_length(engine.model)
+        facts = kvkeep.__version__, name, engine.config.method.name, engine.config.budget
+        self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
         self.longest_token = max(map(len, engine.tokenizer.get_vocab()))  # in characters, or bytes, which are more
         self._thread = ThreadPoolExecutor(1, "kvkeep-submit")  # one: tokenizers are not for several threads
 
@@ -55,20 +65,30 @@ class Server:
             self.live.discard(answers)  # who submits them sees that nobody waits
             work.add_done_callback(_cancel)
             raise
-        parsers = [ToolParser(self.tool_format) if job.calls_tools and self.tool_format else None for _ in handles]
-        found = [
-            Answer(i, each.request, parser, job.context)
-            for i, (each, parser) in enumerate(zip(handles, parsers, strict=True))
-        ]
+        found = [self._answer(number, each, job) for number, each in enumerate(handles)]
         answers.begin(found, len(job.prompts), self.limits.max_seconds)
         self.metrics.watch(answers)
         return answers
+
+    def _answer(self, number: int, handle: Handle, job: Job) -> Answer:
+        parser = ToolParser(self.tool_format, job.parallel_calls) if job.calls_tools and self.tool_format else None
+        echo = self._text(job.prompts[number // job.n]) if job.echo else ""
+        return Answer(number, handle.request, parser, job.context, echo)
+
+    def _text(self, prompt: Prompt) -> str:
+        """Of a text, or token ids."""
+        return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
+
+    async def tokenizing(self, work: Callable[..., T], *given: Any) -> T:
+        """The result of what needs the tokenizer: in its thread."""
+        return await asyncio.wrap_future(self._thread.submit(work, *given))
 
     def admit(self, owner: str, job: Job) -> Answers:
         """A place among those under way, within the limits."""
         self.check_model(job.model)
         self.limits.check(job, sum(each.count for each in self.live if each.owner == owner))
         answers = Answers(owner, job.num_answers, self._close)
+        answers.fingerprint = self.fingerprint
         self.live.add(answers)
         return answers
 
@@ -132,7 +152,7 @@ class Server:
         """Refuse what has more tokens than the context length by far, before it is tokenized."""
         texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt if isinstance(each, dict)]
         method = parse(job.options["method"]) if "method" in job.options else self.engine.method
-        length = context_length(self.engine.model)
+        length = self.max_model_len
         if sum(map(len, texts)) > length * self.longest_token and not method.extends_context:
             raise BadInput(
                 f"the prompt has {sum(map(len, texts))} characters, far more than the model's context length of "
@@ -146,7 +166,7 @@ class Server:
             entry = self.store().entry(options["key"], options["context"])
             question = question_ids(self.engine.tokenizer, entry.text, only_text(prompt), entry.ids)
             length = len(entry.ids) + len(question)
-        left = context_length(self.engine.model) - length
+        left = self.max_model_len - length
         return min(left, self.limits.max_tokens) if left > 0 else self.limits.max_tokens
 
     def _constraint(self, job: Job) -> dict[str, Any]:
@@ -166,7 +186,8 @@ class Server:
             self.metrics.count(answers)
 
     def model_object(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "kvkeep"}
+        known = {"id": self.name, "object": "model", "created": self.created, "owned_by": "kvkeep"}
+        return known | {"max_model_len": self.max_model_len}
 
     def close(self) -> None:
         self._thread.shutdown()
