@@ -1,5 +1,6 @@
 """Fields of OpenAI's and vLLM's APIs that clients rely on."""
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
@@ -11,6 +12,8 @@ from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import Response
 
 from kvkeep.serve.chat_schemas import Message
+from kvkeep.serve.job import Job
+from kvkeep.serve.limits import Limits
 from kvkeep.serve.response_store import ResponseStore
 from kvkeep.serve.tools import ToolFormat
 
@@ -232,6 +235,20 @@ def test_what_cannot_be_tokenized_is_named(served, path, body, status, said):
     found, error = post(served, path, body)
     assert found == status and said in error["error"]["message"]
     assert post(served, path, body, key="mallory")[0] == 401
+
+
+def test_tokenizing_counts_as_an_answer_under_way(served, monkeypatch):
+    async def hold():
+        return served.admit("alice", Job("tiny", ["x"]))
+
+    monkeypatch.setattr(served, "limits", Limits(max_answers=1))
+    place = asyncio.run(hold())
+    try:
+        assert post(served, "/tokenize", {"prompt": "a"})[0] == 429
+        assert post(served, "/tokenize", {"prompt": "a"}, key="bob")[0] == 200
+    finally:
+        place.close()
+    assert post(served, "/tokenize", {"prompt": "a"})[0] == 200
 
 
 def test_what_a_client_is_told_of_the_model(api):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 
@@ -32,8 +32,6 @@ from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.response_store import ResponseStore
 from kvkeep.serve.tools import ToolParser, tool_format
-
-T = TypeVar("T")
 
 
 class Server:
@@ -79,9 +77,13 @@ class Server:
         """Of a text, or token ids."""
         return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
 
-    async def tokenizing(self, work: Callable[..., T], *given: Any) -> T:
-        """The result of what needs the tokenizer: in its thread."""
-        return await asyncio.wrap_future(self._thread.submit(work, *given))
+    async def tokenizing(self, owner: str, work: Callable[[Server, Any], dict[str, Any]], asked: Any) -> Any:
+        """The result of what needs the tokenizer, in its thread. It counts as an answer under way."""
+        place = self.admit(owner, Job(asked.model or self.name, [""]))
+        try:
+            return await asyncio.wrap_future(self._thread.submit(work, self, asked))
+        finally:
+            place.close()
 
     def admit(self, owner: str, job: Job) -> Answers:
         """A place among those under way, within the limits."""
