@@ -239,7 +239,7 @@ def test_what_cannot_be_tokenized_is_named(served, path, body, status, said):
 
 def test_tokenizing_counts_as_an_answer_under_way(served, monkeypatch):
     async def hold():
-        return served.admit("alice", Job("tiny", ["x"]))
+        return served.admit(served.keys.owner("alice"), Job("tiny", ["x"]))
 
     monkeypatch.setattr(served, "limits", Limits(max_answers=1))
     place = asyncio.run(hold())
