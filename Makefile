@@ -22,7 +22,7 @@ endef
 export DRAW
 
 .DELETE_ON_ERROR:
-.PHONY: help run test docs notebooks first-run gpu-test lint model compat mutate clean
+.PHONY: help run test clients docs notebooks first-run gpu-test lint model compat mutate clean
 
 help:  ## list these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / /' | awk '{ n = $$1; $$1 = ""; printf "  make %-10s%s\n", n, $$0 }'
@@ -32,6 +32,9 @@ run: model  ## set up, fetch the default model, answer a question about a long d
 
 test: lint model  ## set up, then the linter and the whole test suite
 	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup -q
+
+clients: .venv/.dev .venv-clients/.ready  ## other people's clients, against a server of a tiny model
+	SERVER_PYTHON=.venv/bin/python .venv-clients/bin/python -m pytest -q --confcutdir tests/clients -W default tests/clients/client_cases.py
 
 docs: .venv/.docs  ## the documentation site, in site/; open site/index.html
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
@@ -69,7 +72,7 @@ mutate: .venv-mutate/.ready  ## mutation tests: FAULTS mutants, sampled with SEE
 	$(MUTMUT) run --max-children 1 $$(.venv-mutate/bin/python -c "$$DRAW")
 
 clean:  ## remove environments and caches; the fetched model stays
-	rm -rf .venv .venv-first .venv-compat-oldest .venv-compat-newest .venv-mutate mutants build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-first .venv-clients .venv-compat-oldest .venv-compat-newest .venv-mutate mutants build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written last, so an interrupted set-up is simply done again.
@@ -87,6 +90,12 @@ clean:  ## remove environments and caches; the fetched model stays
 
 .venv/.docs: .venv/.ready
 	.venv/bin/pip install -q -c constraints.txt --no-build-isolation -e '.[docs]'
+	touch $@
+
+# without torch: these clients ask for other versions of what .venv has
+.venv-clients/.ready: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q -r tests/clients/requirements.txt
 	touch $@
 
 .venv-compat-%/.ready: pyproject.toml constraints.txt

@@ -240,12 +240,36 @@ def test_a_retrieving_batch_in_a_graph_says_what_each_says_alone(spec, monkeypat
     assert answers == [alone.generate(prompt, max_new_tokens=60) for prompt in prompts]
 
 
+@pytest.mark.parametrize("spec", ["snapkv", "quest"])
+def test_penalties_count_the_tokens_of_steps_that_are_launched_ahead(spec, monkeypatch):
+    """In a graph, beside rows without penalties; else each row by itself, its tokens counted on the host."""
+    model, words = tiny_chat.model().to("cuda"), tiny_chat.tokenizer()
+    hows = [{"repetition_penalty": 0.3}, {}, {"frequency_penalty": -2.0, "min_tokens": 20}, {"logit_bias": {90: 2.0}}]
+    texts = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(30 + 60 * seed)) for seed in range(4)]
+
+    def answers(engine):
+        handles = [engine.submit(text, max_new_tokens=40, **how) for text, how in zip(texts, hows, strict=True)]
+        return [handle.result() for handle in handles]
+
+    with kvkeep.Engine(model, words, spec, 64, max_rows=3) as pooled:
+        pooled.warmup(rows=3)
+        found = answers(pooled)
+        batches = pooled._driver.scheduler.batches.values()
+        assert any(runner.graph for batch in batches for runner in getattr(batch, "runners", {}).values())
+    monkeypatch.setattr("kvkeep.engine.scheduler.retrieval_plan", lambda cache: None)
+    monkeypatch.setattr("kvkeep.engine.scheduler.can_pool", lambda sequence: False)
+    with kvkeep.Engine(model, words, spec, 64) as alone:
+        assert found == answers(alone)
+        hows = [{}] * 4
+        assert sum(a == b for a, b in zip(found, answers(alone), strict=True)) == 1
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
 def test_tokens_retrieved_one_by_one_in_a_graph():
     model = make_llama(vocab_size=512).to("cuda")
     sequence = SequenceConfig(model, tiny_chat.tokenizer(), parse("tokenselect:window=16"), 64).new_sequence()
     request = Request(sequence.config, IDS[0, :200], Generation(60), sequence, keeps_cache=True)
-    request.add(int(sequence.prefill(request.ids).argmax()), set())
+    request.add(int(sequence.prefill(request.ids).argmax()))
     alone, batch = sequence.fork(), RetrievalBatch(sequence.cache, 2, None, None)
     assert batch.has_room(request, ())
     batch.admit(request)

@@ -34,7 +34,7 @@ def prefilled(model, spec, budget, length, new=12, storage=None, **how):
     sequence = SequenceConfig(model, Words(), parse(spec), budget, cache_options=options).new_sequence()
     ids = torch.arange(length) * 7 % 128
     request = Request(sequence.config, ids, Generation(new), sequence, keeps_cache=True, **how)
-    request.add(int(sequence.prefill(ids).argmax()), set())
+    request.add(int(sequence.prefill(ids).argmax()))
     return request
 
 
@@ -50,7 +50,7 @@ def step(batch):
     batch.launch()
     for request, token, _ in batch.collect():
         request.steps += 1
-        request.add(token, set())
+        request.add(token)
 
 
 @pytest.mark.core

@@ -53,7 +53,7 @@ def prefilled(model, spec, length, new=STEPS + 5, budget=64, keeps=True):
         sequence.set_question("wherever is it?", length)
     ids = prompt(length, length)
     request = Request(sequence.config, ids, Generation(new), sequence, keeps_cache=keeps)
-    request.add(int(sequence.prefill(ids).argmax()), set())
+    request.add(int(sequence.prefill(ids).argmax()))
     return request
 
 

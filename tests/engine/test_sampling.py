@@ -28,10 +28,11 @@ def test_noise_is_a_plain_loops():
     torch.testing.assert_close(gumbel(seeds, positions, 50), torch.tensor(want), atol=1e-5, rtol=1e-5)
 
 
-def plain_chances(logits, temperature, top_p, top_k):
-    """Sampling told token by token: the top_k likeliest, of these the likeliest until top_p is made up."""
+def plain_chances(logits, temperature, top_p, top_k, min_p=0.0):
+    """Sampling told token by token: of what min_p leaves the top_k likeliest, of these the first that make up top_p."""
     each = [math.exp(x / temperature) for x in logits]
-    order = sorted(range(len(each)), key=lambda token: (-each[token], token))[: top_k or len(each)]
+    left = [token for token in range(len(each)) if each[token] / max(each) >= min_p]
+    order = sorted(left, key=lambda token: (-each[token], token))[: top_k or len(each)]
     whole, kept, total = sum(each[token] for token in order), [], 0.0
     for token in order:
         if total >= top_p:
@@ -43,19 +44,23 @@ def plain_chances(logits, temperature, top_p, top_k):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"),
-    [(1.0, 1.0, 3), (1.0, 1.0, 1), (0.7, 0.8, 5), (2.0, 0.3, 4), (1.0, 1.0, 0), (1.0, 0.6, 500), (1.0, 1.0, 20)],
-)
+    ("temperature", "top_p", "top_k", "min_p"),
+    [
+        (1.0, 1.0, 3, 0), (1.0, 1.0, 1, 0), (0.7, 0.8, 5, 0), (2.0, 0.3, 4, 0), (1.0, 1.0, 0, 0), (1.0, 0.6, 500, 0),
+        (1.0, 1.0, 20, 0), (1.0, 1.0, 0, 0.2), (2.0, 1.0, 0, 0.2), (1.0, 0.8, 0, 0.03), (1.0, 1.0, 0, 1.0),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("along", ["positions", "seeds"])
-def test_tokens_come_as_often_as_a_plain_loop_says(temperature, top_p, top_k, along):
+def test_tokens_come_as_often_as_a_plain_loop_says(temperature, top_p, top_k, min_p, along):
     torch.manual_seed(0)
     logits, many = torch.randn(20).mul(2).round(decimals=1), 20_000  # some are equal
-    want = plain_chances(logits.tolist(), temperature, top_p, top_k)
+    want = plain_chances(logits.tolist(), temperature, top_p, top_k, min_p)
     rows = SamplingRows(many, "cpu")
-    rows.hows = [Generation(temperature=temperature, top_p=top_p, top_k=top_k)] * many
+    rows.hows = [Generation(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)] * many
     rows.temperature += temperature
     rows.top_p *= top_p
     rows.top_k += top_k
+    rows.min_p += min_p
     counted, zeros = torch.arange(many), torch.zeros(many, dtype=torch.int64)
     rows.seed, positions = (zeros, counted) if along == "positions" else (counted, zeros)
     found = rows.sample(logits.expand(many, -1), positions).tolist()
@@ -69,7 +74,7 @@ def test_a_row_is_sampled_as_it_is_alone():
     logits, positions = torch.randn(5, 300), torch.tensor([9, 4, 9, 70, 9])
     hows = [
         Generation(), Generation(temperature=1.0, seed=3), Generation(temperature=1.0, top_k=2, seed=3),
-        Generation(temperature=0.5, top_p=0.7), Generation(temperature=9.0, top_k=1),
+        Generation(temperature=0.5, top_p=0.7, min_p=0.1), Generation(temperature=9.0, top_k=1),
     ]  # fmt: skip
     together = SamplingRows.of(hows, "cpu").sample(logits, positions)
     for row, how in enumerate(hows):

@@ -18,11 +18,11 @@ from pydantic import ValidationError
 from serving import wait_until
 
 from kvkeep.serve.answers import Answer, Answers
+from kvkeep.serve.chat_schemas import ChatRequest
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.middleware import RequestMiddleware
 from kvkeep.serve.routes import EventStream
-from kvkeep.serve.schemas import ChatRequest
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 LONG = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 200}

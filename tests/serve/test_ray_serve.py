@@ -67,6 +67,18 @@ def counted(served, name):
     return found
 
 
+def test_a_response_is_found_and_continued_where_it_was_answered(served, alice):
+    how = {"model": "tiny", "max_output_tokens": 4}
+    for number in range(6):
+        first = alice.responses.create(input=f"{number}: {TEXT}", **how)
+        *_, last = alice.responses.create(input="And?", previous_response_id=first.id, stream=True, **how)
+        second = last.response
+        third = alice.responses.create(input="So?", previous_response_id=second.id, **how)
+        assert first.usage.input_tokens < second.usage.input_tokens < third.usage.input_tokens
+        assert alice.responses.retrieve(second.id).output_text == second.output_text
+        alice.responses.delete(third.id)
+
+
 def test_conversations_stay_with_their_replica_and_are_spread_over_all(served, alice):
     """Every turn finds the one before; answers are those of one engine."""
     before = counted(served, "kvkeep_requests_total")

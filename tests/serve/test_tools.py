@@ -53,6 +53,16 @@ def test_llama(size):
     assert parse(LLAMA, "Well, {}", size)[:2] == ("Well, {}", [])
 
 
+def test_all_but_the_first_call_are_left_out():
+    text = f"So: {TAGGED}\n{TAGGED} Done."
+    for size in (1, 7, 1000):
+        parser, shown, calls = ToolParser(HERMES, parallel=False), "", []
+        for at in range(0, len(text), size):
+            new, found = parser.feed(text[at : at + size], at + size >= len(text))
+            shown, calls = shown + new, calls + found
+        assert len(calls) == parser.called == 1 and shown.split() == ["So:", "Done."]
+
+
 def test_text_is_not_held_back():
     """Only what may be the beginning of a call is."""
     assert parse(HERMES, "abc <b>", 1)[2] == ["a", "b", "c", " ", "", "<b", ">"]

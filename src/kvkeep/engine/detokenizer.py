@@ -54,10 +54,14 @@ class IncrementalDetokenizer:
         found = [stop for stop in stops if self.text.find(stop, max(0, before - len(stop) + 1)) >= 0]
         return bool(found) and any(stop in self.text.lstrip() for stop in found)
 
-    def cut(self, stops: Sequence[str]) -> None:
-        """End the text before the first of these texts; one at the very beginning does not count."""
+    def cut(self, stops: Sequence[str], before: int = 0) -> None:
+        """End the text before the first of these texts; one at the very beginning does not count.
+
+        before: as in `has_stop`
+        """
         begin = len(self.text) - len(self.text.lstrip())
-        self.text = self.text[: min(at for stop in stops if (at := self.text.find(stop, begin)) >= 0)]
+        found = [self.text.find(stop, max(begin, before - len(stop) + 1)) for stop in stops]
+        self.text = self.text[: min(at for at in found if at >= 0)]
 
     def held_from(self, stops: Sequence[str]) -> int:
         """Where a text at the end may be the beginning of a stop: it is not to be shown yet."""

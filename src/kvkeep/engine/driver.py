@@ -24,7 +24,7 @@ from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import CacheMisuse, QueueFull
-from kvkeep.model.hf_cache import context_length
+from kvkeep.model.hf_cache import context_length, vocabulary_size
 
 WARMUP_TOKENS = 64  # of a prompt, on a GPU beyond the budget
 WARMUP_CHUNKS = 16384, 2048, 2048  # of a long prompt
@@ -182,7 +182,7 @@ class Driver:
             progress("compiling" if config.model.device.type == "cuda" else "warming up")
             evicted = config.budget if isinstance(config.budget, int) and config.model.device.type == "cuda" else 0
             tokens = min(evicted + WARMUP_TOKENS, context_length(config.model) - 2)  # so that tokens are evicted
-            ids = torch.arange(tokens) % config.model.config.get_text_config(decoder=True).vocab_size
+            ids = torch.arange(tokens) % vocabulary_size(config.model)
             self.run([Request(config, ids, Generation(2))], 1)
             if config.model.device.type == "cuda":
                 _prefill_in_chunks(config)

@@ -449,8 +449,9 @@ class Engine:
         question: asked after the prompt; methods that can use it before the prompt do.
         progress: called after every chunk of the prefill, with tokens done and in total; None: a bar on a terminal, if
         the prefill takes more than a second; False: no bar.
-        options: max_new_tokens=256, temperature=0.0 (the likeliest token), top_p=1.0, top_k=0 (all tokens), seed=0,
-        stop=() (a text, or several, that end the answer)
+        options: max_new_tokens=256, temperature=0.0 (the likeliest token), top_p=1.0, top_k=0 (all tokens), min_p=0.0,
+        seed=0, stop=() (a text, or several, that end the answer), stop_token_ids=(), ignore_eos=False, min_tokens=0,
+        logit_bias={} (by token id), frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0
         """
         check_value("progress", progress, Callable | bool | None)
         self._check_no_prefill()

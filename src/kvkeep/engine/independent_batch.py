@@ -53,7 +53,8 @@ class IndependentBatch:
         chunks = [(request.sequence, torch.tensor(request.answer.ids[-1:])) for request in self.requests]
         logits = torch.cat(self.forward(chunks))
         positions = upload([sequence.cache.seen for sequence, _ in chunks], logits.device)
-        rows = SamplingRows.of([request.how for request in self.requests], logits.device)
+        hows, edits = zip(*((request.how, request.edit) for request in self.requests), strict=True)
+        rows = SamplingRows.of(hows, logits.device, edits)
         requests = dict(enumerate(self.requests))
         allowed = {row: each.allowed() for row, each in requests.items() if each.how.constraint}
         tokens = rows.sample(logits, positions, allowed)

@@ -172,7 +172,7 @@ class PooledBatch:
             raise
         self.by_row[row] = request
         self.tokens[row], self.positions[row] = request.answer.ids[-1], cache.seen
-        self.sampling.set(row, request.how)
+        self.sampling.set(row, request.how, request.edit)
         request.drop_sequence()  # its tokens are in the pool
 
     def release(self, request: Request) -> None:
@@ -207,7 +207,7 @@ class PooledBatch:
         with torch.inference_mode():
             logits, tokens = self.runner(rows)(), self.tokens[:rows, 0]
             allowed = {row: each.allowed() for row, each in self.by_row.items() if each.how.constraint}
-            if allowed or self.sampling.samples(rows):
+            if allowed or not self.sampling.is_greedy(rows):
                 tokens.copy_(self.sampling.sample(logits, self.positions[:rows, 0], allowed))
             self.inflight.append(InflightStep.of(self.by_row, tokens, self.sampling.logprobs(logits, tokens)))
 

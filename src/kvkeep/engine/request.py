@@ -12,10 +12,12 @@ from torch import Tensor
 
 from kvkeep.cache.draft import draft_tokens
 from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
+from kvkeep.engine.logit_edits import Edit
 from kvkeep.engine.progress import Progress, ProgressCallback
 from kvkeep.engine.sampling import ConstraintState, Generation, TokenLogprobs
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadInput
+from kvkeep.model.hf_cache import vocabulary_size
 from kvkeep.storage.offload.malloc_trim import trim
 from kvkeep.storage.ragged import GROWTH
 
@@ -53,10 +55,12 @@ class Request:
     logits: Tensor | None = None  # after the prompt, if the sequence has seen it to the end [vocabulary]
 
     def __post_init__(self) -> None:
+        self.how.check_vocabulary(vocabulary_size(self.config.model))
         self._sequence = self.continues
         self.deltas: deque[str] = deque()  # text to be streamed
         self.started = self.done = self.cancelled = False
         self.pinned = ""  # the id of a text that is stored
+        self.eos_token_ids: set[int] = set()  # as the scheduler has them
         self.num_cached = 0  # tokens of the prompt that its sequence had seen before
         self.reserved = 0  # bytes its own cache may take
         self.packs = True  # its prompt may be prefilled together with others
@@ -75,6 +79,7 @@ class Request:
         self.logprobs: list[TokenLogprobs] = []  # of every token, if they are wanted
         self._constraint = ConstraintState(self.how.constraint) if self.how.constraint else None
         self.steps = 0  # decode steps so far: tokens of the answer that went through the model
+        self._stops_from = 0  # characters of the answer in which no stop text is looked for
 
     @property
     def text(self) -> str:
@@ -146,10 +151,34 @@ class Request:
         """Whether a draft after this prompt may wait: for its first token, and for drafts after the next prompts."""
         return self.config.method.draft is not None and not self.prefill_only and self.pin is None
 
-    def goes_on_after(self, token: int, eos_token_ids: set[int]) -> bool:
+    def goes_on_after(self, token: int) -> bool:
         """Whether the answer surely does not end with this token, its first."""
-        more = self.how.max_new_tokens > 1 and token not in eos_token_ids
+        more = self.how.max_new_tokens > 1 and token not in self._ends
         return more and not self.how.stop and not self.how.constraint
+
+    @property
+    def _ends(self) -> set[int]:
+        """The tokens that end the answer."""
+        eos = set() if self.how.ignore_eos and not self.how.constraint else self.eos_token_ids
+        return eos.union(self.how.stop_token_ids)
+
+    @property
+    def edit(self) -> Edit | None:
+        """What changes the logits of its next token; None: nothing does."""
+        how = self.how
+        if not how.edits_logits:
+            return None
+        return Edit(
+            how.logit_bias,
+            how.repetition_penalty,
+            how.frequency_penalty,
+            how.presence_penalty,
+            0 if how.constraint else how.min_tokens,
+            self.ids,
+            self.answer.ids,
+            sorted(self.eos_token_ids.union(how.stop_token_ids)),
+            vocabulary_size(self.config.model),
+        )
 
     def report_progress(self) -> None:
         """After a chunk."""
@@ -206,22 +235,24 @@ class Request:
         assert self._constraint is not None
         return self._constraint.allowed(self.answer.ids)
 
-    def add(self, token: int, eos_token_ids: set[int], logprobs: TokenLogprobs | None = None) -> None:
+    def add(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         """The next token of the answer."""
         if self._constraint and self._constraint.error:
             return self.finish(self._constraint.error)
         self.first_token_s = self.first_token_s or time.perf_counter() - self.created_s
         answer, stop, before = self.answer.detokenizer, self.how.stop, len(self.text)
-        ends = token in eos_token_ids or bool(self._constraint and self._constraint.over)
+        ends = token in self._ends or bool(self._constraint and self._constraint.over)
         if not ends:
             answer.add(token)
             self.logprobs += [logprobs] if logprobs else []
         self.finish_reason = "stop" if ends else "length" if len(answer.ids) >= self.how.max_new_tokens else ""
         if self.finish_reason:
             answer.finish()
-            before = 0  # all of it is decoded again
-        if answer.has_stop(stop, before):
-            answer.cut(stop)
+            before = self._stops_from  # all of it is decoded again
+        if len(answer.ids) <= self.how.min_tokens:
+            self._stops_from = len(answer.text)
+        elif answer.has_stop(stop, before):
+            answer.cut(stop, self._stops_from)
             self.finish_reason = "stop"
         ends = bool(self.finish_reason)
         ready = len(answer.text) if ends else answer.held_from(stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvkeep.engine.logit_edits import Edit, LogitEdits
 from kvkeep.errors import BadParameter
 from kvkeep.registry import did_you_mean
 from kvkeep.storage.upload import upload
@@ -21,6 +22,7 @@ OTHER_NAMES = {  # names other libraries use
     "do_sample": " Leave it out: an answer is sampled where temperature is above 0.",
     "max_length": " max_new_tokens= counts the answer alone.",
     "max_tokens": " It is called max_new_tokens= here.",
+    "min_new_tokens": " It is called min_tokens= here.",
     "rows": " It is for a list of prompts.",
     "progress": " A list of prompts is answered without it.",
 }
@@ -30,6 +32,21 @@ def check_count(name: str, value: Any, least: int, why: str) -> None:
     """Refuse what is not a whole number of `least` or more, below 2**63."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) < 2**63:
         raise BadParameter(f"{name}={value!r}: {why}.")
+
+
+RANGES = {  # of options that are numbers
+    "min_p": (0, 1),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}
+MAX_BIAS = 100
+
+
+def check_range(name: str, value: Any, least: float, most: float) -> None:
+    """Refuse what is not a number from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
+        raise BadParameter(f"{name}={value!r}: use a number from {least} to {most}.")
 
 
 def check_sampling(temperature: float, top_p: float, top_k: int = 0) -> None:
@@ -112,6 +129,14 @@ class Generation:
     stop: str | Sequence[str] = ()  # texts that end an answer, which does not include them
     logprobs: int | None = None  # the logprobs of every token, and of so many of the likeliest; None: of none
     constraint: Callable[[], Constraint] | None = None  # makes the constraint of an answer, a new one for each
+    min_p: float = 0.0  # tokens less likely than this part of the likeliest one's probability are not sampled
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id, added to its logit
+    frequency_penalty: float = 0.0  # subtracted for each time the answer has a token
+    presence_penalty: float = 0.0  # subtracted once if the answer has a token
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt and answer, multiplies negative ones
+    min_tokens: int = 0  # before so many no EOS, stop token or stop text ends an answer; a constraint may
+    stop_token_ids: Sequence[int] = ()  # tokens that end an answer like EOS
+    ignore_eos: bool = False  # EOS does not end an answer, unless a constraint has it
 
     def __post_init__(self) -> None:
         check_new_tokens(self.max_new_tokens)
@@ -126,6 +151,32 @@ class Generation:
         if not all(isinstance(text, str) and text for text in stop):
             raise BadParameter(f"stop={self.stop!r}: give a text, or a list of texts, none of them empty.")
         object.__setattr__(self, "stop", stop)
+        self._check_edits()
+
+    def _check_edits(self) -> None:
+        for name, (least, most) in RANGES.items():
+            check_range(name, getattr(self, name), least, most)
+        check_count("min_tokens", self.min_tokens, 0, "use a whole number of tokens, 0 or more")
+        if self.min_tokens > self.max_new_tokens:
+            raise BadParameter(f"min_tokens={self.min_tokens} is more than max_new_tokens={self.max_new_tokens}.")
+        if not isinstance(self.ignore_eos, bool):
+            raise BadParameter(f"ignore_eos={self.ignore_eos!r}: use True or False.")
+        if not isinstance(self.logit_bias, Mapping):
+            raise BadParameter(f"logit_bias={self.logit_bias!r}: give a number for each of some token ids.")
+        if not isinstance(self.stop_token_ids, Iterable) or isinstance(self.stop_token_ids, str | Mapping):
+            raise BadParameter(f"stop_token_ids={self.stop_token_ids!r}: give a list of token ids.")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(self, name):
+                check_count(name, token, 0, "token ids are whole numbers, 0 or more")
+        for token, bias in self.logit_bias.items():
+            check_range(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Refuse token ids that a model with so many does not have."""
+        for name in ("logit_bias", "stop_token_ids"):
+            if (most := max(getattr(self, name), default=0)) >= size:
+                raise BadParameter(f"{name} has token id {most}; this model's are 0 to {size - 1}.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Generation:
@@ -140,7 +191,13 @@ class Generation:
     @property
     def filters(self) -> bool:
         """Only some of the tokens are sampled from."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """The likeliest token may be another one than the model's."""
+        penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
+        return bool(self.logit_bias or penalties or self.min_tokens)
 
 
 class SamplingRows:
@@ -150,25 +207,34 @@ class SamplingRows:
         self.hows: list[Generation | None] = [None] * rows  # on the host: what a step has to compute
         self.temperature, self.top_p = torch.zeros(rows, device=device), torch.ones(rows, device=device)
         self.top_k, self.seed = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self.min_p = torch.zeros(rows, device=device)
+        self.edits = LogitEdits(device)
 
     @classmethod
-    def of(cls, hows: Sequence[Generation], device: Any) -> SamplingRows:
+    def of(cls, hows: Sequence[Generation], device: Any, edits: Sequence[Edit | None] = ()) -> SamplingRows:
+        """edits: of each row, if any has one"""
         rows = cls(len(hows), device)
         for row, how in enumerate(hows):
-            rows.set(row, how)
+            rows.set(row, how, edits[row] if edits else None)
         return rows
 
-    def set(self, row: int, how: Generation | None) -> None:
+    def set(self, row: int, how: Generation | None, edit: Edit | None = None) -> None:
         """None: the row is not in use."""
         self.hows[row] = how
+        self.edits.set(row, edit)
         self.temperature[row].fill_(float(how.temperature) if how else 0.0)  # an assignment would wait for the device
         if how is not None and how.temperature:
             self.top_p[row].fill_(how.top_p)
+            self.min_p[row].fill_(how.min_p)
             self.top_k[row], self.seed[row] = how.top_k, how.seed
 
     def samples(self, rows: int) -> bool:
         """Any of the first rows is not greedy."""
         return any(how is not None and how.temperature for how in self.hows[:rows])
+
+    def is_greedy(self, rows: int) -> bool:
+        """The next token of each of the first rows is the model's likeliest."""
+        return not (self.edits.rows or self.samples(rows))
 
     @property
     def constrained(self) -> bool:
@@ -193,19 +259,25 @@ class SamplingRows:
     def sample(self, logits: Tensor, positions: Tensor, allowed: Mapping[int, Tensor] | None = None) -> Tensor:
         """The next token of the first rows. logits [rows, vocabulary], positions of the sampled tokens [rows] -> [rows]
 
-        The likeliest where temperature is 0; else one of the top_k likeliest (0: all) that make up top_p. As in
-        transformers and vLLM, top_p is of the probability that top_k leaves.
+        The likeliest where temperature is 0; else one of those that min_p leaves, of these the top_k likeliest (0: all)
+        that make up top_p. As in transformers and vLLM, top_p is of the probability that top_k leaves.
 
         allowed: by row, the tokens its constraint allows, on the host
         """
-        logits = _mask(logits, allowed) if allowed else logits
+        logits = self.edits.apply(logits)
+        tokens = self._sample(_mask(logits, allowed) if allowed else logits, positions)
+        self.edits.count(tokens)
+        return tokens
+
+    def _sample(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """From logits that are final."""
         rows, greedy = len(logits), logits.argmax(-1)
         if not self.samples(rows):
             return greedy
         temperature = self.temperature[:rows]
         scaled = logits.float() / temperature.clamp_min(1e-5)[:, None]
         if any(how is not None and how.filters for how in self.hows[:rows]):
-            scaled = _filter(scaled, self.top_p[:rows], self.top_k[:rows])
+            scaled = _filter(scaled, self.top_p[:rows], self.top_k[:rows], self.min_p[:rows])
         sampled = (scaled + gumbel(self.seed[:rows], positions, logits.shape[1])).argmax(-1)
         return torch.where(temperature > 0, sampled, greedy)
 
@@ -221,8 +293,10 @@ def _mask(logits: Tensor, allowed: Mapping[int, Tensor]) -> Tensor:
     return masked
 
 
-def _filter(scaled: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """-inf for all but the top_k likeliest that make up top_p; of equal ones the first are kept."""
+def _filter(scaled: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """-inf for all but the top_k likeliest that make up top_p, of those that min_p leaves; of equal ones the first."""
+    least = scaled.amax(-1, keepdim=True) + min_p.log()[:, None]
+    scaled = scaled.masked_fill(scaled < least, float("-inf"))
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     beyond = torch.arange(scaled.shape[1], device=scaled.device) >= top_k[:, None]
     ordered = ordered.masked_fill(beyond & (top_k > 0)[:, None], float("-inf"))

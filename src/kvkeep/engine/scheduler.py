@@ -173,7 +173,7 @@ class Scheduler(HeldRequests):
         if request.done:  # one step too many
             return
         request.steps += 1
-        request.add(token, self.eos_token_ids, logprobs)
+        request.add(token, logprobs)
         if request.done:
             self.finished.append((request, batch))
             if not request.keeps_cache:
@@ -303,7 +303,8 @@ class Scheduler(HeldRequests):
 
     def _begin_answer(self, request: Request, logits: Tensor) -> None:
         self.waiting.remove(request)
-        rows, row = SamplingRows.of([request.how], logits.device), logits[None]
+        request.eos_token_ids = self.eos_token_ids
+        rows, row = SamplingRows.of([request.how], logits.device, [request.edit]), logits[None]
         token = self._sample_first(request, rows, row)
         first = InflightStep.of({0: request}, token, rows.logprobs(row, token))
         if request.sequence.cache.settles_later or request.sequence.cache.passes_later:
@@ -335,8 +336,8 @@ class Scheduler(HeldRequests):
         if not first.requests[0].sequence.cache.passes_later:
             return
         for request, token, logprobs in first.wait():
-            if not request.answer.ids and request.goes_on_after(token, self.eos_token_ids):
-                request.add(token, self.eos_token_ids, logprobs)
+            if not request.answer.ids and request.goes_on_after(token):
+                request.add(token, logprobs)
 
     def _may_wait(self, due: list[Request]) -> bool:
         """For more drafts: fewer of them where somebody waits for the next token."""
@@ -379,7 +380,7 @@ class Scheduler(HeldRequests):
                 request.sequence.cache.settle()
                 request.count_kept()
                 if not request.answer.ids:
-                    request.add(token, self.eos_token_ids, logprobs)
+                    request.add(token, logprobs)
                 if not request.done:
                     self.prefilled.append((request, self._batch_for(request)))
         self._admit_prefilled()

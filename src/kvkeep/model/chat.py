@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BadInput, BadParameter
+from kvkeep.model.hf_cache import vocabulary_size
 from kvkeep.model.user_text import UserText, ids_of
 
 MARK = "\ue000"  # private use area: no tokenizer or template gives it a meaning
@@ -97,7 +98,7 @@ def check_ids(model: Any, ids: Any, name: str = "prompt") -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         kinds = "a text, messages, or token ids" if name == "prompt" else "token ids"
         raise BadParameter(f"{name}={reprlib.repr(ids)}: give {kinds} ({error}).") from None
-    size = model.config.get_text_config(decoder=True).vocab_size
+    size = vocabulary_size(model)
     if found.dim() != 1 or found.dtype.is_floating_point or found.dtype == torch.bool or not len(found):
         raise BadParameter(f"{name} has shape {list(found.shape)} of {found.dtype}; give a list of token ids.")
     if not 0 <= int(found.min()) <= int(found.max()) < size:

@@ -312,6 +312,11 @@ def attention_cost(model: PreTrainedModel) -> float:
     return 2 * heads * size * config.num_hidden_layers / model.num_parameters()
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many logits a token has."""
+    return model.config.get_text_config(decoder=True).vocab_size
+
+
 def context_length(model: PreTrainedModel) -> int:
     """How many tokens the model was trained for."""
     return config_context_length(model.config)

@@ -39,9 +39,13 @@ class Piece:
 class Answer:
     """A request of the engine, read by the event loop."""
 
-    def __init__(self, index: int, request: Request, parser: ToolParser | None, context: str | None = None) -> None:
+    def __init__(
+        self, index: int, request: Request, parser: ToolParser | None, context: str | None = None, echo: str = ""
+    ) -> None:
+        """echo: what its text begins with"""
         self.index, self.request, self.parser, self.context = index, request, parser, context
-        self.read = self.called = 0  # tokens whose logprobs were taken; tools that were called
+        self.echo = echo
+        self.read = 0  # tokens whose logprobs were taken
         self.complete = False
 
     def take(self) -> Piece:
@@ -57,9 +61,9 @@ class Answer:
         calls: list[ToolCall] = []
         if self.parser:
             text, calls = self.parser.feed(text, done)
-            self.called += len(calls)
+        text, self.echo = self.echo + text, ""
         self.complete = done
-        reason = "tool_calls" if self.called else self.request.finish_reason
+        reason = "tool_calls" if self.parser and self.parser.called else self.request.finish_reason
         return Piece(self.index, text, calls, logprobs, reason if done else None)
 
     def _error(self, error: BaseException) -> BaseException:
@@ -98,6 +102,7 @@ class Answers:
         self.answers: list[Answer] = []
         self.num_prompts = 0
         self.created, self.began = int(time.time()), time.perf_counter()
+        self.fingerprint = ""  # of the server
         self.observe: Callable[[Piece], None] = lambda piece: None
         self.late = False
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -23,10 +24,12 @@ from kvkeep.serve.middleware import RequestMiddleware
 from kvkeep.serve.replica import Message
 from kvkeep.serve.routes import LOCAL, unless_gone
 
-CONTEXTS = "/v1/contexts"
+CONTEXTS, RESPONSES = "/v1/contexts", "/v1/responses"
+RESPONSE_ID = re.compile(rb'"id": ?"(resp_[0-9a-f]+)"')
+ID_WITHIN = 200  # bytes of a response, or of the first event of its stream
 ALL_S = 10.0  # until all replicas have said what they are asked
 EVENTS = b"text/event-stream"
-MOST_CONTEXTS = 100_000  # whose replicas are remembered
+MOST_SESSIONS = 100_000  # of contexts and responses, that are remembered
 SCOPE = {"type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "root_path"}
 
 
@@ -37,7 +40,7 @@ class Front:
         """handle: of the deployment; local_only: as of `create_app`"""
         self.handle = handle
         self.metrics = FrontMetrics()
-        self.sessions: OrderedDict[str, str] = OrderedDict()  # of contexts, by id
+        self.sessions: OrderedDict[str, str] = OrderedDict()  # of contexts and responses, by id
         app = RequestMiddleware(self._route, self.metrics.requests, keys, max_body)
         self.app = TrustedHostMiddleware(app, LOCAL) if local_only else app
 
@@ -67,8 +70,8 @@ class Front:
         async def pass_on() -> None:
             async with aclosing(self._answer(request, body, session)) as messages:
                 async for message in messages:
-                    if scope["path"] == CONTEXTS and message["type"] == "http.response.body":
-                        self._remember(message["body"], session)
+                    if message["type"] == "http.response.body":
+                        self._remember(scope["path"], message["body"], session)
                     await send(message)
 
         await unless_gone(receive, pass_on())
@@ -103,17 +106,21 @@ class Front:
     def _session_of(self, owner: str, path: str, asked: dict[str, Any]) -> str:
         """Of one replica, as long as there is that one and it has room; empty: of any."""
         ours = asked.get("kvkeep")
-        id = ours.get("context") if isinstance(ours, dict) else path.partition(f"{CONTEXTS}/")[2]
-        if isinstance(id, str) and id:
-            return self.sessions.get(id, id)
+        named = path.partition(f"{CONTEXTS}/")[2] or path.partition(f"{RESPONSES}/")[2]
+        for id in (ours.get("context") if isinstance(ours, dict) else None, asked.get("previous_response_id"), named):
+            if isinstance(id, str) and id:
+                return self.sessions.get(id, id)
         start = beginning(asked)
         return hashlib.sha256(f"{owner}\n{start}".encode(errors="replace")).hexdigest() if start else ""
 
-    def _remember(self, made: bytes, session: str) -> None:
-        """Where a context is."""
-        if isinstance(id := _object(made).get("id"), str):
+    def _remember(self, path: str, made: bytes, session: str) -> None:
+        """Where a context is, or a response."""
+        id = _object(made).get("id") if path == CONTEXTS else None
+        if path == RESPONSES and (found := RESPONSE_ID.search(made[:ID_WITHIN])):
+            id = found[1].decode()
+        if isinstance(id, str):
             self.sessions[id] = session
-            while len(self.sessions) > MOST_CONTEXTS:
+            while len(self.sessions) > MOST_SESSIONS:
                 self.sessions.popitem(last=False)
 
     async def _contexts(self, owner: str) -> list[dict[str, Any]]:
@@ -149,6 +156,6 @@ def _object(body: bytes) -> dict[str, Any]:
 def _last_event(path: str, failure: Failure) -> bytes:
     """In the words of the API it is sent by."""
     error = failure.as_dict()["error"]
-    if path == "/v1/responses":
+    if path == RESPONSES:
         return b"event: error\ndata: " + json.dumps({"type": "error", "sequence_number": 0, **error}).encode() + b"\n\n"
     return b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"

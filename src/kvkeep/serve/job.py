@@ -24,7 +24,9 @@ class Job:
     schema: dict[str, Any] | None = None  # of the JSON that an answer has to be
     tools: list[dict[str, Any]] = field(default_factory=list)  # functions, as the chat template takes them
     tool_choice: str = "auto"  # "none", "auto", "required", or the name of the function to call
+    parallel_calls: bool = True  # an answer may call several tools
     context: str | None = None  # the id of a text that was read before, which the prompts continue
+    echo: bool = False  # an answer's text begins with its prompt
 
     @property
     def num_answers(self) -> int:

@@ -21,7 +21,7 @@ log = logging.getLogger("kvkeep.serve")
 Scope = Any
 SEND_S = 60.0  # who takes nothing of an answer for so long is gone
 CLIENT_GONE = 499  # in /metrics alone, as nginx has it
-NEED_KEY = "/v1/"
+NEED_KEY = "/v1/", "/tokenize", "/detokenize"
 UNKNOWN = "unknown"  # paths we do not have are counted as one
 
 

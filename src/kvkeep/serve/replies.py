@@ -67,7 +67,7 @@ class CompletionReply:
         yield from ()
 
     def events(self, piece: Piece) -> Iterator[Object]:
-        yield self._object(self.chunk_kind, [self._chunk(piece)])
+        yield self._streamed(self._chunk(piece))
         self.offsets[piece.index] += len(piece.text)
         self.calls[piece.index] += len(piece.calls)
 
@@ -78,9 +78,14 @@ class CompletionReply:
     def failed(self, failure: Failure) -> Object:
         return failure.as_dict()
 
+    def _streamed(self, choice: Object) -> Object:
+        """A chunk of a stream; who asks for usage is told that it comes later."""
+        later = {"usage": None} if self.body.include_usage else {}
+        return self._object(self.chunk_kind, [choice], **later)
+
     def _object(self, kind: str, choices: list[Object], **more: Any) -> Object:
         named = {"id": self.id, "object": kind, "created": self.answers.created, "model": self.body.model}
-        return named | {"choices": choices} | more
+        return named | {"system_fingerprint": self.answers.fingerprint, "choices": choices} | more
 
     def _choice(self, piece: Piece) -> Object:
         logprobs = self._logprobs(piece) if piece.logprobs else None
@@ -109,7 +114,7 @@ class ChatReply(CompletionReply):
     def begin(self) -> Iterator[Object]:
         first = {"role": "assistant", "content": ""}
         for index in range(len(self.answers.answers)):
-            yield self._object(self.chunk_kind, [self._with("delta", first, Piece(index))])
+            yield self._streamed(self._with("delta", first, Piece(index)))
 
     def _choice(self, piece: Piece) -> Object:
         message: Object = {"role": "assistant", "content": piece.text, "refusal": None}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvkeep.serve.answers import Answers, Piece
+from kvkeep.serve.chat_schemas import Message
 from kvkeep.serve.failure import Failure
 from kvkeep.serve.replies import Object, TokenBytes, logprobs_of
-from kvkeep.serve.schemas import ResponseRequest
+from kvkeep.serve.response_schemas import ResponseRequest
 from kvkeep.serve.tools import ToolCall
+
+Keep = Callable[[Object, list[Message]], None]
 
 
 class ResponseReply:
@@ -18,13 +21,21 @@ class ResponseReply:
 
     done = ""  # the last event says it
 
-    def __init__(self, body: ResponseRequest, answers: Answers, bytes_of: TokenBytes) -> None:
+    def __init__(self, body: ResponseRequest, answers: Answers, bytes_of: TokenBytes, keep: Keep) -> None:
+        """keep: told of the response when it is complete, and of its conversation"""
+        self.keep = keep
         self.body, self.answers, self.bytes_of = body, answers, bytes_of
         self.id, self.message_id = f"resp_{secrets.token_hex(12)}", f"msg_{secrets.token_hex(12)}"
         self.sequence, self.so_far = 0, Piece(0)
 
     def whole(self, pieces: list[Piece]) -> Object:
-        return self._response(pieces[0])
+        return self._complete(pieces[0])
+
+    def _complete(self, piece: Piece) -> Object:
+        response = self._response(piece)
+        if self.body.store is not False:
+            self.keep(response, self.body.conversation(response["output"]))
+        return response
 
     def begin(self) -> Iterator[Object]:
         for kind in ("created", "in_progress"):
@@ -44,7 +55,7 @@ class ResponseReply:
                 yield from self._call_events(number, call)
 
     def end(self) -> Iterator[Object]:
-        response = self._response(self.so_far)
+        response = self._complete(self.so_far)
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, failure: Failure) -> Object:
@@ -98,7 +109,9 @@ class ResponseReply:
             "max_output_tokens": body.max_output_tokens,
             "model": body.model,
             "output": self._output(piece, status) if piece.finish else [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store is not False,
             "temperature": body.options()["temperature"],
             "tool_choice": choice,
             "tools": [{"strict": False, "parameters": None, **tool.model_dump()} for tool in body.tools or ()],

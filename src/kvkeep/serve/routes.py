@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -17,13 +18,15 @@ from starlette.requests import ClientDisconnect
 
 import kvkeep
 from kvkeep.errors import KvkeepError
-from kvkeep.serve import contexts
+from kvkeep.serve import contexts, tokens
 from kvkeep.serve.answers import Answers
+from kvkeep.serve.chat_schemas import ChatRequest, TokenizeRequest
 from kvkeep.serve.failure import Failure, failure_of, invalid
 from kvkeep.serve.middleware import RequestMiddleware, report
 from kvkeep.serve.replies import ChatReply, CompletionReply, Reply, stream
 from kvkeep.serve.response_reply import ResponseReply
-from kvkeep.serve.schemas import ChatRequest, CompletionRequest, ContextRequest, ResponseRequest
+from kvkeep.serve.response_schemas import ResponseRequest
+from kvkeep.serve.schemas import CompletionRequest, ContextRequest, DetokenizeRequest
 from kvkeep.serve.server import Server
 
 T = TypeVar("T")
@@ -78,7 +81,32 @@ async def completions(request: Request, server: ServerOf, owner: Owner, body: Co
 
 @router.post("/v1/responses")
 async def responses(request: Request, server: ServerOf, owner: Owner, body: ResponseRequest) -> Response:
-    return await _answer(request, server, owner, body, ResponseReply)
+    if body.previous_response_id is not None:
+        before = server.responses.get(owner, body.previous_response_id, "previous_response_id")
+        body.go_on_after(before.messages)
+    keep = partial(server.responses.put, owner)
+    return await _answer(request, server, owner, body, partial(ResponseReply, keep=keep))
+
+
+@router.get("/v1/responses/{name}")
+async def response(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
+    return server.responses.get(owner, name).response
+
+
+@router.delete("/v1/responses/{name}")
+async def delete_response(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
+    server.responses.remove(owner, name)
+    return {"id": name, "object": "response", "deleted": True}
+
+
+@router.post("/tokenize")
+async def tokenize(server: ServerOf, owner: Owner, body: TokenizeRequest) -> dict[str, Any]:
+    return await server.tokenizing(owner, tokens.tokenize, body)
+
+
+@router.post("/detokenize")
+async def detokenize(server: ServerOf, owner: Owner, body: DetokenizeRequest) -> dict[str, Any]:
+    return await server.tokenizing(owner, tokens.detokenize, body)
 
 
 async def _answer(request: Request, server: Server, owner: str, body: Any, kind: Any) -> Response:

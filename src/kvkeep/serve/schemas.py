@@ -1,4 +1,6 @@
-"""The bodies of requests, as OpenAI's API has them, and the job each asks for.
+"""The bodies of requests, as OpenAI's API has them, and the job each asks for: what all have, texts and contexts.
+
+Chats are in chat_schemas.py, the responses API in response_schemas.py.
 
 A field that nobody knows is refused by name, as OpenAI does. One that OpenAI knows and we do not is ignored where that
 changes no answer (IGNORED), else refused unless it has its default value (NEUTRAL).
@@ -9,10 +11,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvkeep.serve.job import Job, Prompt
+from kvkeep.engine.sampling import MAX_BIAS, RANGES
+from kvkeep.serve.job import Job
 
 IGNORED = {
     "client_metadata", "include", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key",
@@ -37,6 +40,13 @@ TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 MethodName = Annotated[str, Field(max_length=200)]
 Budget = Annotated[float, Field(gt=0, le=2**31, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Penalty = Annotated[float, Field(ge=RANGES["frequency_penalty"][0], le=RANGES["frequency_penalty"][1])]
+Repetition = Annotated[float, Field(ge=RANGES["repetition_penalty"][0], le=RANGES["repetition_penalty"][1])]
+SAMPLING = (  # fields that are options of an answer by the same name
+    "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p", "min_tokens",
+    "stop_token_ids", "ignore_eos",
+)  # fmt: skip
 
 
 def check_unicode(value: Any) -> Any:
@@ -56,14 +66,6 @@ def from_json(text: str) -> Any:
         return text
     except RecursionError:
         raise PydanticCustomError("nested", "the JSON in this text is nested too deeply") from None
-
-
-def _check_json(text: str) -> str:
-    check_unicode(from_json(text))
-    return text
-
-
-JsonText = Annotated[str, AfterValidator(_check_json)]
 
 
 class Strict(BaseModel):
@@ -151,136 +153,27 @@ class Body(Strict):
 
 
 class Sampled(Body):
-    """What chat and text completions have beyond that."""
+    """What chat and text completions have beyond that: OpenAI's, then what vLLM adds."""
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     max_tokens: Count | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_ITEMS)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None  # 0 and -1: all tokens
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {"stop": self.stop or ()}
-
-
-class TextPart(Lenient):
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-Content = str | Annotated[list[TextPart], Field(max_length=MAX_ITEMS, fail_fast=True)]
-
-
-def text_of(content: Content | None) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
-
-
-class CalledFunction(Lenient):
-    name: str
-    arguments: JsonText = "{}"
-
-    def as_template(self) -> dict[str, Any]:
-        """Chat templates take the arguments as an object."""
-        return {"name": self.name, "arguments": from_json(self.arguments)}
-
-
-class CalledTool(Lenient):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def as_template(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": self.function.as_template()}
-
-
-class Message(Lenient):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[CalledTool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_call_id: str | None = None
-
-    def as_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        message: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": text_of(self.content)}
-        if self.tool_calls:
-            message["tool_calls"] = [call.as_template() for call in self.tool_calls]
-        others = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return message | {name: value for name, value in others.items() if value is not None}
-
-
-class Function(Lenient):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-    def as_template(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(include=set(Function.model_fields), exclude_none=True)}
-
-
-class Tool(Lenient):
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(Lenient):
-    name: str
-
-
-class NamedTool(Lenient):
-    type: Literal["function"]
-    function: NamedFunction
-
-
-Choice = Literal["none", "auto", "required"]
-
-
-class PlainFormat(Lenient):
-    type: Literal["text", "json_object"]
-
-    def json_schema(self) -> dict[str, Any] | None:
-        return {"type": "object"} if self.type == "json_object" else None
-
-
-class NamedSchema(Lenient):
-    name: str
-    schema_: dict[str, Any] = Field({}, alias="schema")
-
-
-class SchemaFormat(Lenient):
-    type: Literal["json_schema"]
-    json_schema_: NamedSchema = Field(alias="json_schema")
-
-    def json_schema(self) -> dict[str, Any] | None:
-        return self.json_schema_.schema_
-
-
-class ChatRequest(Sampled):
-    """POST /v1/chat/completions"""
-
-    messages: Several[Message]
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Choice | NamedTool | None = None
-
-    def job(self) -> Job:
-        choice = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-        options = self.options() | ({"logprobs": self.top_logprobs or 0} if self.logprobs else {})
-        return Job(
-            model=self.model,
-            prompts=[[message.as_template() for message in self.messages]],
-            n=self.n or 1,
-            stream=bool(self.stream),
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            seed=self.seed,
-            options=options,
-            schema=self.response_format.json_schema() if self.response_format else None,
-            tools=[tool.function.as_template() for tool in self.tools or ()],
-            tool_choice=choice or "auto",
-            context=self.kvkeep.context,
-        )
+        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        if self.top_k == -1:
+            given["top_k"] = 0
+        return super().options() | {"stop": self.stop or ()} | given
 
 
 class CompletionRequest(Sampled):
@@ -288,6 +181,13 @@ class CompletionRequest(Sampled):
 
     prompt: str | TokenIds | Several[str] | Several[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _echoes_no_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError("echo", "echo cannot be given with logprobs: prompts have none here")
+        return self
 
     def job(self) -> Job:
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
@@ -301,89 +201,15 @@ class CompletionRequest(Sampled):
             seed=self.seed,
             options=self.options() | ({} if self.logprobs is None else {"logprobs": self.logprobs}),
             context=self.kvkeep.context,
+            echo=bool(self.echo),
         )
 
 
-class InputMessage(Lenient):
-    """Of the responses API."""
+class DetokenizeRequest(Strict):
+    """POST /detokenize, as vLLM has it"""
 
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-
-    def as_message(self) -> Message:
-        return Message(role=self.role, content=self.content)
-
-
-class InputCall(Lenient):
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: JsonText
-
-    def as_message(self) -> Message:
-        call = CalledTool(id=self.call_id, function=CalledFunction(name=self.name, arguments=self.arguments))
-        return Message(role="assistant", tool_calls=[call])
-
-
-class InputCallOutput(Lenient):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Content
-
-    def as_message(self) -> Message:
-        return Message(role="tool", content=self.output, tool_call_id=self.call_id)
-
-
-class FlatSchemaFormat(NamedSchema):
-    type: Literal["json_schema"]
-
-    def json_schema(self) -> dict[str, Any] | None:
-        return self.schema_
-
-
-class TextOptions(Lenient):
-    format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
-
-
-class FlatTool(Function):
-    type: Literal["function"]
-
-
-class FlatNamedTool(NamedFunction):
-    type: Literal["function"]
-
-
-class ResponseRequest(Body):
-    """POST /v1/responses, of text. Nothing is stored: give the whole conversation."""
-
-    input: str | Several[InputMessage | InputCall | InputCallOutput]
-    instructions: str | None = None
-    max_output_tokens: Count | None = None
-    text: TextOptions | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
-    tool_choice: Choice | FlatNamedTool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    def messages(self) -> list[Message]:
-        first = [Message(role="system", content=self.instructions)] if self.instructions else []
-        asked = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        return [*first, *(item.as_message() for item in asked)]
-
-    def job(self) -> Job:
-        choice = self.tool_choice.name if isinstance(self.tool_choice, FlatNamedTool) else self.tool_choice
-        prompt: Prompt = [message.as_template() for message in self.messages()]
-        return Job(
-            model=self.model,
-            prompts=[prompt],
-            stream=bool(self.stream),
-            max_tokens=self.max_output_tokens,
-            options=self.options() | ({} if self.top_logprobs is None else {"logprobs": self.top_logprobs}),
-            schema=self.text.format.json_schema() if self.text and self.text.format else None,
-            tools=[tool.as_template() for tool in self.tools or ()],
-            tool_choice=choice or "auto",
-            context=self.kvkeep.context,
-        )
+    model: str | None = None
+    tokens: TokenIds
 
 
 class ContextRequest(Compression):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 
+import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine.driver import Handle
 from kvkeep.engine.engine import Engine
@@ -26,6 +29,7 @@ from kvkeep.serve.job import Job, Prompt
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
+from kvkeep.serve.response_store import ResponseStore
 from kvkeep.serve.tools import ToolParser, tool_format
 
 
@@ -41,6 +45,10 @@ class Server:
         self.tool_format = tool_format(engine.tokenizer.chat_template)
         self.grammars = Grammars.of(engine.model, engine.tokenizer)
         self.followers: Followers | None = None  # where the model is split over processes
+        self.responses = ResponseStore()
+        self.max_model_len = context_length(engine.model)
+        facts = kvkeep.__version__, name, engine.config.method.name, engine.config.budget
+        self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
         self.longest_token = max(map(len, engine.tokenizer.get_vocab()))  # in characters, or bytes, which are more
         self._thread = ThreadPoolExecutor(1, "kvkeep-submit")  # one: tokenizers are not for several threads
 
@@ -54,20 +62,34 @@ class Server:
             self.live.discard(answers)  # who submits them sees that nobody waits
             work.add_done_callback(_cancel)
             raise
-        parsers = [ToolParser(self.tool_format) if job.calls_tools and self.tool_format else None for _ in handles]
-        found = [
-            Answer(i, each.request, parser, job.context)
-            for i, (each, parser) in enumerate(zip(handles, parsers, strict=True))
-        ]
+        found = [self._answer(number, each, job) for number, each in enumerate(handles)]
         answers.begin(found, len(job.prompts), self.limits.max_seconds)
         self.metrics.watch(answers)
         return answers
+
+    def _answer(self, number: int, handle: Handle, job: Job) -> Answer:
+        parser = ToolParser(self.tool_format, job.parallel_calls) if job.calls_tools and self.tool_format else None
+        echo = self._text(job.prompts[number // job.n]) if job.echo else ""
+        return Answer(number, handle.request, parser, job.context, echo)
+
+    def _text(self, prompt: Prompt) -> str:
+        """Of a text, or token ids."""
+        return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
+
+    async def tokenizing(self, owner: str, work: Callable[[Server, Any], dict[str, Any]], asked: Any) -> Any:
+        """The result of what needs the tokenizer, in its thread. It counts as an answer under way."""
+        place = self.admit(owner, Job(asked.model or self.name, [""]))
+        try:
+            return await asyncio.wrap_future(self._thread.submit(work, self, asked))
+        finally:
+            place.close()
 
     def admit(self, owner: str, job: Job) -> Answers:
         """A place among those under way, within the limits."""
         self.check_model(job.model)
         self.limits.check(job, sum(each.count for each in self.live if each.owner == owner))
         answers = Answers(owner, job.num_answers, self._close)
+        answers.fingerprint = self.fingerprint
         self.live.add(answers)
         return answers
 
@@ -131,7 +153,7 @@ class Server:
         """Refuse what has more tokens than the context length by far, before it is tokenized."""
         texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt if isinstance(each, dict)]
         method = parse(job.options["method"]) if "method" in job.options else self.engine.method
-        length = context_length(self.engine.model)
+        length = self.max_model_len
         if sum(map(len, texts)) > length * self.longest_token and not method.extends_context:
             raise BadInput(
                 f"the prompt has {sum(map(len, texts))} characters, far more than the model's context length of "
@@ -145,7 +167,7 @@ class Server:
             entry = self.store().entry(options["key"], options["context"])
             question = self.engine.config.question_ids(entry.text, only_text(prompt), entry.ids)
             length = len(entry.ids) + len(question)
-        left = context_length(self.engine.model) - length
+        left = self.max_model_len - length
         return min(left, self.limits.max_tokens) if left > 0 else self.limits.max_tokens
 
     def _constraint(self, job: Job) -> dict[str, Any]:
@@ -165,7 +187,8 @@ class Server:
             self.metrics.count(answers)
 
     def model_object(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "kvkeep"}
+        known = {"id": self.name, "object": "model", "created": self.created, "owned_by": "kvkeep"}
+        return known | {"max_model_len": self.max_model_len}
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -72,13 +72,18 @@ class ToolCall:
 class ToolParser:
     """Parts text from calls while an answer is decoded. What may become a call is held back until that is known."""
 
-    def __init__(self, form: ToolFormat) -> None:
+    def __init__(self, form: ToolFormat, parallel: bool = True) -> None:
+        """parallel: several calls; else all but the first are left out"""
         self.form, self.held, self.shown = form, "", False
+        self.parallel, self.called = parallel, 0
 
     def feed(self, text: str, done: bool) -> tuple[str, list[ToolCall]]:
         """-> text to show, and calls that are complete"""
         self.held += text
-        return self._tagged(done) if self.form.begin else self._bare(done)
+        text, calls = self._tagged(done) if self.form.begin else self._bare(done)
+        calls = calls if self.parallel else calls[: 1 - self.called]
+        self.called += len(calls)
+        return text, calls
 
     def _tagged(self, done: bool) -> tuple[str, list[ToolCall]]:
         text, calls = "", list[ToolCall]()
