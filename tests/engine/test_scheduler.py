@@ -262,6 +262,26 @@ def test_memory_that_runs_out_in_a_prefill_costs_one_request(model):
     assert [one.answer.ids for one in (good, other)] == [alone(one) for one in (good, other)]
 
 
+def test_memory_that_runs_out_beside_a_prompt_that_has_begun_is_tried_again(model, monkeypatch):
+    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
+    work, failed = Scheduler(model, set()), []
+    forward = work.forward.__call__
+
+    def short(chunks, *how):
+        if sum(each.started for each in work.waiting) > 1 and len(failed) < 9:
+            failed.append(chunks)
+            raise torch.OutOfMemoryError("two prompts at a time")
+        return forward(chunks, *how)
+
+    short.shares_forward = True
+    work.forward = short
+    both = [request(model, "snapkv", seed, 150 + seed) for seed in range(2)]
+    for one in both:
+        one.interactive, one.key = True, str(one.ids)
+    run(work, both)
+    assert failed and [one.answer.ids for one in both] == [alone(one) for one in both]
+
+
 @pytest.mark.parametrize("spec", ["snapkv", "h2o", "infllm"])
 def test_memory_that_runs_out_while_a_pool_grows_restarts_its_requests_in_another(model, spec, monkeypatch):
     """Some layers have other buffers by then than those a captured step knows."""
