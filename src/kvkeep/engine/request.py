@@ -15,7 +15,7 @@ from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
 from kvkeep.engine.progress import Progress
 from kvkeep.engine.sampling import ConstraintState, Generation, TokenLogprobs
 from kvkeep.engine.sequence import ProgressCallback, Sequence, SequenceConfig
-from kvkeep.errors import BadInput
+from kvkeep.errors import BadInput, BadParameter
 from kvkeep.storage.offload.malloc_trim import trim
 from kvkeep.storage.ragged import GROWTH
 
@@ -53,6 +53,8 @@ class Request:
     logits: Tensor | None = None  # after the prompt, if the sequence has seen it to the end [vocabulary]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.key, str):
+            raise BadParameter(f"key={self.key!r} names nobody; use a text, as in key='alice'.")
         self._sequence = self.continues
         self.deltas: deque[str] = deque()  # text to be streamed
         self.started = self.done = self.cancelled = False

@@ -108,11 +108,13 @@ class Scheduler(HeldRequests):
 
     def drop_cancelled(self) -> None:
         """Between two steps, when those that were submitted join the others."""
-        submitted = [self.submitted.popleft() for _ in range(len(self.submitted))]
-        gone = [each for each in (*submitted, *self.taken) if each.cancelled]
-        submitted, gone = self.agree((submitted, gone))
+        new = [self.submitted[number] for number in range(len(self.submitted))]
+        gone = [each for each in (*new, *self.taken) if each.cancelled]
+        submitted, gone = self.agree((new, gone))
         for request in submitted:
             self.waiting.append(request)
+        for _ in new:  # last: `abort` finds them, whatever is raised before
+            self.submitted.popleft()
         for request in [each for each in self.waiting if each in gone]:
             self._finish(request)
         for first in [each for each in self.sampled if each.requests[0] in gone]:
