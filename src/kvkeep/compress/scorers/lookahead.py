@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.compress.attention import check_norm, distance_from_end, token_mask
+from kvkeep.compress.attention import attention, check_norm, distance_from_end, token_mask
 from kvkeep.compress.guard import check_window, effective_window
 from kvkeep.compress.pooling import pool
 from kvkeep.errors import BadParameter
@@ -20,7 +20,10 @@ from kvkeep.types import Observation
 
 @dataclass(frozen=True)
 class LookaheadScorer:
-    """As SnapKV, but every query sees every token; the text's last `window` tokens are kept."""
+    """As SnapKV, but every query sees every token; the text's last `window` tokens are kept.
+
+    In decode, where there is no draft, the newest queries score, and see what is before them.
+    """
 
     window: int = 64
     pool: int = 5
@@ -35,10 +38,13 @@ class LookaheadScorer:
         check_norm(self.norm)
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
+        window = effective_window(self.window, budget)
+        rows = attention(seen, max(1, window)) if seen.is_step else self._draft_attention(seen)
+        return pool(self._votes(rows), distance_from_end(seen) >= window, self.pool, self.pooling)
+
+    def _draft_attention(self, seen: Observation) -> Tensor:
         visible = token_mask(seen)[:, None].expand(-1, seen.queries.shape[1], -1)
-        rows = probabilities(seen.queries, seen.keys, visible, seen.scale, seen.softcap, seen.sink_logits)
-        among = distance_from_end(seen) >= effective_window(self.window, budget)
-        return pool(self._votes(rows), among, self.pool, self.pooling)
+        return probabilities(seen.queries, seen.keys, visible, seen.scale, seen.softcap, seen.sink_logits)
 
     def _votes(self, rows: Tensor) -> Tensor:
         """[kv_heads, group, queries, n] -> [kv_heads, n]"""
