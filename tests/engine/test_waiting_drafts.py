@@ -9,11 +9,13 @@ from test_scheduler import request as prompt
 from kvkeep.cache.draft_pool import MOST_ROWS, DraftPool
 from kvkeep.compress.parse import parse
 from kvkeep.engine import scheduler as scheduling
+from kvkeep.engine.memory import row_bytes
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
+from kvkeep.errors import BadInput
 
 TOKENS = 3  # of a draft
 
@@ -162,3 +164,16 @@ def test_one_that_is_cancelled_while_it_waits_is_gone(model, drafts):
     assert first.done and len(first.answer.ids) == 1 and drafts == [2]
     assert [one.answer.ids for one in (second, third)] == [alone(one) for one in (second, third)]
     assert_free(work)
+
+
+def test_a_prompt_reserves_what_its_draft_takes(model):
+    def ask(memory):
+        one = request(model, 1)
+        run(Scheduler(model, set(), memory=memory), [one])
+        return one
+
+    one = request(model, 1)
+    assert one.draft_tokens > 40
+    needed = row_bytes(model, one.prefill_tokens + one.draft_tokens)
+    assert ask(needed).answer.ids == alone(one)
+    assert isinstance(ask(needed - 1).error, BadInput)
