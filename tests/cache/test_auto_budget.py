@@ -251,3 +251,11 @@ def test_the_command_line_and_a_grid_take_it():
     assert Grid(("full", "snapkv"), ("auto", 64)).configs == [("full", None), ("snapkv", "auto"), ("snapkv", 64)]
     with pytest.raises(BadParameter, match="'knorm' cannot work with budget='auto'"):
         Grid(("knorm",), ("auto",))
+
+
+@pytest.mark.parametrize("spec", ["kvkeep_context", "kvzip+shared"])
+def test_sinks_are_kept_where_nothing_scores_enough(spec):
+    model = make_llama()
+    cache = kvkeep.Cache(model, spec, "auto", max_budget=1.0, tau=1e5)
+    model(IDS, past_key_values=cache)
+    assert kept(cache) == [[[0, 1, 2, 3]] * HEADS] * LAYERS

@@ -152,7 +152,7 @@ def test_numbers_that_cannot_be_are_refused(tmp_path):
     facts = json.loads((tmp_path / "good" / checkpoint.DESCRIPTION).read_text())
     places = tensors["layer.0.token_positions"]
     for name, t in {
-        "layer.0.token_positions": [places + 80, places - 80, places.flip(0), places * 0],
+        "layer.0.token_positions": [places + 80, places + 1, places - 80, places.flip(0), places * 0],
         "layer.1.keys": [tensors["layer.1.keys"] * float("nan")],
     }.items():
         for bad in t:

@@ -10,6 +10,8 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 import kvkeep
 from kvkeep.compress.parse import parse
+from kvkeep.compress.pipeline import compress
+from kvkeep.types import PAD_POSITION, Observation
 
 
 def window_attention(queries: Tensor, keys: Tensor, window: int) -> Tensor:
@@ -94,3 +96,26 @@ def test_window_queries_are_causal_among_themselves():
     votes = window_attention(q, changed, 8).view(2, 3, 8, -1).mean(1).sum(1)[:, :-8]
     got = kvkeep.select("snapkv", q, changed, v, 20, window=8, pool=1).tolist()
     assert got == top(votes, 20, 8)
+
+
+@pytest.mark.parametrize("lengths", [(96, 96), (96, 70)])
+def test_in_decode_lookahead_scores_as_snapkv(lengths):
+    """There is no draft: the newest queries see only what is before them."""
+    for seed in range(4):
+        q, k, v = random_qkv(n=96, seed=seed)
+        position = torch.arange(96).expand(2, -1).clone()
+        position[1, lengths[1] :] = PAD_POSITION
+        seen = Observation(4 * q[:, -16:], k, v, position, lengths, 96, 1, q.shape[-1] ** -0.5)
+        kept = [compress(seen, parse(name, window=16), 40) for name in ("lookahead", "snapkv")]
+        assert kept[0].tolist() == kept[1].tolist()
+
+
+@pytest.mark.parametrize("sinks", [1, 4])
+def test_lagkv_keeps_its_sinks_whatever_their_values_weigh(sinks):
+    q, k, v = random_qkv(n=200)
+    v[:, :sinks] *= 1e-3
+    v[:, -40:] *= 1e-3
+    plain = kvkeep.select("lagkv", q, k, v, 80, sinks=sinks, lag=16).tolist()
+    kept = kvkeep.select("lagkv+values", q, k, v, 80, sinks=sinks, lag=16).tolist()
+    certain = {*range(sinks), *range(176 + sinks, 200)}  # and the last whole partition
+    assert all(certain <= set(head) for head in (*plain, *kept)) and kept != plain

@@ -6,11 +6,12 @@ import torch
 
 import kvkeep
 from kvkeep.cache import serialize
+from kvkeep.engine.fair_queue import FairQueue
 from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.row_pool import RaggedBuffer
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.engine.sequence import Sequence
-from kvkeep.errors import CacheMisuse
+from kvkeep.errors import BadParameter, CacheMisuse
 
 TEXT = "".join(chr(97 + i * i % 23) for i in range(300))
 TALK = [{"role": "user", "content": TEXT[:120]}, {"role": "assistant", "content": TEXT[:90]}]
@@ -143,3 +144,26 @@ def test_each_request_of_a_broken_step_has_an_error_of_its_own(chat, monkeypatch
         found = [handle.request.error for handle in handles]
         assert len({id(each) for each in found}) == 3 and {each.__cause__ for each in found} == {error}
         assert one.submit(TEXT, **NEW).result()
+
+
+@pytest.mark.parametrize("key", [["a"], 5, None])
+def test_a_key_that_is_no_text_is_refused_before_others_know_of_it(chat, key):
+    with engine(chat, prefix_cache=10**8) as one:
+        other = one.submit(TEXT, **NEW)
+        for ask in (one.submit, one.pin):
+            with pytest.raises(BadParameter, match="key=.*a text"):
+                ask(TEXT, key=key)
+        assert other.result() and not one._driver.scheduler.busy
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_requests_that_could_not_join_the_others_end_with_an_error(chat, monkeypatch, cancels):
+    """In a step, or when somebody else leaves between two steps."""
+    with engine(chat) as one:
+        with one._driver.lock:  # nobody else steps
+            handles = [one.submit(TEXT, **NEW) for _ in range(3)]
+            fails_once(monkeypatch, FairQueue, "append", TypeError("broken"))
+            with pytest.raises(TypeError, match="broken"):
+                handles[0].cancel() if cancels else one._driver.step()
+        assert [str(handle.request.error) for handle in handles] == ["broken"] * 3
+        assert not one._driver.scheduler.busy and one.submit(TEXT, **NEW).result()

@@ -1,5 +1,8 @@
 """Rows decoded from a retrieval pool are rows decoded alone, and leave a cache that goes on as theirs would."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from conftest import RETRIEVING, make_llama
@@ -203,3 +206,14 @@ def test_a_layer_never_gets_more_than_it_has_room_for(model):
         counts = [int(layer.count[0]) for layer in batch.pool.rows_of.values()]
         assert min(counts) > 0 and max(counts) < batch.pool.plan.shape.most
         assert sum(counts) <= 2 * (batch.pool.plan.quota_limit // 4)
+
+
+@pytest.mark.parametrize("spec", ["quest", "infllm"])
+def test_offloaded_tokens_are_freed_with_the_row(model, spec):
+    request = prefilled(model, spec, LONG, keeps=False)
+    host = weakref.ref(request.sequence.cache.backend.states[0][0].host)
+    batch = admitted([request])
+    batch.release(request)
+    request.finish()
+    gc.collect()
+    assert host() is None

@@ -89,3 +89,15 @@ def test_a_row_that_is_free_again_is_greedy():
     assert rows.samples(2) and not rows.samples(1)
     rows.set(1, None)
     assert not rows.samples(2) and rows.sample(logits, torch.zeros(2, dtype=torch.int64)).equal(logits.argmax(-1))
+
+
+def test_a_row_that_is_used_again_samples_as_a_new_one():
+    logits, positions = torch.randn(2, 50, generator=torch.Generator().manual_seed(1)), torch.tensor([5, 5])
+    used, new = SamplingRows(2, "cpu"), SamplingRows(2, "cpu")
+    used.set(0, Generation(temperature=1.0, top_p=0.05, top_k=1))
+    used.set(0, None)
+    for seed in range(20):
+        for rows in (used, new):
+            rows.set(0, Generation(temperature=1.0, seed=seed))
+            rows.set(1, Generation(temperature=1.0, top_k=5))  # so that rows are filtered
+        assert torch.equal(used.sample(logits, positions), new.sample(logits, positions))

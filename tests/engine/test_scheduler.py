@@ -8,6 +8,7 @@ from conftest import EVICTING, RETRIEVING
 from kvkeep.cache.step_pool import StepPool
 from kvkeep.compress.parse import parse
 from kvkeep.engine import scheduler as scheduling
+from kvkeep.engine.memory import row_bytes
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
@@ -98,31 +99,37 @@ CHUNKED = [OWN_CHUNKS.get(name, name) for name in EVICTING if name != "full"]
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "spec, schedule",
+    "spec, schedule, storage",
     [
-        (spec, schedule)
+        (spec, schedule, None)
         for spec in [*CHUNKED, "snapkv+adakv", "h2o+adakv", "echo:chunk=32+shared"]
         for schedule in (["prompt", None] if parse(spec).schedule.every else ["prompt"])  # its own, if it has one
+    ]
+    + [
+        (spec, "prompt", storage)
+        for spec in ["snapkv", "knorm", "keydiff", "h2o", "snapkv+adakv", "kvkeep_lookahead"]
+        for storage in ["int8", "int4"]
     ],
 )
-def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spec, schedule, monkeypatch):
-    """The selection is exact: evicted from at the end alone."""
+def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spec, schedule, storage, monkeypatch):
+    """The selection is exact: evicted from, and quantized, at the end alone."""
     monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
     monkeypatch.setattr(scheduling, "attention_cost", lambda _: 0.0)
-    work = Scheduler(model, set())
+    work = Scheduler(model, set(), memory=10**9)
     other = work.submit(request(model, spec, 1, 50, 400, schedule="prompt"))
     other.interactive = True
     while not work.running:
         work.step()
-    late = request(model, spec, 2, 333, 9, schedule=schedule)
-    late.keeps_cache, chunks = True, []
-    late.progress = lambda progress: chunks.append(progress.done)
+    late = request(model, spec, 2, 333, 9, schedule=schedule, storage=storage)
+    late.keeps_cache, chunks, held = True, [], []
+    late.progress = lambda progress: (chunks.append(progress.done), held.append(late.sequence.cache.nbytes))
     work.submit(late)
     while not late.done:
         work.step()
     work.release_finished()
     assert chunks == [64, 128, 192, 256, 320, 333] and late.selection == "exact"
     assert len(other.answer.ids) >= 6  # it was not kept waiting
+    assert max(held) <= row_bytes(model, late.prefill_tokens + late.draft_tokens)  # what it reserved
     whole = late.config.new_sequence()
     whole.prefill(late.ids)
     assert late.answer.ids == alone(late)
@@ -260,6 +267,26 @@ def test_memory_that_runs_out_in_a_prefill_costs_one_request(model):
     run(work, [good, bad, other])
     assert isinstance(bad.error, torch.OutOfMemoryError) and not bad.answer.ids
     assert [one.answer.ids for one in (good, other)] == [alone(one) for one in (good, other)]
+
+
+def test_memory_that_runs_out_beside_a_prompt_that_has_begun_is_tried_again(model, monkeypatch):
+    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
+    work, failed = Scheduler(model, set()), []
+    forward = work.forward.__call__
+
+    def short(chunks, *how):
+        if sum(each.started for each in work.waiting) > 1 and len(failed) < 9:
+            failed.append(chunks)
+            raise torch.OutOfMemoryError("two prompts at a time")
+        return forward(chunks, *how)
+
+    short.shares_forward = True
+    work.forward = short
+    both = [request(model, "snapkv", seed, 150 + seed) for seed in range(2)]
+    for one in both:
+        one.interactive, one.key = True, str(one.ids)
+    run(work, both)
+    assert failed and [one.answer.ids for one in both] == [alone(one) for one in both]
 
 
 @pytest.mark.parametrize("spec", ["snapkv", "h2o", "infllm"])

@@ -9,6 +9,7 @@ from conftest import EVICTING, RETRIEVING
 
 import kvkeep
 from kvkeep.engine import memory
+from kvkeep.engine import scheduler as scheduling
 from kvkeep.engine.driver import Driver
 from kvkeep.engine.fair_queue import FairQueue
 from kvkeep.engine.request import Request
@@ -114,23 +115,49 @@ def test_keys_take_turns(chat):
         queue.append(each)
     a1, a2, a3, a4, b1, b2, c1 = requests
     assert list(queue) == [a1, b1, c1, a2, b2, a3, a4] and len(queue) == 7
-    a1.started = True
-    queue.take_turn(a1)
-    assert list(queue) == [a1, b1, c1, a2, b2, a3, a4]  # a is the last one to begin another
-    b1.started = True
+    a2.started = True  # of a key, those that have begun come first
+    queue.take_turn(a2)
+    assert list(queue) == [b1, c1, a2, b2, a1, a3, a4]  # a turn is a chunk
     queue.take_turn(b1)
-    queue.remove(a1)
-    assert list(queue) == [b1, c1, a2, b2, a3, a4]
+    queue.remove(a2)
+    assert list(queue) == [c1, a1, b1, a3, b2, a4]
+    queue.take_turn(c1)
     queue.remove(c1)
-    (late,) = waiting(config, "c")
-    queue.append(late)  # after those that are there already
-    assert list(queue) == [b1, a2, b2, late, a3, a4]
-    queue.put_back([a1])
-    a1.started = False
-    assert list(queue) == [b1, a1, b2, late, a2, a3, a4] and len(queue) == 7
+    late, new = waiting(config, "cd")
+    queue.append(late)  # its key had the last turn
+    queue.append(new)
+    assert list(queue) == [new, a1, b1, late, a3, b2, a4]
+    queue.put_back([a2])
+    assert list(queue)[1] is a2 and len(queue) == 8
     for each in list(queue):
         queue.remove(each)
-    assert not queue.by_key and len(queue) == 0
+    assert not queue.by_key and not queue.turns and len(queue) == 0
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_second_request_of_a_key_waits_for_one_chunk_of_another(chat, reads, monkeypatch):
+    """Whether an answer is decoded meanwhile, so that prompts are split, or not."""
+    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
+    monkeypatch.setitem(scheduling.PACKED_TOKENS, "cpu", 64)
+    one, chunks = engine(chat), []
+    work = Scheduler(one.model, set())
+
+    def submit(key, length):
+        (each,) = waiting(one.config, [key], length)
+        each.how, each.interactive = Generation(4), reads
+        each.progress = lambda progress: chunks.append((key, progress.done))
+        return work.submit(each)
+
+    for _ in range(6):
+        submit("long", 240)
+    work.step()
+    for _ in range(4):
+        few = submit("few", 20)
+        before = len(chunks)
+        while not few.answer.ids:
+            work.step()
+        assert [key for key, _ in chunks[before:]].index("few") <= 1
+    assert len(chunks) > 7 and work.waiting  # the others were still there
 
 
 def test_a_key_with_one_request_does_not_wait_for_all_of_another(chat):

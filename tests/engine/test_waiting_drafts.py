@@ -4,14 +4,18 @@
 import pytest
 import torch
 from test_scheduler import WORDS, alone, assert_free, ids, model, run  # noqa: F401
+from test_scheduler import request as prompt
 
 from kvkeep.cache.draft_pool import MOST_ROWS, DraftPool
 from kvkeep.compress.parse import parse
 from kvkeep.engine import scheduler as scheduling
+from kvkeep.engine.memory import row_bytes
+from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
+from kvkeep.errors import BadInput
 
 TOKENS = 3  # of a draft
 
@@ -45,24 +49,43 @@ def test_prompts_are_drafted_together_and_say_what_each_says_alone(model, drafts
     assert_free(work)
 
 
-@pytest.mark.parametrize("read, together", [(False, [MOST_ROWS, 2]), (True, [MOST_ROWS // 2] * 2 + [2])])
-def test_fewer_wait_where_answers_are_read_and_first_tokens_wait_for_no_draft(
-    model, drafts, read, together, monkeypatch
-):
+def test_in_a_list_first_tokens_wait_for_no_draft(model, drafts, monkeypatch):
     work, known, add = Scheduler(model, set()), {}, Request.add
     monkeypatch.setattr(
         Request, "add", lambda self, *given: known.setdefault(id(self), len(drafts)) and None or add(self, *given)
     )
-    requests = [work.submit(request(model, seed)) for seed in range(MOST_ROWS + 2)]
-    for one in requests:
-        one.interactive = read
+    requests = [request(model, seed) for seed in range(MOST_ROWS + 2)]
+    run(work, requests)
+    assert drafts == [MOST_ROWS, 2]
+    assert [known[id(each)] for each in requests] == MOST_ROWS * [0] + 2 * [1]  # drafts before its first token
+    assert [one.answer.ids for one in requests] == [alone(one) for one in requests]
+
+
+@pytest.mark.parametrize("others", ["kvkeep_lookahead", "snapkv"])
+@pytest.mark.parametrize("read", [True, False])
+def test_a_draft_waits_for_one_pass_where_answers_are_read_and_in_a_list_for_drafts_alone(
+    model, drafts, read, others, monkeypatch
+):
+    """However many prompts of other keys are prefilled meanwhile."""
+    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
+    work, passes, one = Scheduler(model, set()), [], request(model, 1)
+    forward = PackedForward.__call__
+    monkeypatch.setattr(PackedForward, "__call__", lambda self, *given: passes.append(given) or forward(self, *given))
+    one.interactive, one.key = read, "one"
+    work.submit(one)
+    for seed in range(2, 20):
+        other = request(model, seed) if others == "kvkeep_lookahead" else prompt(model, others, seed, 200)
+        other.interactive = read
+        work.submit(other)
+    while one not in [first.requests[0] for first in work.sampled]:
+        work.step()
+    before = len(passes)
+    while not drafts:
+        work.step()
+    assert len(passes) - before == (1 if read or others == "snapkv" else MOST_ROWS - 1)
     while work.busy:
         work.step()
-    assert drafts == together
-    first = [known[id(each)] for each in requests]  # drafts before its first token
-    ends = [sum(together[:number]) for number in range(1, len(together) + 1)]
-    assert first == [sum(end <= place for end in ends) for place in range(len(requests))]
-    assert [one.answer.ids for one in requests] == [alone(one) for one in requests]
+    assert one.answer.ids == alone(one)
 
 
 def test_a_first_token_that_ends_the_answer_waits_for_the_draft(model, drafts):
@@ -141,3 +164,16 @@ def test_one_that_is_cancelled_while_it_waits_is_gone(model, drafts):
     assert first.done and len(first.answer.ids) == 1 and drafts == [2]
     assert [one.answer.ids for one in (second, third)] == [alone(one) for one in (second, third)]
     assert_free(work)
+
+
+def test_a_prompt_reserves_what_its_draft_takes(model):
+    def ask(memory):
+        one = request(model, 1)
+        run(Scheduler(model, set(), memory=memory), [one])
+        return one
+
+    one = request(model, 1)
+    assert one.draft_tokens > 40
+    needed = row_bytes(model, one.prefill_tokens + one.draft_tokens)
+    assert ask(needed).answer.ids == alone(one)
+    assert isinstance(ask(needed - 1).error, BadInput)

@@ -79,6 +79,9 @@ class EvictingBackend:
         if layout.guessed:
             return self._attend_guesses(index, layer, call, layout)
         self.snapshots[index] = layer.snapshot(several=layout.guesses is not None)
+        layer.whole = layout.is_deferred
+        if layer.whole and layer.bits:
+            self.snapshots[index] = None  # codes of older tokens cannot be restored beside new ones
         if layout.frozen:
             result = call.to_hf_output(self._attend_over_cache(layer, call, layout))
             self.attention_check.check(index, call, layout, layer)

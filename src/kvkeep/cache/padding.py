@@ -39,6 +39,11 @@ class BatchLayout:
         return max(0, self.expected - min(self.seen))
 
     @property
+    def is_deferred(self) -> bool:
+        """Nothing is evicted before a later chunk of the prompt."""
+        return self.seen[0] + self.counts[0] < self.expected
+
+    @property
     def ends_deferral(self) -> bool:
         """All layers hold a whole prompt, and are evicted from in this pass."""
         return self.seen[0] + self.counts[0] == self.expected

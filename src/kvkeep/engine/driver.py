@@ -64,15 +64,20 @@ class Driver:
                 raise CacheMisuse("a progress callback cannot use the engine that calls it; use another engine.")
             self.stepper = threading.get_ident()
             try:
-                self.scheduler.step()
-            except BaseException as error:
-                self.scheduler.abort(error)
-                self.failed(error)
-                raise
+                self._or_abort(self.scheduler.step)
             finally:
                 self.stepper = None
                 with self.stepped:
                     self.stepped.notify_all()
+
+    def _or_abort(self, change: Callable[[], None]) -> None:
+        """Change what the scheduler holds; where that is cut short, every request fails."""
+        try:
+            change()
+        except BaseException as error:
+            self.scheduler.abort(error)
+            self.failed(error)
+            raise
 
     def wait(self, request: Request) -> None:
         """Until it has new text, or is done."""
@@ -116,7 +121,7 @@ class Driver:
             self.start()  # in the next step, as everywhere
         elif pending and self.stepper != threading.get_ident() and not sys.is_finalizing():
             with self.lock:
-                self.scheduler.drop_cancelled()
+                self._or_abort(self.scheduler.drop_cancelled)
 
     def prefill(self, request: Request) -> None:
         """A text, beside all others."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain, zip_longest
+from itertools import zip_longest
 
 from kvkeep.engine.request import Request
 
 
 class FairQueue:
-    """Those whose prefill has begun come first, then one of every key, then the next of every key.
+    """One of every key, then the next of every key. A turn is a chunk: the key that had none for longest comes first.
 
-    Within a key, first come, first served. Whoever does not fit yet stays where it is: nobody overtakes it, but those
-    whose turn came before.
+    Within a key, those whose prefill has begun come first, then first come, first served.
     """
 
     def __init__(self) -> None:
-        self.by_key: dict[str, deque[Request]] = {}  # in the order of their turns
+        self.by_key: dict[str, deque[Request]] = {}  # in the order in which they came
+        self.turns: dict[str, int] = {}  # the number of the last turn of a key
         self.count = 0
 
     def __len__(self) -> int:
@@ -25,10 +26,9 @@ class FairQueue:
         return self.count
 
     def __iter__(self) -> Iterator[Request]:
-        queues = self.by_key.values()
-        begun = [each for queue in queues for each in queue if each.started]
-        turns = zip_longest(*([each for each in queue if not each.started] for queue in queues))
-        return chain(begun, (each for turn in turns for each in turn if each is not None))
+        keys = sorted(self.by_key, key=lambda key: self.turns.get(key, 0))
+        queues = [sorted(self.by_key[key], key=lambda request: not request.started) for key in keys]
+        return (each for turn in zip_longest(*queues) for each in turn if each is not None)
 
     def append(self, request: Request) -> None:
         self.by_key.setdefault(request.key, deque()).append(request)
@@ -41,8 +41,8 @@ class FairQueue:
             self.count += 1
 
     def take_turn(self, request: Request) -> None:
-        """Its prefill begins: its key is the last one now."""
-        self.by_key[request.key] = self.by_key.pop(request.key)
+        """A chunk of it is prefilled: its key is the last one now, also if this was its only request."""
+        self.turns[request.key] = 1 + max(self.turns.values(), default=0)
 
     def remove(self, request: Request) -> None:
         queue = self.by_key[request.key]
@@ -50,6 +50,12 @@ class FairQueue:
         self.count -= 1
         if not queue:
             del self.by_key[request.key]
+            self._forget()
+
+    def _forget(self) -> None:
+        """The turns of keys that have no request and would be the first: as those of new keys."""
+        oldest = min((self.turns.get(key, 0) for key in self.by_key), default=sys.maxsize)
+        self.turns = {key: turn for key, turn in self.turns.items() if turn >= oldest}
 
     def clear(self) -> None:
-        self.by_key, self.count = {}, 0
+        self.by_key, self.turns, self.count = {}, {}, 0

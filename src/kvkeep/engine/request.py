@@ -133,6 +133,11 @@ class Request:
         return len(self.ids) - self.num_cached
 
     @property
+    def is_split(self) -> bool:
+        """Whether a chunk of its prompt is prefilled already."""
+        return len(self.sequence.token_ids) > self.num_cached
+
+    @property
     def is_prefilled(self) -> bool:
         return len(self.sequence.token_ids) == len(self.ids)
 
@@ -149,7 +154,9 @@ class Request:
     @property
     def can_draft_later(self) -> bool:
         """Whether a draft after this prompt may wait: for its first token, and for drafts after the next prompts."""
-        return self.config.method.draft is not None and not self.prefill_only and self.pin is None
+        if self.config.method.draft is None or self.prefill_only or self.pin is not None:
+            return False
+        return not self.interactive or self.config.kept(len(self.ids)) < len(self.ids)  # else there is none
 
     def goes_on_after(self, token: int) -> bool:
         """Whether the answer surely does not end with this token, its first."""

@@ -83,8 +83,10 @@ class Scheduler(HeldRequests):
         active = self._to_decode(chunks)
         for batch in active:
             self._launch(batch)
+            if self.device != "cuda":  # its tokens are there
+                self._collect(batch)
         self._prefill(chunks, active)
-        self._end_prefills(num_sampled, bool(chunks), active)  # the device has the next pass to do meanwhile
+        self._end_prefills(num_sampled, chunks, active)  # the device has the next pass to do meanwhile
         for batch in active:
             self._collect(batch)
 
@@ -96,15 +98,23 @@ class Scheduler(HeldRequests):
 
     @property
     def _is_read(self) -> bool:
-        return any(request.interactive for request in self.running)
+        """Whether somebody waits for the next token of an answer."""
+        return any(request.interactive for request in (*self.running, *self._first_sampled))
+
+    @property
+    def _first_sampled(self) -> list[Request]:
+        """Requests whose first token is sampled, and whose prefill is not at its end."""
+        return [first.requests[0] for first in self.sampled]
 
     def drop_cancelled(self) -> None:
         """Between two steps, when those that were submitted join the others."""
-        submitted = [self.submitted.popleft() for _ in range(len(self.submitted))]
-        gone = [each for each in (*submitted, *self.taken) if each.cancelled]
-        submitted, gone = self.agree((submitted, gone))
+        new = [self.submitted[number] for number in range(len(self.submitted))]
+        gone = [each for each in (*new, *self.taken) if each.cancelled]
+        submitted, gone = self.agree((new, gone))
         for request in submitted:
             self.waiting.append(request)
+        for _ in new:  # last: `abort` finds them, whatever is raised before
+            self.submitted.popleft()
         for request in [each for each in self.waiting if each in gone]:
             self._finish(request)
         for first in [each for each in self.sampled if each.requests[0] in gone]:
@@ -190,25 +200,37 @@ class Scheduler(HeldRequests):
     # prefill
 
     def _next_chunks(self) -> Iterator[Chunk]:
-        """The next chunk of the first prompts, as many as fit into one forward pass."""
-        beside, first = self._is_read, True
+        """The next chunk of the prompts whose turn it is, as many as fit into one forward pass."""
+        others = len(self.waiting) > 1 and any(request.interactive for request in self.waiting)
+        beside, first = self._is_read or others, True
         limit: float = (BESIDE_TOKENS if beside else PACKED_TOKENS)[self.device]
-        rows = self.row_limit - self.num_rows
-        for request in list(self.waiting)[:rows] if not self.prefilled else []:
-            if not self._start(request, alone=first and not self.num_rows):
-                return
+        for request in self._turns():
             if request.logits is not None and request.is_prefilled:
                 with self._fails_alone(request):
                     self._begin_answer(request, request.logits)
                 continue
             cost = self._cost(request)
-            ids = request.next_chunk(chunk_size(limit / cost) if beside else None)
-            if not first and not (request.packs and len(ids) * cost <= limit):
+            whole = request.next_chunk(None)
+            ids = request.next_chunk(chunk_size(limit / cost)) if beside or request.is_split else whole
+            if not first and not (request.packs and len(ids) == len(whole) and len(ids) * cost <= limit):
                 return
+            self.waiting.take_turn(request)
             yield request, ids
             limit, first = limit - len(ids) * cost, False
             if limit < 1 or not (request.packs and self.forward.shares_forward):
                 return
+
+    def _turns(self) -> Iterator[Request]:
+        """Prompts that can be prefilled now. Behind one that does not fit, none begins."""
+        rows = 0 if self.prefilled else self.row_limit - self.num_rows
+        waiting = list(self.waiting) if rows > 0 else []
+        begun, fits = sum(each.started for each in waiting), True
+        for request in waiting:
+            if not request.started:
+                fits = fits and begun < rows and self._start(request, alone=not (begun or self.num_rows))
+                begun += fits
+            if request.started:
+                yield request
 
     def _cost(self, request: Request) -> float:
         """Of its next token, where one that attends to nothing costs 1."""
@@ -222,7 +244,6 @@ class Scheduler(HeldRequests):
             if not (alone or fits_host(request)) or not self.reserve(request):
                 return False
             request.start()
-            self.waiting.take_turn(request)
         except Exception as error:
             self.check_alike(error)
             self._fail(request, error)
@@ -277,8 +298,9 @@ class Scheduler(HeldRequests):
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Out of memory beside others: try again when some of them are done."""
-        if isinstance(error, OUT_OF_MEMORY) and self.num_rows:
-            self.row_limit = self.num_rows
+        others = any(each.started for each in self.waiting if each is not request)
+        if isinstance(error, OUT_OF_MEMORY) and (self.num_rows or others):
+            self.row_limit = self.num_rows or 1
             request.restart()
         else:
             self._finish(request, error)
@@ -315,13 +337,13 @@ class Scheduler(HeldRequests):
     @property
     def _drafts_due(self) -> list[Request]:
         """Of prompts that are prefilled."""
-        sampled = [first.requests[0] for first in self.sampled]
-        return [request for request in sampled if request.sequence.cache.passes_later]
+        return [request for request in self._first_sampled if request.sequence.cache.passes_later]
 
-    def _end_prefills(self, count: int, more: bool, active: list[DecodeBatch]) -> None:
-        """Of the first so many that are sampled. Drafts wait for each other while there are more prompts to prefill."""
+    def _end_prefills(self, count: int, chunks: list[Chunk], active: list[DecodeBatch]) -> None:
+        """Of the first `count` that are sampled: those from before the pass over these chunks."""
         sampled, due = list(self.sampled)[:count], self._drafts_due
-        begins = bool(due) and not (more and self._may_wait(due))
+        is_read = any(first.requests[0].interactive for first in sampled)
+        begins = bool(due) and (is_read or not self._may_wait(due, chunks))
         for first in self.sampled if begins else sampled:
             self._deliver_first(first)
         if begins:
@@ -339,11 +361,11 @@ class Scheduler(HeldRequests):
             if not request.answer.ids and request.goes_on_after(token):
                 request.add(token, logprobs)
 
-    def _may_wait(self, due: list[Request]) -> bool:
-        """For more drafts: fewer of them where somebody waits for the next token."""
-        most = MOST_ROWS // 2 if any(request.interactive for request in due) else MOST_ROWS
+    def _may_wait(self, due: list[Request], chunks: list[Chunk]) -> bool:
+        """For the drafts of prompts that are prefilled now. Where somebody reads, they wait for one pass at most."""
+        more = any(request.can_draft_later for request, _ in chunks)
         held = sum(request.sequence.cache.nbytes for request in due)
-        return len(due) < most and held < most_held(self.model)
+        return more and len(due) < MOST_ROWS and held < most_held(self.model)
 
     def _run_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
         """After prompts whose drafts have waited: together or, where that fails, one by one."""

@@ -6,8 +6,9 @@ most 1.6 %, and a decode step copies at most 64 tokens per head on average.
 A cache that evicts one token for each new one does not move the others: the new token takes the free slot
 (`write_free_slot`), and the evicted one leaves the next free slot (inplace.py). Order is restored before a read.
 
-A quantized layer holds keys and values in the model's dtype only during a forward pass of several tokens. After it
-they are codes (quantized.py), and every read returns a dequantized copy.
+A quantized layer holds keys and values in the model's dtype only during a forward pass of several tokens, or while
+nothing is evicted from a prompt in several passes (`whole`). After it they are codes (quantized.py), and every read
+returns a dequantized copy.
 (Longer than most files: no other class may touch these buffers.)
 """
 
@@ -50,6 +51,7 @@ class RaggedLayer:
     def __init__(self, bits: int | None = None) -> None:
         """bits: 8 or 4; None: not quantized"""
         self.bits = bits
+        self.whole = False  # not quantized yet: nothing is evicted before the prompt's last chunk
         self.quantized: QuantizedLayer | None = None  # keys and values, during a forward pass those before it
         self.rows = 0
         self.kv_heads = 0
@@ -132,7 +134,7 @@ class RaggedLayer:
 
         sources: the old segment of each new one, where it is not the one of the same number
         """
-        if self.bits:
+        if self.bits and not self.whole:
             known = self._unchanged_groups([segment for row in rows for segment in row], sources)
             self.quantized = QuantizedLayer.of(rows, self.bits, growth, self.quantized, known)
             rows = [[replace(each, keys=each.keys[:, :0], values=each.values[:, :0]) for each in row] for row in rows]
@@ -181,7 +183,7 @@ class RaggedLayer:
 
     def quantize(self) -> None:
         """Quantize keys and values after a forward pass of several tokens, if the layer has bits."""
-        if self and self.bits and not self.codes:
+        if self and self.bits and not (self.codes or self.whole):
             self.fill(self.all_rows())
 
     def append(

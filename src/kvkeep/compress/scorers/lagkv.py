@@ -16,10 +16,11 @@ from torch import Tensor
 
 from kvkeep.arguments import Checked, Count, Range
 from kvkeep.compress.attention import distance_from_end
+from kvkeep.compress.budget.coverage import CERTAIN
 from kvkeep.compress.select import best_first, inverse
 from kvkeep.types import Observation
 
-SINK, RECENT = 1.0, 3.0  # scores of those tokens, above any rank; the earliest sink and the newest token come first
+SINK, RECENT = 1.0, 3.0  # of CERTAIN: scores of those tokens; the earliest sink and the newest token come first
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class LagKVScorer(Checked):
         length = age[:, :1] + 1
         partitions = (length - self.sinks) // self.lag
         middle = (self.sinks + self.lag * (partitions - 1)) * (partitions > 1)  # where it ends
-        scores = RECENT - age / seen.tokens
+        scores = CERTAIN * (RECENT - age / seen.tokens)
         scores = scores.where((index >= middle) | (index >= length), self._ranks(seen))
-        return scores.where((index >= self.sinks) | (partitions < 2), SINK + (self.sinks - index) / max(1, self.sinks))
+        sinks = CERTAIN * (SINK + (self.sinks - index) / max(1, self.sinks))
+        return scores.where((index >= self.sinks) | (partitions < 2), sinks)
 
     def _ranks(self, seen: Observation) -> Tensor:
         """The place of each token in its partition, 0 … 1, worst first. [kv_heads, n]"""

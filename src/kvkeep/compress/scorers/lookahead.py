@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Odd, Positive
-from kvkeep.compress.attention import distance_from_end, token_mask
+from kvkeep.compress.attention import attention, distance_from_end, token_mask
 from kvkeep.compress.guard import effective_window
 from kvkeep.compress.pooling import pool
 from kvkeep.kernels.torch.reference import probabilities
@@ -21,7 +21,10 @@ from kvkeep.types import Observation
 
 @dataclass(frozen=True)
 class LookaheadScorer(Checked):
-    """As SnapKV, but every query sees every token; the text's last `window` tokens are kept."""
+    """As SnapKV, but every query sees every token; the text's last `window` tokens are kept.
+
+    In decode, where there is no draft, the newest queries score, and see what is before them.
+    """
 
     window: Positive = 64
     pool: Odd = 5
@@ -30,10 +33,13 @@ class LookaheadScorer(Checked):
     per_head = True
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
+        window = effective_window(self.window, budget)
+        rows = attention(seen, max(1, window)) if seen.is_step else self._draft_attention(seen)
+        return pool(self._votes(rows), distance_from_end(seen) >= window, self.pool, self.pooling)
+
+    def _draft_attention(self, seen: Observation) -> Tensor:
         visible = token_mask(seen)[:, None].expand(-1, seen.queries.shape[1], -1)
-        rows = probabilities(seen.queries, seen.keys, visible, seen.scale, seen.softcap, seen.sink_logits)
-        among = distance_from_end(seen) >= effective_window(self.window, budget)
-        return pool(self._votes(rows), among, self.pool, self.pooling)
+        return probabilities(seen.queries, seen.keys, visible, seen.scale, seen.softcap, seen.sink_logits)
 
     def _votes(self, rows: Tensor) -> Tensor:
         """[kv_heads, group, queries, n] -> [kv_heads, n]"""
