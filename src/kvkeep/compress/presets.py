@@ -392,7 +392,8 @@ METHODS = Registry("method", {
     ),
     "intelllm": Preset(
         intelllm, "IntelLLM", "tokens attended to once the first and last ones are masked, placed at a gap",
-        f"first tokens are kept (keep_head=False: evicted, as printed); 64 queries score; modes as in the text; {REACH}",
+        "first tokens are kept (keep_head=False: evicted, as printed); 64 queries score, a number of ours; modes as in "
+        f"the text; {REACH}",
     ),
     "ahakv": Preset(
         ahakv, "AhaKV", "tokens recent queries attend to, logits scaled with length, weighted by the values' norm",
