@@ -24,7 +24,10 @@ class CacheBackend(Protocol):
     store: dict[int, RaggedLayer]  # layer -> what is kept of it; empty where tokens are offloaded instead
     peak_bytes: int  # the most keys and values at once, as far as measured
     attention_check: AttentionCheck
-    reach: KeyReach | None  # of a method that gives kept keys positions of their own
+
+    @property
+    def reach(self) -> KeyReach | None:
+        """How far back queries may look, of a method that gives kept keys positions of their own."""
 
     def begin(self, layout: BatchLayout) -> None:
         """A forward pass begins."""
