@@ -25,13 +25,18 @@ PAD_POSITION = 2**31 - 1  # of padding where key heads hold different numbers of
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens per key head: so many, or a fraction of the tokens seen."""
+    """Tokens per key head: so many, or a fraction of the tokens seen, but no more than `most`."""
 
     value: int | float
+    most: int = PAD_POSITION
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, int):
+            object.__setattr__(self, "value", min(self.value, self.most))
 
     def tokens(self, seen: int) -> int:
         """For a text of `seen` tokens."""
-        return self.value if isinstance(self.value, int) else max(1, int(self.value * seen + 1e-9))
+        return self.value if isinstance(self.value, int) else min(self.most, max(1, int(self.value * seen + 1e-9)))
 
 
 @dataclass(frozen=True)

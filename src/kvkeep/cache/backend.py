@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kvkeep.cache.padding import BatchLayout, PaddingTracker
+from kvkeep.cache.reach import KeyReach
 from kvkeep.cache.report import Report
 from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.compress.method import Method
@@ -23,6 +24,10 @@ class CacheBackend(Protocol):
     store: dict[int, RaggedLayer]  # layer -> what is kept of it; empty where tokens are offloaded instead
     peak_bytes: int  # the most keys and values at once, as far as measured
     attention_check: AttentionCheck
+
+    @property
+    def reach(self) -> KeyReach | None:
+        """How far back queries may look, of a method that gives kept keys positions of their own."""
 
     def begin(self, layout: BatchLayout) -> None:
         """A forward pass begins."""

@@ -26,6 +26,7 @@ from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.gathered_heads import check_shards
 from kvkeep.cache.padding import BatchLayout, PaddingTracker
 from kvkeep.cache.passes import run_passes
+from kvkeep.cache.reach import budget_within
 from kvkeep.cache.replay import LayerRows, Unreplayed, check_can_replay, no_call
 from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
@@ -38,7 +39,7 @@ from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
 from kvkeep.model.chat import check_ids, check_tokenizer
 from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import HFCacheAdapter, context_length, key_shape
+from kvkeep.model.hf_cache import UNLIMITED, HFCacheAdapter, context_length, key_shape
 from kvkeep.model.hf_forward import intercept
 from kvkeep.model.hf_guesses import count_guesses
 from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
@@ -47,7 +48,6 @@ from kvkeep.model.rope import rotations
 from kvkeep.model.token_texts import token_texts
 from kvkeep.storage.offload.disk import DiskStore
 from kvkeep.storage.offload.host import HostMemoryBudget
-from kvkeep.types import Budget
 
 IDLE = BatchLayout([], None, [], [], [])  # between forward passes
 
@@ -90,7 +90,8 @@ class Cache(HFCacheAdapter):
         self.host_budget = HostMemoryBudget(host_limit, DiskStore(disk) if disk is not None else None)
         self.context_length = context_length(self.model)
         self.tokenizer, intercepted = tokenizer, False
-        if model is self.model and (self.method.needs_passes or self.model.device.type in captured_decode.DEVICES):
+        captures = self.model.device.type in captured_decode.DEVICES
+        if model is self.model and (self.method.needs_passes or self.method.placement or captures):
             intercepted = intercept(self.model)
         self.counts_guesses = False
         self.shards = head_shards(self.model)
@@ -102,7 +103,7 @@ class Cache(HFCacheAdapter):
         self._init_state()
 
     def _init_state(self) -> None:
-        self.tracker = PaddingTracker(Budget(self.budget), self.method.schedule)
+        self.tracker = PaddingTracker(*budget_within(self), self.method.schedule)
         self.layout = IDLE  # of the current forward pass
         self.in_forward = False  # from the mask, or the first layer, to the last
         self.capture_room = ROOM  # tokens; 0: decode steps are not captured
@@ -136,7 +137,10 @@ class Cache(HFCacheAdapter):
         if self._captured is None:
             if not (self.capture_room and can_capture(self)):
                 return None
-            self._captured = CapturedDecode(self, forward, self.capture_room)
+            room = next((n for n in (self.capture_room, ROOM) if self.make_room(n)), 0)
+            if not room:
+                return None
+            self._captured = CapturedDecode(self, forward, room)
         logits = self._captured.step(tokens, self.seen if positions is None else positions)
         self.tracker.append_decoded(1)
         return logits
@@ -147,8 +151,18 @@ class Cache(HFCacheAdapter):
             captured.settle(self.tracker.seen)
             self.capture_room, self._captured = captured.next_room, None
 
+    @property
+    def chunk_limit(self) -> int:
+        """The largest number of tokens of the next forward pass: it must not attend beyond the context length."""
+        return reach.chunk_limit if (reach := self.backend.reach) else UNLIMITED
+
+    def make_room(self, tokens: int) -> bool:
+        """Move keys so that so many tokens may follow before any is moved again. -> False: they are too many"""
+        return self.backend.reach is None or self.backend.reach.make_room(self.tracker.seen, tokens)
+
     def _new_backend(self) -> CacheBackend:
-        how = self.method, Budget(self.budget), self.compressed_layers, self.rotations, AttentionCheck(self.name)
+        budget, _ = budget_within(self)
+        how = self.method, budget, self.compressed_layers, self.rotations, AttentionCheck(self.name)
         if retrieval := self.method.retrieval:
             return RetrievalBackend(*how, retrieval, self.host_budget)
         weight = partial(output_weight, self.model) if self.method.rerank else None
@@ -200,6 +214,8 @@ class Cache(HFCacheAdapter):
         if self.method.needs_passes:
             self.unreplayed.check_done(self.method.name)
             layout = layout.held_whole()
+        if reach := self.backend.reach:
+            layout = reach.prepare(layout, max(layout.counts) + guesses)
         self.layout = layout.with_guesses(guesses) if guesses else layout
         self.backend.begin(self.layout)
         self.in_forward = True

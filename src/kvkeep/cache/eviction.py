@@ -16,6 +16,7 @@ from torch import Tensor
 from kvkeep.cache.evictor import Evictor, gather_kept
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.cache.query_buffer import Found, OutputWeight, QueryBuffer
+from kvkeep.cache.reach import KeyReach
 from kvkeep.cache.replay import LayerRows
 from kvkeep.cache.report import Report
 from kvkeep.cache.self_check import AttentionCheck
@@ -63,6 +64,7 @@ class EvictingBackend:
         rule = StepRule(self.method, self.budget, self.context_length, in_place=shards is None)
         self.step_evictor = StepEvictor(rule, self.rotations)
         self.evictor = Evictor(self.method, self.budget, self.store, self.rotations, self.context_length, shards)
+        self.reach = KeyReach(self.store, self.rotations, self.context_length) if self.method.placement else None
         self.snapshots: dict[int, LayerSnapshot | None] = {}  # before the forward pass; None: cannot be restored
         self.guessed: dict[int, Guessed] = {}  # of the last forward pass
         self.how: dict[int, Softmax] = {}  # of each layer that holds a whole prompt
@@ -217,6 +219,8 @@ class EvictingBackend:
             self.attention_check.check_nan(row.tokens.keys for row in rows)
             uncompressed = self.evictor.evict(index, rows, may_wait=not layer or layout.ends_deferral)
             self.peak_bytes = max(self.peak_bytes, self.nbytes + uncompressed)
+            if self.reach:
+                self.reach.known = {}  # keys are placed anew
         elif is_chunk:
             self.query_buffer.append_chunk(index, call.query, layout)
         else:
@@ -253,6 +257,8 @@ class EvictingBackend:
             if layer:
                 layer.select_rows(rows)
         self.query_buffer.select_rows(rows)
+        if self.reach:
+            self.reach.known = {}
         old = self.evictor.covered
         self.evictor.covered = {
             (i, new): old[i, row] for i, _ in old for new, row in enumerate(rows) if (i, row) in old

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.gathered_heads import gather_heads, own_heads
+from kvkeep.cache.reach import placed
 from kvkeep.compress.budget.shared import Candidates, best_of, coverage_of
 from kvkeep.compress.method import Method
 from kvkeep.compress.pipeline import candidates, compress, decide, fits, layer_budgets, update_token_state
-from kvkeep.compress.positions import PlacementInput
+from kvkeep.compress.positions import PlacementInput, move_within, reserved
 from kvkeep.compress.protocols import LayerWeight
 from kvkeep.compress.select import PlacedSelection
 from kvkeep.kernels.torch.rotation import Rotation
@@ -225,13 +226,13 @@ class Evictor:
         """Rotate the kept keys to the positions the method gives them. seq_len 0: nothing was evicted"""
         if not (placement := self.method.placement) or not seq_len:
             return heads
-        budget, rotation, placed = self.budget.tokens(seq_len), self.rotations[index], []
+        budget, rotation, heads_placed = self.budget.tokens(seq_len), self.rotations[index], []
         for head in heads:
             where = PlacementInput(head.token_positions, seq_len, budget, self.context_length)
-            positions, before = placement(where), head.parts["rope_positions"]
-            keys = rotation.rotate(head.keys, positions - before) if rotation else head.keys
-            placed.append(replace(head, keys=keys, rope_positions=positions.to(before.dtype)))
-        return placed
+            room = min(reserved(self.context_length), self.context_length - len(head.token_positions))
+            positions = move_within(placement(where), seq_len + room - self.context_length)
+            heads_placed.append(placed(head, positions, rotation))
+        return heads_placed
 
     def end_pass(self) -> None:
         self.pending, self.competing, self.selections = {}, {}, {}

@@ -101,8 +101,9 @@ class BatchLayout:
 class PaddingTracker:
     """Counts every row's tokens over the life of a cache, and says when a row is evicted from."""
 
-    def __init__(self, budget: Budget, schedule: Schedule) -> None:
-        self.budget, self.schedule = budget, schedule
+    def __init__(self, budget: Budget, whole: int, schedule: Schedule) -> None:
+        """whole: a text of so many tokens is kept whole, even where the budget is less"""
+        self.budget, self.schedule, self.whole = budget, schedule, whole
         self.seen: list[int] = []  # tokens of each row so far, padding excluded
         self.kept: list[int] = []  # of these, how many the budget leaves to each key head on average
         self.padded_length = 0  # tokens of each row so far, padding included
@@ -127,7 +128,8 @@ class PaddingTracker:
 
     def _should_evict(self, row: int, count: int) -> bool:
         """After a prefill always, after a decode step when the schedule says so."""
-        if self.frozen or self.seen[row] + count < self.deferred_until:
+        seen = self.seen[row] + count
+        if self.frozen or seen < self.deferred_until or seen <= self.whole:
             return False
         if count == 1 and self.seen[row]:
             return self.schedule.evict_now(self.kept[row] + 1, self.budget.tokens(self.seen[row] + 1))

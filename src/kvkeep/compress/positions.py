@@ -1,5 +1,8 @@
 """RoPE positions of kept keys. Only distances to the next query matter, and the next query is always at the true end of
 the text; so a placement moves keys, never queries.
+
+Every token that follows is one farther away. So keys are placed with room for the next tokens (`reserved`), and moved
+on before a query would be farther from one of them than the trained context allows (`move_within`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from torch import Tensor
 from kvkeep.arguments import Checked, Count, Positive
 from kvkeep.errors import BadParameter
 
+ROOM = 1024  # tokens
+
 
 @dataclass(frozen=True)
 class PlacementInput:
@@ -21,6 +26,18 @@ class PlacementInput:
     seq_len: int | Tensor  # tokens of text so far: position of the next query; of rows, [.., 1]
     budget: int
     context_length: int  # the model's, as it was trained
+
+
+def reserved(context_length: int) -> int:
+    """The number of tokens that may follow before keys are placed again."""
+    return min(ROOM, max(1, context_length // 8))
+
+
+def move_within(positions: Tensor, lowest: int | Tensor) -> Tensor:
+    """Move the first keys on, as one block, so that none is before `lowest`. positions ascending [.., m]"""
+    order = torch.arange(positions.shape[-1], device=positions.device)
+    offset = torch.minimum(positions - positions[..., :1], order)
+    return torch.maximum(positions, lowest + offset)
 
 
 @dataclass(frozen=True)

@@ -385,6 +385,10 @@ REPLAY = (
     "authors keep it); a later prompt is repeated by itself; without a tokenizer "
     "(Cache(…, tokenizer=)) the text is fed without the instruction; generated tokens are not scored, and evicted last"
 )
+REACH = (
+    "no key is ever a context length away or farther: what may follow (an eighth of it, 1,024 tokens at most) is "
+    "reserved, so a longer text keeps that much less than the context length, whatever the budget"
+)
 ONCE = "layers are compared once, after all are prefilled, and held uncompressed until then"
 SIGN = "equation 5's sign follows the text"
 RANGES = "one range of text per 16 tokens, 500 at most (chunks=500: as in the paper)"
@@ -412,7 +416,8 @@ METHODS = Registry("method", {
     ),
     "intelllm": Preset(
         intelllm, "IntelLLM", "tokens attended to once the first and last ones are masked, placed at a gap",
-        "first tokens are kept (keep_head=False: evicted, as printed); 64 queries score, not one; modes as in the text",
+        "first tokens are kept (keep_head=False: evicted, as printed); 64 queries score, a number of ours; modes as in "
+        f"the text; {REACH}",
     ),
     "ahakv": Preset(
         ahakv, "AhaKV", "tokens recent queries attend to, logits scaled with length, weighted by the values' norm",
@@ -423,9 +428,11 @@ METHODS = Registry("method", {
         f"scores are the window's softmax, not its raw logits (votes=raw: as printed); {SIGN}; {RANGES}; {GROUPED}",
     ),
     "satkv": Preset(satkv, "ProtoKV", "keys dissimilar to their neighbours, and the window", SIGN),
-    "streamingllm": Preset(streamingllm, "arXiv:2309.17453", "first and most recent tokens, made contiguous"),
+    "streamingllm": Preset(
+        streamingllm, "arXiv:2309.17453", "first and most recent tokens, made contiguous", REACH,
+    ),
     "lm_infinite": Preset(
-        lm_infinite, "arXiv:2308.16137", "first and most recent tokens, distances capped at the trained context",
+        lm_infinite, "arXiv:2308.16137", "first and most recent tokens, distances capped at the trained context", REACH,
     ),
     "h2o": Preset(h2o, "arXiv:2306.14048", "half for tokens all queries attended to, half for recent ones", GROUPED),
     "tova": Preset(tova, "arXiv:2401.06104", "tokens the last query attends to, one selection per layer"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvkeep.compress.budget.heads import EqualHeads
 from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.method import Method
-from kvkeep.compress.positions import PlacementInput
+from kvkeep.compress.positions import PlacementInput, move_within
 from kvkeep.compress.protocols import ScorerTraits, StepMemory, StepScorer
 from kvkeep.types import PAD_POSITION, Budget, Step
 
@@ -64,4 +64,5 @@ class StepRule:
         recent = torch.arange(sinks - self.tokens, 0, device=lengths.device) + lengths[:, None]
         kept = torch.cat([torch.arange(sinks, device=lengths.device).expand(len(lengths), -1), recent], 1)
         where = PlacementInput(kept, lengths[:, None], self.tokens, self.context_length)
-        return placement(where)[:, :sinks].to(torch.int32)
+        positions = move_within(placement(where), lengths[:, None] + 1 - self.context_length)
+        return positions[:, :sinks].to(torch.int32)

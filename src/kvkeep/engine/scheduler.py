@@ -418,7 +418,8 @@ class Scheduler(HeldRequests):
     def _batch_for(self, request: Request) -> DecodeBatch:
         cache = request.sequence.cache
         batch = self._batch(self._batch_kind(request.sequence), cache)
-        if isinstance(batch, RetrievalBatch) and not batch.can_hold(request):
+        moves_keys = can_pool(request.sequence) and not cache.make_room(request.how.max_new_tokens)
+        if moves_keys or isinstance(batch, RetrievalBatch) and not batch.can_hold(request):
             return self._batch(INDEPENDENT, cache)
         return batch
 

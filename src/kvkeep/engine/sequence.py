@@ -157,7 +157,7 @@ class Sequence:
 
     def next_chunk(self, ids: Tensor, limit: int | None = None) -> Tensor:
         """Those of the ids that the next forward pass prefills; limit: at most so many, where that changes nothing."""
-        start, size = len(self.token_ids), self.chunk_size(len(ids))
+        start, size = len(self.token_ids), min(self.chunk_size(len(ids)), self.cache.chunk_limit)
         if limit and self.defers:
             size = min(size, limit)
             size += -(start + size) % getattr(self.config.method.memory, "chunk", 1)  # not within a method's own chunk
@@ -167,7 +167,8 @@ class Sequence:
     def defer_eviction(self, tokens: int) -> bool:
         """Before a prefill of so many: evict at its end alone, if the method and memory allow. -> whether they do"""
         config, self.defers = self.config, False
-        if config.method.retrieval or self.chunk_size(tokens) < tokens - len(self.token_ids):
+        too_long = config.method.extends_context and tokens > self.cache.context_length
+        if config.method.retrieval or too_long or self.chunk_size(tokens) < tokens - len(self.token_ids):
             return False
         free = free_device_bytes(config.device)
         size = row_bytes(config.model, tokens)
@@ -184,8 +185,11 @@ class Sequence:
     def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
         """Append tokens. ids [q] -> logits of the last `keep` of them, 0: of all [keep, vocabulary]"""
         self.has_prefill = True
-        size = self.chunk_size(len(ids))
-        return torch.cat([self.forward(ids[first : first + size], keep) for first in range(0, len(ids), size)])[-keep:]
+        size, logits = self.chunk_size(len(ids)), []
+        while len(ids):
+            chunk, ids = ids.tensor_split([min(size, self.cache.chunk_limit)])
+            logits.append(self.forward(chunk, keep))
+        return torch.cat(logits)[-keep:]
 
     def forward(self, ids: Tensor, keep: int = 1) -> Tensor:
         """One forward pass."""

@@ -1,6 +1,7 @@
 """A model's forward pass that asks our caches first: one may have a decode step captured in a CUDA graph.
 
-And tells them after it which tokens it had: a method may want the text fed again.
+And tells them after it which tokens it had: a method may want the text fed again. A pass that is longer than a cache
+allows becomes several.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import update_wrapper
 from types import MethodType
 from typing import Any
@@ -44,8 +46,22 @@ class InterceptedForward:
         logits = step(self.own, *step_input(args, kwargs)) if step and is_decode_step(args, kwargs) else None
         if logits is not None:
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        if (split := Pieces.of(args, kwargs)) and split.tokens > getattr(cache, "chunk_limit", split.tokens):
+            return self._forward_pieces(cache, split)
         output = self.own(*args, **kwargs)
         cache.after_forward(*step_input(args, kwargs))
+        return output
+
+    def _forward_pieces(self, cache: Any, split: Pieces) -> Any:
+        """Several forward passes in place of one that would attend beyond the context length."""
+        logits, start = [], 0
+        while start < split.tokens:
+            end = min(split.tokens, start + cache.chunk_limit)
+            end -= int(split.tokens - end == 1 < end - start)  # a last piece of one token would pass for a decode step
+            output = self.own(**split.piece(start, end))
+            logits.append(output.logits)
+            start = end
+        output.logits = torch.cat(logits, 1)[:, -split.shown :]
         return output
 
     def __reduce__(self) -> Any:
@@ -53,6 +69,33 @@ class InterceptedForward:
 
     def __deepcopy__(self, memo: dict) -> Any:
         return memo[id(self.model())].forward
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The arguments of a forward pass that returns nothing but logits, to be passed a few tokens at a time."""
+
+    kwargs: dict[str, Any]
+    tokens: int
+    shown: int  # tokens at the end whose logits are wanted; 0: all
+
+    @classmethod
+    def of(cls, args: tuple, kwargs: dict[str, Any]) -> Pieces | None:
+        """None: the pass asks for more than logits, or its arguments are not known"""
+        ids, shown = step_input(args, kwargs)[0], kwargs.get("logits_to_keep") or 0
+        if not (is_plain(args, kwargs) and isinstance(ids, Tensor) and isinstance(shown, int)):
+            return None
+        return cls(kwargs | {"input_ids": ids}, ids.shape[1], shown)
+
+    def piece(self, start: int, end: int) -> dict[str, Any]:
+        """The arguments for the tokens from start to end."""
+        part, mask = dict(self.kwargs), self.kwargs.get("attention_mask")
+        for name in ("input_ids", "position_ids"):
+            if part.get(name) is not None:
+                part[name] = part[name][:, start:end]
+        if mask is not None:
+            part["attention_mask"] = mask[:, : mask.shape[1] - self.tokens + end]
+        return part
 
 
 def intercept(model: PreTrainedModel) -> bool:
@@ -65,12 +108,17 @@ def intercept(model: PreTrainedModel) -> bool:
 
 def is_decode_step(args: tuple, kwargs: dict[str, Any]) -> bool:
     """One token for each row, and nothing asked for but logits."""
-    ids, mask = step_input(args, kwargs)[0], kwargs.get("attention_mask")
-    single = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1
+    ids = step_input(args, kwargs)[0]
+    return isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1 and is_plain(args, kwargs)
+
+
+def is_plain(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Nothing is asked for but logits, by arguments that are known."""
+    mask = kwargs.get("attention_mask")
     flat = mask is None or isinstance(mask, Tensor) and mask.ndim == 2
     usual = all(kwargs.get(name) in (None, value) for name, value in PLAIN.items())
     others = [name for name, value in kwargs.items() if value is not None and name not in KNOWN]
-    return len(args) <= 1 and single and flat and usual and not others
+    return len(args) <= 1 and flat and usual and not others
 
 
 def step_input(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:

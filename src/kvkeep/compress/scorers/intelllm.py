@@ -1,7 +1,7 @@
 """Attention with the two centres of gravity, the first and the latest tokens, masked (IntelLLM's CGE).
 
 Deviation: the paper's algorithm and its section 4.3.1 swap the two modes; the section's explanation is followed. The
-last `window` queries count, where the paper says "the last query".
+last `window` queries count: the paper's algorithm sums over several and does not say how many.
 """
 
 from __future__ import annotations
