@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvkeep.errors import BadParameter
 
@@ -25,6 +25,7 @@ class Job:
     tools: list[dict[str, Any]] = field(default_factory=list)  # functions, as the chat template takes them
     tool_choice: str = "auto"  # "none", "auto", "required", or the name of the function to call
     context: str | None = None  # the id of a text that was read before, which the prompts continue
+    stores: Literal["private", "public"] | None = None  # the prompt is a text to store, for its key or for all
 
     @property
     def num_answers(self) -> int:

@@ -96,8 +96,8 @@ async def _answer(request: Request, server: Server, owner: str, body: Any, kind:
 
 
 @router.post("/v1/contexts")
-async def create_context(server: ServerOf, owner: Owner, body: ContextRequest) -> dict[str, Any]:
-    return await contexts.create(server, owner, body)
+async def create_context(request: Request, server: ServerOf, owner: Owner, body: ContextRequest) -> dict[str, Any]:
+    return await unless_gone(request.receive, contexts.create(server, owner, body))
 
 
 @router.get("/v1/contexts")

@@ -389,4 +389,5 @@ class ContextRequest(Strict):
 
     def job(self) -> Job:
         """Without an answer."""
-        return Job(self.model, [self.text], options=Extension(method=self.method, budget=self.budget).options())
+        options = Extension(method=self.method, budget=self.budget).options()
+        return Job(self.model, [self.text], options=options, stores="public" if self.public else "private")

@@ -61,7 +61,8 @@ class Server:
             for i, (each, parser) in enumerate(zip(handles, parsers, strict=True))
         ]
         answers.begin(found, len(job.prompts), self.limits.max_seconds)
-        self.metrics.watch(answers)
+        if job.stores is None:
+            self.metrics.watch(answers)
         return answers
 
     def admit(self, owner: str, job: Job) -> Answers:
@@ -92,6 +93,8 @@ class Server:
 
     def _submit_all(self, owner: str, job: Job, answers: Answers) -> list[Handle]:
         """All or none: in the thread where requests are tokenized and submitted."""
+        if job.stores is not None:
+            return [self._submit_text(owner, job)]
         if job.context is not None:
             job.check_context()
             self.find_context(owner, job.context)
@@ -116,6 +119,12 @@ class Server:
             _cancel_all(handles)
             raise
         return handles
+
+    def _submit_text(self, owner: str, job: Job) -> Handle:
+        """A text that is stored without an answer."""
+        text = only_text(job.prompts[0])
+        self.check_characters(text, job)
+        return self.engine.submit_pin(text, key=owner, public=job.stores == "public", **job.options)
 
     def _encode(self, prompt: Prompt, job: Job) -> Prompt:
         """Once for all its answers; but a question about a context is the engine's to put behind it."""
