@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from contextlib import closing
+from functools import partial
 from types import SimpleNamespace
 
 import openai
@@ -17,12 +18,15 @@ import serving
 from pydantic import ValidationError
 from serving import wait_until
 
+from kvkeep.errors import BadParameter
 from kvkeep.serve.answers import Answer, Answers
+from kvkeep.serve.grammar import Grammars
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.middleware import RequestMiddleware
 from kvkeep.serve.routes import EventStream
 from kvkeep.serve.schemas import ChatRequest
+from kvkeep.serve.turns import TurnThread
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 LONG = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 200}
@@ -121,14 +125,14 @@ def test_nothing_is_submitted_for_a_client_that_has_gone(served, monkeypatch):
     """While its request waits for others to be tokenized."""
     submitted, busy = [], threading.Event()
     monkeypatch.setattr(served.engine, "submit", lambda *_, **__: submitted.append(1))
-    served._thread.submit(busy.wait)
+    served._short.submit("", busy.wait)
     headers = {"Authorization": "Bearer alice", "Content-Type": "application/json"}
     with closing(http.client.HTTPConnection(served.url.removeprefix("http://"))) as connection:
         connection.request("POST", "/v1/chat/completions", json.dumps(LONG), headers)
         wait_until(lambda: served.live)
     wait_until(lambda: not served.live)
     busy.set()
-    served._thread.submit(lambda: None).result()
+    served._short.submit("", lambda: None).result()
     assert not submitted
 
 
@@ -378,3 +382,44 @@ def test_sigterm_lets_answers_end(tmp_path):
         wait_until(lambda: not serving.is_up(served.url))
         text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         assert text == whole and served.wait(10) == 0
+
+
+def test_work_is_done_key_by_key_and_skipped_when_nobody_wants_it():
+    thread, busy, done = TurnThread("test"), threading.Event(), []
+    first = thread.submit("alice", busy.wait)
+    wait_until(first.running)
+    waiting = [thread.submit(key, partial(done.append, f"{key}{n}")) for key in ("alice", "bob") for n in range(3)]
+    assert waiting[1].cancel()
+    busy.set()
+    thread.close()
+    assert first.result() and done == ["alice0", "bob0", "bob1", "alice2", "bob2"]
+
+
+def test_a_short_prompt_waits_neither_for_a_long_one_nor_for_a_schema(served, bob, monkeypatch):
+    busy = threading.Event()
+    served._long.submit("alice", busy.wait)
+    try:
+        assert bob.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2).choices
+    finally:
+        busy.set()
+
+
+@pytest.mark.parametrize(
+    ("properties", "said"), [(3000, "too long to compile"), (9000, "characters, and may have"), (300, None)]
+)
+def test_a_schema_that_would_hold_others_up_is_refused(properties, said):
+    made, tokenizer = serving.model()
+    schema = {"type": "object", "properties": {f"p{n}": {} for n in range(properties)}}
+    if said is None:
+        return Grammars.of(made, tokenizer).of_schema(schema)()
+    with pytest.raises(BadParameter, match=said):
+        Grammars.of(made, tokenizer).of_schema(schema)
+
+
+def test_only_the_beginning_of_a_text_that_cannot_fit_is_tokenized(served, alice, monkeypatch):
+    read, tokenizer = [], type(served.engine.tokenizer)
+    call = tokenizer.__call__
+    monkeypatch.setattr(tokenizer, "__call__", lambda self, text, **how: read.append(len(text)) or call(self, text, **how))
+    monkeypatch.setattr(served, "longest_token", 100)
+    status, said = post(served, json.dumps({"model": "tiny", "prompt": "x" * 90_000}), path="/v1/completions")
+    assert status == 400 and "context_length_exceeded" in said and read == [8 * serving.WINDOW]

@@ -218,6 +218,17 @@ def serve(
     allow_parameters: Annotated[
         bool, typer.Option("--allow-parameters", help="Clients may give methods' parameters; some take hours.")
     ] = False,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Open at a time; more close the oldest that waits for its client.")
+    ] = 1024,
+    header_seconds: Annotated[float, typer.Option(min=0.1, help="Until a request's header is complete.")] = 10.0,
+    body_seconds: Annotated[float, typer.Option(min=0.1, help="Until its body is.")] = 60.0,
+    access_log: Annotated[
+        bool, typer.Option("--access-log/--no-access-log", help="A line for every request, without prompts.")
+    ] = True,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Pages of this origin may ask from a browser; several times for several.")
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0, help="For answers under way, after SIGTERM.")] = 60.0,
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Split the model over so many processes, with a GPU each; sizes are of each.")
@@ -239,7 +250,7 @@ def serve(
     how = given.pop("budget"), given.pop("settings") or [], given.pop("storage")
     plan = inputs.plans(method, *how)[0]
     with show.busy("starting") as say:
-        serving.run(serving.Options(**given | {"autoscale": tuple(autoscale or ())}), plan, say.note)
+        serving.run(serving.Options(**given | {name: tuple(given[name] or ()) for name in ("autoscale", "cors_origin")}), plan, say.note)
 
 
 @app.command("eval", epilog=EPILOG)

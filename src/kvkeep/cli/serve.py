@@ -48,6 +48,11 @@ class Options:
     max_contexts: int = 64
     max_context_bytes: str | None = None
     allow_parameters: bool = False
+    max_connections: int = 1024
+    header_seconds: float = 10.0
+    body_seconds: float = 60.0
+    access_log: bool = True
+    cors_origin: tuple[str, ...] = ()
     tensor_parallel: int = 1  # processes that one model is split over
     ray: str | None = None  # the address of a cluster, or LOCAL
     replicas: int = 1
@@ -257,8 +262,11 @@ def _serve(
 ) -> None:
     import uvicorn
 
+    from kvkeep.serve.connections import MAX_HEADER, ConnectionLimits, LimitedProtocol
+
+    limits = ConnectionLimits(options.max_connections, options.header_seconds, options.body_seconds)
     config = uvicorn.Config(
-        app, timeout_graceful_shutdown=round(options.drain_seconds), timeout_keep_alive=KEEP_ALIVE_S,
+        app, http=LimitedProtocol.of(limits), ws="none", h11_max_incomplete_event_size=MAX_HEADER, timeout_graceful_shutdown=round(options.drain_seconds), timeout_keep_alive=KEEP_ALIVE_S,
         server_header=False, log_level="warning", lifespan=lifespan,
     )  # fmt: skip
     host, port = listening.getsockname()[:2]

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvkeep.errors import BadParameter
 
 Prompt = str | list[int] | list[dict[str, Any]]  # a text as it is, token ids, or the messages of a chat
+
+
+def texts_of(prompt: Prompt) -> list[str]:
+    """All that a tokenizer reads of a prompt."""
+    if isinstance(prompt, str):
+        return [prompt]
+    messages = [each for each in prompt if isinstance(each, dict)]
+    calls = [json.dumps(each["tool_calls"]) for each in messages if each.get("tool_calls")]
+    return [*(each["content"] for each in messages), *calls]
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,15 @@ class Job:
     def calls_tools(self) -> bool:
         """If not, the template shows the tools all the same: requests before and after share its beginning."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar has to be compiled for its answers."""
+        return self.schema is not None or (self.calls_tools and self.tool_choice != "auto")
+
+    def num_characters(self, prompt: Prompt) -> int:
+        """Of one of the prompts, with the tools that are shown before it."""
+        return sum(map(len, texts_of(prompt))) + (len(json.dumps(self.tools)) if self.tools else 0)
 
     def check_context(self) -> None:
         """A context was compressed before: refuse what would have to come earlier."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -23,11 +24,15 @@ from kvkeep.serve.answers import Answer, Answers
 from kvkeep.serve.failure import Failure, no_context
 from kvkeep.serve.followers import Followers
 from kvkeep.serve.grammar import Grammars
-from kvkeep.serve.job import Job, Prompt
+from kvkeep.serve.job import Job, Prompt, texts_of
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.tools import ToolParser, tool_format
+from kvkeep.serve.turns import TurnThread
+
+LONG = 32_768  # characters that take so long to tokenize that short prompts do not wait for them
+PER_TOKEN = 8  # characters: texts have fewer, as a rule
 
 
 class Server:
@@ -43,12 +48,14 @@ class Server:
         self.grammars = Grammars.of(engine.model, engine.tokenizer)
         self.followers: Followers | None = None  # where the model is split over processes
         self.longest_token = max(map(len, engine.tokenizer.get_vocab()))  # in characters, or bytes, which are more
-        self._thread = ThreadPoolExecutor(1, "kvkeep-submit")  # one: tokenizers are not for several threads
+        self._short, self._long = TurnThread("kvkeep-submit"), TurnThread("kvkeep-submit-long")
 
     async def submit(self, owner: str, job: Job) -> Answers:
         """The answers under way; raises why there will be none."""
         answers = self.admit(owner, job)
-        work = self._thread.submit(self._submit_all, owner, job, answers)
+        is_long = job.is_constrained or sum(map(job.num_characters, job.prompts)) > LONG
+        thread = self._long if is_long else self._short
+        work = thread.submit(owner, partial(self._submit_all, owner, job, answers))
         try:
             handles = await asyncio.wrap_future(work)
         except BaseException:
@@ -92,7 +99,7 @@ class Server:
         raise no_context(name)
 
     def _submit_all(self, owner: str, job: Job, answers: Answers) -> list[Handle]:
-        """All or none: in the thread where requests are tokenized and submitted."""
+        """All or none: in a thread where requests are tokenized and submitted."""
         if job.stores is not None:
             return [self._submit_text(owner, job)]
         if job.context is not None:
@@ -138,15 +145,22 @@ class Server:
         return ChatIds(prompt_ids(self.engine.config, prompt, tools=job.tools or None).tolist())
 
     def check_characters(self, prompt: Prompt, job: Job) -> None:
-        """Refuse what has more tokens than the context length by far, before it is tokenized."""
-        texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt if isinstance(each, dict)]
+        """Refuse what has more tokens than the context length by far, before all of it is tokenized.
+
+        The beginning of a text has as many tokens as it has within the text, but for a few at its end.
+        """
+        count, length = job.num_characters(prompt), context_length(self.engine.model)
         method = parse(job.options["method"]) if "method" in job.options else self.engine.method
-        length = context_length(self.engine.model)
-        if sum(map(len, texts)) > length * self.longest_token and not method.extends_context:
-            raise BadInput(
-                f"the prompt has {sum(map(len, texts))} characters, far more than the model's context length of "
-                f"{length} tokens; shorten it, or use a method for any length, such as streamingllm."
-            )
+        if count <= PER_TOKEN * length or method.extends_context:
+            return
+        if count <= length * self.longest_token:
+            beginning = "".join(texts_of(prompt))[: PER_TOKEN * length]
+            if len(self.engine.tokenizer(beginning, verbose=False).input_ids) <= length + length // 8:
+                return
+        raise BadInput(
+            f"the prompt has {count} characters, far more than the model's context length of {length} tokens; "
+            "shorten it, or use a method for any length, such as streamingllm."
+        )
 
     def _most_tokens(self, prompt: Any, options: dict[str, Any]) -> int:
         """Of an answer that asks for no number: what the context length leaves, within the limit."""
@@ -178,7 +192,8 @@ class Server:
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "kvkeep"}
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._short.close()
+        self._long.close()
         self.engine.close()
         if self.followers:
             self.followers.close()
