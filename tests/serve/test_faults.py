@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -20,12 +20,14 @@ from serving import wait_until
 
 from kvkeep.errors import BadParameter
 from kvkeep.serve.answers import Answer, Answers
+from kvkeep.serve.connections import ConnectionLimits, LimitedProtocol
+from kvkeep.serve.failure import Failure
 from kvkeep.serve.grammar import Grammars
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.middleware import RequestMiddleware
 from kvkeep.serve.routes import EventStream
-from kvkeep.serve.schemas import ChatRequest
+from kvkeep.serve.schemas import ChatRequest, CompletionRequest
 from kvkeep.serve.turns import TurnThread
 
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -405,7 +407,7 @@ def test_a_short_prompt_waits_neither_for_a_long_one_nor_for_a_schema(served, bo
 
 
 @pytest.mark.parametrize(
-    ("properties", "said"), [(3000, "too long to compile"), (9000, "characters, and may have"), (300, None)]
+    ("properties", "said"), [(5000, "too long to compile"), (12_000, "characters, and may have"), (300, None)]
 )
 def test_a_schema_that_would_hold_others_up_is_refused(properties, said):
     made, tokenizer = serving.model()
@@ -423,3 +425,64 @@ def test_only_the_beginning_of_a_text_that_cannot_fit_is_tokenized(served, alice
     monkeypatch.setattr(served, "longest_token", 100)
     status, said = post(served, json.dumps({"model": "tiny", "prompt": "x" * 90_000}), path="/v1/completions")
     assert status == 400 and "context_length_exceeded" in said and read == [8 * serving.WINDOW]
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD + b"X-a: ", HEAD + b"Content-Length: 9\r\n\r\n{"])
+def test_half_open_connections_are_closed_in_time_and_make_room(sent):
+    limits = ConnectionLimits(max_connections=4, header_seconds=2, body_seconds=2)
+    with serving.thread(serving.engine(), connections=LimitedProtocol.of(limits)) as served, ExitStack() as opened:
+        host, port = served.url.removeprefix("http://").split(":")
+        lines = [opened.enter_context(socket.create_connection((host, int(port)))) for _ in range(8)]
+        for line in lines:
+            line.sendall(sent)
+        assert serving.is_up(served.url)
+        for line in lines:
+            line.settimeout(10)
+            with suppress(ConnectionResetError):
+                assert line.recv(1000) == b""
+
+
+def test_a_tool_that_has_to_be_called_has_to_be_given(served):
+    status, said = post(served, json.dumps({**LONG, "tool_choice": "required"}))
+    assert status == 400 and "there are no tools" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "images are"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content: "),
+        ({"model": "x" * 50_000}, "there is no model"),
+        ({"x" * 50_000: 1}, "Unrecognized request argument"),
+    ],
+)
+def test_errors_name_fields_as_they_were_written_and_repeat_little(served, change, said):
+    _, text = post(served, json.dumps(LONG | change))
+    message = json.loads(text)["error"]["message"]
+    assert said in message and len(message) < 700 and "list[" not in message and "Message" not in message
+
+
+def test_without_keys_answers_are_counted_by_address():
+    with serving.thread(serving.engine(), max_answers=1) as served:
+        job = CompletionRequest(model="tiny", prompt="x").job()
+
+        async def ask():
+            served.admit("10.0.0.1", job)
+            with pytest.raises(Failure, match="under way"):
+                await served.submit("", job, "10.0.0.1")
+            (await served.submit("", job, "10.0.0.2")).close()
+
+        asyncio.run(ask())
+        served.live.clear()
+
+
+def test_a_line_for_every_request_without_its_prompt(served, alice, caplog):
+    with caplog.at_level(logging.INFO, "kvkeep.access"):
+        used = alice.completions.create(model="tiny", prompt="the secret prompt", max_tokens=3).usage
+        wait_until(lambda: caplog.messages)
+    (line,) = caplog.messages
+    assert line.startswith("POST /v1/completions 200 key=") and "secret" not in line and "alice" not in line
+    assert f"tokens={used.prompt_tokens}+{used.completion_tokens} " in line

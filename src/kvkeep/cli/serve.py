@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -261,9 +262,16 @@ def _serve(
     options: Options, app: Any, name: str, listening: socket.socket, say: Callable[[str], None], lifespan: Any = "on"
 ) -> None:
     import uvicorn
+    from starlette.middleware.cors import CORSMiddleware
 
     from kvkeep.serve.connections import MAX_HEADER, ConnectionLimits, LimitedProtocol
 
+    if options.access_log:
+        access = logging.getLogger("kvkeep.access")
+        access.setLevel(logging.INFO)
+        access.addHandler(logging.StreamHandler())
+    if options.cors_origin:
+        app = CORSMiddleware(app, options.cors_origin, allow_methods=["*"], allow_headers=["*"])
     limits = ConnectionLimits(options.max_connections, options.header_seconds, options.body_seconds)
     config = uvicorn.Config(
         app, http=LimitedProtocol.of(limits), ws="none", h11_max_incomplete_event_size=MAX_HEADER, timeout_graceful_shutdown=round(options.drain_seconds), timeout_keep_alive=KEEP_ALIVE_S,

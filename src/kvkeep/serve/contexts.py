@@ -15,7 +15,7 @@ from kvkeep.serve.schemas import ContextRequest
 from kvkeep.serve.server import Server
 
 
-async def create(server: Server, owner: str, asked: ContextRequest) -> dict[str, Any]:
+async def create(server: Server, owner: str, asked: ContextRequest, client: str = "") -> dict[str, Any]:
     """Prefill a text and store it; the work takes turns with the answers under way, and counts as one of them.
 
     A key's limits are checked again when the size of the text is known: others may have been made meanwhile. Nothing is
@@ -23,7 +23,7 @@ async def create(server: Server, owner: str, asked: ContextRequest) -> dict[str,
     """
     before = server.store().pinned_by(owner)
     server.limits.check_contexts([*(each.nbytes for each in before), 0])
-    answers = await server.submit(owner, asked.job())
+    answers = await server.submit(owner, asked.job(), client)
     request = answers.answers[0].request
     try:
         await answers.whole()

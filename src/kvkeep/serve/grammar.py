@@ -20,16 +20,13 @@ MOST_MATCHERS = 64  # grammars that are compiled for the next answer
 FEW_BLANKS = {"x-guidance": {"whitespace_pattern": r"[ \n\t]{0,20}"}}  # small models would never stop writing them
 MOST_CHARACTERS = 120_000  # of a grammar; OpenAI's limit for the strings of a schema
 FEW_CHARACTERS = 4000  # of a grammar that compiles in a moment, whatever it says
-COMPILE_S = 1  # of a core; an object of 1000 optional properties takes half of it
+COMPILE_S = 0.3  # of a core, without a vocabulary; an object of 2000 optional properties takes as long
 GIVE_UP_S = 10.0  # on a busy machine
 TRY_TO_COMPILE = f"""
-import sys
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_CPU, ({COMPILE_S}, {COMPILE_S}))
-except ImportError:
-    pass
+import signal, sys
 from llguidance import LLMatcher
+if hasattr(signal, "setitimer"):
+    signal.setitimer(signal.ITIMER_PROF, {COMPILE_S})
 LLMatcher.validate_grammar(sys.stdin.read())
 """
 

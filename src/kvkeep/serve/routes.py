@@ -35,6 +35,11 @@ def _server(request: Request) -> Server:
     return request.app.state.server
 
 
+def _client(request: Request) -> str:
+    """The address it comes from."""
+    return request.client.host if request.client else ""
+
+
 def _owner(request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> str:
     """As the middleware found it; the bearer is for the OpenAPI page."""
     return request.state.owner
@@ -56,7 +61,7 @@ def create_app(server: Server, local_only: bool = False) -> FastAPI:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     for kind in (HTTPException, KvkeepError):
         app.add_exception_handler(kind, lambda request, error: _error(failure_of(error)))
-    app.add_exception_handler(RequestValidationError, lambda request, error: _error(invalid(error.errors())))
+    app.add_exception_handler(RequestValidationError, lambda request, error: _error(invalid(error.errors(), error.body)))
     return app
 
 
@@ -84,8 +89,8 @@ async def responses(request: Request, server: ServerOf, owner: Owner, body: Resp
 async def _answer(request: Request, server: Server, owner: str, body: Any, kind: Any) -> Response:
     """The life of a job: its answers under way, in the words of one API, to whoever still listens."""
     job = body.job()
-    answers = await unless_gone(request.receive, server.submit(owner, job))
-    answers.began = request.state.began
+    answers = await unless_gone(request.receive, server.submit(owner, job, _client(request)))
+    answers.began, request.state.answers = request.state.began, answers
     reply: Reply = kind(body, answers, server.grammars.bytes_of)
     if job.stream:
         return EventStream(answers, reply)
@@ -97,7 +102,7 @@ async def _answer(request: Request, server: Server, owner: str, body: Any, kind:
 
 @router.post("/v1/contexts")
 async def create_context(request: Request, server: ServerOf, owner: Owner, body: ContextRequest) -> dict[str, Any]:
-    return await unless_gone(request.receive, contexts.create(server, owner, body))
+    return await unless_gone(request.receive, contexts.create(server, owner, body, _client(request)))
 
 
 @router.get("/v1/contexts")
@@ -129,6 +134,11 @@ async def model(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
 @router.get("/health")
 async def health() -> dict[str, str]:
     return {"status": "ok"}
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": kvkeep.__version__}
 
 
 @router.get("/metrics")

@@ -21,7 +21,7 @@ from kvkeep.errors import BadInput, UnknownName
 from kvkeep.model.chat import question_ids
 from kvkeep.model.hf_cache import context_length
 from kvkeep.serve.answers import Answer, Answers
-from kvkeep.serve.failure import Failure, no_context
+from kvkeep.serve.failure import Failure, no_context, shortened
 from kvkeep.serve.followers import Followers
 from kvkeep.serve.grammar import Grammars
 from kvkeep.serve.job import Job, Prompt, texts_of
@@ -50,12 +50,15 @@ class Server:
         self.longest_token = max(map(len, engine.tokenizer.get_vocab()))  # in characters, or bytes, which are more
         self._short, self._long = TurnThread("kvkeep-submit"), TurnThread("kvkeep-submit-long")
 
-    async def submit(self, owner: str, job: Job) -> Answers:
-        """The answers under way; raises why there will be none."""
-        answers = self.admit(owner, job)
+    async def submit(self, owner: str, job: Job, client: str = "") -> Answers:
+        """The answers under way; raises why there will be none.
+
+        client: its address, by which limits and turns go where there are no keys
+        """
+        answers = self.admit(owner or client, job)
         is_long = job.is_constrained or sum(map(job.num_characters, job.prompts)) > LONG
         thread = self._long if is_long else self._short
-        work = thread.submit(owner, partial(self._submit_all, owner, job, answers))
+        work = thread.submit(owner or client, partial(self._submit_all, owner, job, answers))
         try:
             handles = await asyncio.wrap_future(work)
         except BaseException:
@@ -83,7 +86,7 @@ class Server:
     def check_model(self, name: str) -> None:
         if name != self.name:
             raise Failure(
-                404, f"there is no model {name!r} here; it is called {self.name!r}.", "model_not_found", "model"
+                404, f"there is no model {shortened(name)!r} here; it is called {self.name!r}.", "model_not_found", "model"
             )
 
     def store(self) -> PrefixStore:
@@ -174,12 +177,14 @@ class Server:
 
     def _constraint(self, job: Job) -> dict[str, Any]:
         """The grammar that an answer has to follow, if there is one."""
+        if not job.tools and job.tool_choice not in ("none", "auto"):
+            raise BadInput("tool_choice wants a tool to be called, and there are no tools; give tools, or leave it out.")
         if job.tools and self.tool_format is None:
             raise BadInput("this model's chat template takes no tools; leave them out, or serve another model.")
         if job.calls_tools and self.tool_format and job.tool_choice != "auto":
             named = [each for each in job.tools if job.tool_choice in ("required", each["function"]["name"])]
             if not named:
-                raise BadInput(f"tool_choice names {job.tool_choice!r}, which is not one of the tools; give its name.")
+                raise BadInput(f"tool_choice names {shortened(job.tool_choice)!r}, which is not one of the tools; give its name.")
             return {"constraint": self.grammars.of_lark(self.tool_format.grammar(named))}
         return {"constraint": self.grammars.of_schema(job.schema)} if job.schema is not None else {}
 
