@@ -89,7 +89,8 @@ def thread(engine, keys=(), connections="auto", **limits):
     served = Server(engine, "tiny", Keys(keys), Limits(**limits))
     listening = bind("127.0.0.1", 0)
     served.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    running = uvicorn.Server(uvicorn.Config(create_app(served), http=connections, log_level="error", timeout_graceful_shutdown=1))
+    config = uvicorn.Config(create_app(served), http=connections, log_level="error", timeout_graceful_shutdown=1)
+    running = uvicorn.Server(config)
     one = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
     one.start()
     try:

@@ -250,7 +250,8 @@ def serve(
     how = given.pop("budget"), given.pop("settings") or [], given.pop("storage")
     plan = inputs.plans(method, *how)[0]
     with show.busy("starting") as say:
-        serving.run(serving.Options(**given | {name: tuple(given[name] or ()) for name in ("autoscale", "cors_origin")}), plan, say.note)
+        lists = {name: tuple(given[name] or ()) for name in ("autoscale", "cors_origin")}
+        serving.run(serving.Options(**given | lists), plan, say.note)
 
 
 @app.command("eval", epilog=EPILOG)

@@ -274,7 +274,8 @@ def _serve(
         app = CORSMiddleware(app, options.cors_origin, allow_methods=["*"], allow_headers=["*"])
     limits = ConnectionLimits(options.max_connections, options.header_seconds, options.body_seconds)
     config = uvicorn.Config(
-        app, http=LimitedProtocol.of(limits), ws="none", h11_max_incomplete_event_size=MAX_HEADER, timeout_graceful_shutdown=round(options.drain_seconds), timeout_keep_alive=KEEP_ALIVE_S,
+        app, http=LimitedProtocol.of(limits), ws="none", h11_max_incomplete_event_size=MAX_HEADER,
+        timeout_graceful_shutdown=round(options.drain_seconds), timeout_keep_alive=KEEP_ALIVE_S,
         server_header=False, log_level="warning", lifespan=lifespan,
     )  # fmt: skip
     host, port = listening.getsockname()[:2]

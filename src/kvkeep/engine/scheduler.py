@@ -206,7 +206,7 @@ class Scheduler(HeldRequests):
                     self._begin_answer(request, request.logits)
                 continue
             cost = self._cost(request)
-            in_parts = beside or (request.is_submitted and self.device == "cpu")  # a whole prompt may take a minute there
+            in_parts = beside or (request.is_submitted and self.device == "cpu")  # a whole one may take a minute there
             ids = request.next_chunk(chunk_size(limit / cost) if in_parts else None)
             if not first and not (request.packs and len(ids) * cost <= limit):
                 return

@@ -61,7 +61,9 @@ def create_app(server: Server, local_only: bool = False) -> FastAPI:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     for kind in (HTTPException, KvkeepError):
         app.add_exception_handler(kind, lambda request, error: _error(failure_of(error)))
-    app.add_exception_handler(RequestValidationError, lambda request, error: _error(invalid(error.errors(), error.body)))
+    app.add_exception_handler(
+        RequestValidationError, lambda request, error: _error(invalid(error.errors(), error.body))
+    )
     return app
 
 

@@ -85,9 +85,8 @@ class Server:
 
     def check_model(self, name: str) -> None:
         if name != self.name:
-            raise Failure(
-                404, f"there is no model {shortened(name)!r} here; it is called {self.name!r}.", "model_not_found", "model"
-            )
+            said = f"there is no model {shortened(name)!r} here; it is called {self.name!r}."
+            raise Failure(404, said, "model_not_found", "model")
 
     def store(self) -> PrefixStore:
         if self.engine.prefixes is None:
@@ -178,13 +177,14 @@ class Server:
     def _constraint(self, job: Job) -> dict[str, Any]:
         """The grammar that an answer has to follow, if there is one."""
         if not job.tools and job.tool_choice not in ("none", "auto"):
-            raise BadInput("tool_choice wants a tool to be called, and there are no tools; give tools, or leave it out.")
+            raise BadInput("tool_choice wants a tool to be called, and there are no tools; give some, or leave it out.")
         if job.tools and self.tool_format is None:
             raise BadInput("this model's chat template takes no tools; leave them out, or serve another model.")
         if job.calls_tools and self.tool_format and job.tool_choice != "auto":
             named = [each for each in job.tools if job.tool_choice in ("required", each["function"]["name"])]
             if not named:
-                raise BadInput(f"tool_choice names {shortened(job.tool_choice)!r}, which is not one of the tools; give its name.")
+                name = shortened(job.tool_choice)
+                raise BadInput(f"tool_choice names {name!r}, which is not one of the tools; give its name.")
             return {"constraint": self.grammars.of_lark(self.tool_format.grammar(named))}
         return {"constraint": self.grammars.of_schema(job.schema)} if job.schema is not None else {}
 
