@@ -76,8 +76,8 @@ def process(folder, *options, double=False, env=(), **popen):
 
 
 @contextmanager
-def thread(engine, keys=(), **limits):
-    """The same in a thread. Gives its `Server`, with its `url`."""
+def thread(engine, keys=(), connections="auto", **limits):
+    """The same in a thread; connections: uvicorn's protocol. Gives its `Server`, with its `url`."""
     import uvicorn
 
     from kvkeep.cli.serve import bind
@@ -89,7 +89,8 @@ def thread(engine, keys=(), **limits):
     served = Server(engine, "tiny", Keys(keys), Limits(**limits))
     listening = bind("127.0.0.1", 0)
     served.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    running = uvicorn.Server(uvicorn.Config(create_app(served), log_level="error", timeout_graceful_shutdown=1))
+    config = uvicorn.Config(create_app(served), http=connections, log_level="error", timeout_graceful_shutdown=1)
+    running = uvicorn.Server(config)
     one = threading.Thread(target=running.run, kwargs={"sockets": [listening]})
     one.start()
     try:

@@ -14,7 +14,7 @@ from kvkeep.engine.driver import Driver
 from kvkeep.engine.fair_queue import FairQueue
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
-from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.scheduler import PACKED_TOKENS, Scheduler
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse, QueueFull
 
 TOOLS_TEMPLATE = (
@@ -247,3 +247,35 @@ def test_chats_of_many_threads(chat):
         for each in threads:
             each.join()
     assert found == want and not one._driver.scheduler.busy
+
+
+def test_a_text_nobody_waits_for_is_given_up_between_the_passes_over_it(chat, monkeypatch):
+    calls, scheduler = [], Scheduler._between_passes
+    with engine(chat, "kvzip", 64, prefix_cache=10**7) as one:
+
+        def leave(self, requests, active):
+            calls.append(requests)
+            requests[0].cancelled = True
+            scheduler(self, requests, active)
+
+        whole = one.submit_pin(TEXT * 3)
+        whole.result()
+        monkeypatch.setattr(Scheduler, "_between_passes", leave)
+        handle = one.submit_pin(TEXT * 3 + "!")
+        assert handle.result() == "" and handle.request.finish_reason == "cancelled" and not handle.request.pinned
+        assert len(calls) == 1 and [each.id for each in one.prefixes.pinned_by("")] == [whole.request.pinned]
+
+
+def test_a_submitted_prompt_lets_others_pass(chat, monkeypatch):
+    """On a CPU, where a forward pass over a long prompt takes seconds."""
+    sizes, prefill = [], Scheduler._prefill
+
+    def counted(self, chunks, active):
+        sizes.extend(len(ids) for _, ids in chunks)
+        prefill(self, chunks, active)
+
+    monkeypatch.setattr(Scheduler, "_prefill", counted)
+    monkeypatch.setitem(PACKED_TOKENS, "cpu", 64)
+    with engine(chat, "snapkv", 64) as one:
+        assert one.submit(TEXT, max_new_tokens=4).result() == engine(chat).generate([TEXT], max_new_tokens=4)[0]
+    assert sizes[-1] > 300 > 64 >= max(sizes[:-1]) and sum(sizes[:-1]) == sizes[-1]

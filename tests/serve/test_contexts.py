@@ -1,8 +1,12 @@
 """Compressed texts that requests share, and histories that are not prefilled again."""
 
+import http.client
 import json
+import time
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
+from threading import Event
 
 import openai
 import pytest
@@ -183,3 +187,57 @@ def test_a_key_may_have_so_many_contexts_and_bytes():
         assert status == 429 and "40.0 kB" in said["error"]["message"]
         assert len(call(served, "alice")[1]["data"]) == 1
         assert call(served, "alice", "POST", body={"text": TEXT})[0] == 200
+
+
+@contextmanager
+def held(engine):
+    """No step of the engine begins within."""
+    with engine._driver.lock:
+        yield
+
+
+def left(served, text):
+    """Ask for a context and leave, before a step can begin."""
+    line = http.client.HTTPConnection(served.url.removeprefix("http://"))
+    headers = {"Authorization": "Bearer alice", "Content-Type": "application/json"}
+    line.request("POST", "/v1/contexts", json.dumps({"model": "tiny", "text": text}), headers)
+    serving.wait_until(lambda: any(answers.answers for answers in served.live))
+    line.close()
+    serving.wait_until(lambda: not served.live)
+
+
+def test_a_context_whose_client_left_is_not_made(served):
+    before = call(served, "alice")
+    with held(served.engine):
+        left(served, TEXT + "Left.")
+    serving.wait_until(lambda: not served.engine._driver.scheduler.num_requests)
+    assert call(served, "alice") == before
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_context_stored_when_its_client_left_is_removed_unless_the_key_had_it(served, monkeypatch, known):
+    text, scheduler, gone, stored = f"{TEXT} {known}", served.engine._driver.scheduler, Event(), []
+    if known:
+        call(served, "alice", "POST", body={"text": text})
+    before, store = call(served, "alice"), scheduler.store_pinned
+
+    def slow(request, pin):
+        assert gone.wait(10)
+        stored.append(store(request, pin))
+        return stored[0]
+
+    monkeypatch.setattr(scheduler, "store_pinned", slow)
+    left(served, text)
+    gone.set()
+    serving.wait_until(lambda: stored and call(served, "alice") == before)
+    time.sleep(0.2)  # nothing is removed later, either
+    assert call(served, "alice") == before
+
+
+def test_a_context_that_takes_too_long_is_given_up():
+    with serving.thread(serving.engine(prefix_cache=10**7), max_seconds=0.3) as served:
+        with held(served.engine):
+            status, said = call(served, "", "POST", body={"text": TEXT})
+        assert status == 408 and said["error"]["code"] == "timeout"
+        serving.wait_until(lambda: not served.engine._driver.scheduler.num_requests)
+        assert call(served, "")[1]["data"] == []

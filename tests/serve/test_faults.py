@@ -8,7 +8,8 @@ import socket
 import threading
 import time
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 from types import SimpleNamespace
 
 import openai
@@ -17,12 +18,18 @@ import serving
 from pydantic import ValidationError
 from serving import wait_until
 
+from kvkeep.errors import BadParameter
 from kvkeep.serve.answers import Answer, Answers
 from kvkeep.serve.chat_schemas import ChatRequest
+from kvkeep.serve.connections import ConnectionLimits, LimitedProtocol
+from kvkeep.serve.failure import Failure
+from kvkeep.serve.grammar import Grammars
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.middleware import RequestMiddleware
 from kvkeep.serve.routes import EventStream
+from kvkeep.serve.schemas import CompletionRequest
+from kvkeep.serve.turns import TurnThread
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 LONG = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 200}
@@ -121,14 +128,14 @@ def test_nothing_is_submitted_for_a_client_that_has_gone(served, monkeypatch):
     """While its request waits for others to be tokenized."""
     submitted, busy = [], threading.Event()
     monkeypatch.setattr(served.engine, "submit", lambda *_, **__: submitted.append(1))
-    served._thread.submit(busy.wait)
+    served._short.submit("", busy.wait)
     headers = {"Authorization": "Bearer alice", "Content-Type": "application/json"}
     with closing(http.client.HTTPConnection(served.url.removeprefix("http://"))) as connection:
         connection.request("POST", "/v1/chat/completions", json.dumps(LONG), headers)
         wait_until(lambda: served.live)
     wait_until(lambda: not served.live)
     busy.set()
-    served._thread.submit(lambda: None).result()
+    served._short.submit("", lambda: None).result()
     assert not submitted
 
 
@@ -378,3 +385,107 @@ def test_sigterm_lets_answers_end(tmp_path):
         wait_until(lambda: not serving.is_up(served.url))
         text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         assert text == whole and served.wait(10) == 0
+
+
+def test_work_is_done_key_by_key_and_skipped_when_nobody_wants_it():
+    thread, busy, done = TurnThread("test"), threading.Event(), []
+    first = thread.submit("alice", busy.wait)
+    wait_until(first.running)
+    waiting = [thread.submit(key, partial(done.append, f"{key}{n}")) for key in ("alice", "bob") for n in range(3)]
+    assert waiting[1].cancel()
+    busy.set()
+    thread.close()
+    assert first.result() and done == ["alice0", "bob0", "bob1", "alice2", "bob2"]
+
+
+def test_a_short_prompt_waits_neither_for_a_long_one_nor_for_a_schema(served, bob):
+    busy = threading.Event()
+    served._long.submit("alice", busy.wait)
+    try:
+        assert bob.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2).choices
+    finally:
+        busy.set()
+
+
+@pytest.mark.parametrize(
+    ("properties", "said"), [(5000, "too long to compile"), (12_000, "characters, and may have"), (300, None)]
+)
+def test_a_schema_that_would_hold_others_up_is_refused(properties, said):
+    grammars = Grammars.of(*serving.model())
+    schema = {"type": "object", "properties": {f"p{n}": {} for n in range(properties)}}
+    if said is None:
+        assert grammars.of_schema(schema)().allowed().any()
+    else:
+        with pytest.raises(BadParameter, match=said):
+            grammars.of_schema(schema)
+
+
+def test_only_the_beginning_of_a_text_that_cannot_fit_is_tokenized(served, alice, monkeypatch):
+    read, tokenizer = [], type(served.engine.tokenizer)
+    call = tokenizer.__call__
+    counted = lambda self, text, **how: read.append(len(text)) or call(self, text, **how)  # noqa: E731
+    monkeypatch.setattr(tokenizer, "__call__", counted)
+    monkeypatch.setattr(served, "longest_token", 100)
+    status, said = post(served, json.dumps({"model": "tiny", "prompt": "x" * 90_000}), path="/v1/completions")
+    assert status == 400 and "context_length_exceeded" in said and read == [8 * serving.WINDOW]
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD + b"X-a: ", HEAD + b"Content-Length: 9\r\n\r\n{"])
+def test_half_open_connections_are_closed_in_time_and_make_room(sent):
+    limits = ConnectionLimits(max_connections=4, header_seconds=2, body_seconds=2)
+    with serving.thread(serving.engine(), connections=LimitedProtocol.of(limits)) as served, ExitStack() as opened:
+        host, port = served.url.removeprefix("http://").split(":")
+        lines = [opened.enter_context(socket.create_connection((host, int(port)))) for _ in range(8)]
+        for line in lines:
+            line.sendall(sent)
+        assert serving.is_up(served.url)
+        for line in lines:
+            line.settimeout(10)
+            with suppress(ConnectionResetError):
+                assert line.recv(1000) == b""
+
+
+def test_a_tool_that_has_to_be_called_has_to_be_given(served):
+    status, said = post(served, json.dumps({**LONG, "tool_choice": "required"}))
+    assert status == 400 and "there are no tools" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "images are"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content: "),
+        ({"model": "x" * 50_000}, "there is no model"),
+        ({"x" * 50_000: 1}, "Unrecognized request argument"),
+    ],
+)
+def test_errors_name_fields_as_they_were_written_and_repeat_little(served, change, said):
+    _, text = post(served, json.dumps(LONG | change))
+    message = json.loads(text)["error"]["message"]
+    assert said in message and len(message) < 700 and "list[" not in message and "Message" not in message
+
+
+def test_without_keys_answers_are_counted_by_address():
+    with serving.thread(serving.engine(), max_answers=1) as served:
+        job = CompletionRequest(model="tiny", prompt="x").job()
+
+        async def ask():
+            served.admit("10.0.0.1", job)
+            with pytest.raises(Failure, match="under way"):
+                await served.submit("", job, "10.0.0.1")
+            (await served.submit("", job, "10.0.0.2")).close()
+
+        asyncio.run(ask())
+        served.live.clear()
+
+
+def test_a_line_for_every_request_without_its_prompt(served, alice, caplog):
+    with caplog.at_level(logging.INFO, "kvkeep.access"):
+        used = alice.completions.create(model="tiny", prompt="the secret prompt", max_tokens=3).usage
+        wait_until(lambda: caplog.messages)
+    (line,) = caplog.messages
+    assert line.startswith("POST /v1/completions 200 key=") and "secret" not in line and "alice" not in line
+    assert f"tokens={used.prompt_tokens}+{used.completion_tokens} " in line

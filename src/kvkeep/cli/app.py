@@ -239,6 +239,22 @@ def serve(
         bool,
         typer.Option("--allow-special-tokens", help="Read control tokens in clients' messages as such, not as text."),
     ] = False,
+    max_connections: Annotated[
+        int,
+        typer.Option(min=1, help="Hold this many connections open; one more closes the oldest idle or half-open one."),
+    ] = 1024,
+    header_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Close a connection whose request header takes longer than this.")
+    ] = 10.0,
+    body_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Close a connection whose request body takes longer than this.")
+    ] = 60.0,
+    access_log: Annotated[
+        bool, typer.Option("--access-log/--no-access-log", help="Log a line for every request, without prompts.")
+    ] = True,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Let pages of this origin ask from a browser; repeat it for more.")
+    ] = None,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, give answers under way this many seconds to finish.")
     ] = 60.0,
@@ -264,7 +280,8 @@ def serve(
     how = given.pop("budget"), given.pop("settings") or [], given.pop("storage")
     plan = inputs.plans(method, *how)[0]
     with show.busy("starting") as say:
-        serving.run(serving.Options(**given | {"autoscale": tuple(autoscale or ())}), plan, say.note)
+        lists = {name: tuple(given[name] or ()) for name in ("autoscale", "cors_origin")}
+        serving.run(serving.Options(**given | lists), plan, say.note)
 
 
 @app.command("eval", epilog=EPILOG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -49,6 +50,11 @@ class Options:
     max_context_bytes: str | None = None
     allow_parameters: bool = False
     allow_special_tokens: bool = False
+    max_connections: int = 1024
+    header_seconds: float = 10.0
+    body_seconds: float = 60.0
+    access_log: bool = True
+    cors_origin: tuple[str, ...] = ()
     tensor_parallel: int = 1  # processes that one model is split over
     ray: str | None = None  # the address of a cluster, or LOCAL
     replicas: int = 1
@@ -258,9 +264,20 @@ def _serve(
     options: Options, app: Any, name: str, listening: socket.socket, say: Callable[[str], None], lifespan: Any = "on"
 ) -> None:
     import uvicorn
+    from starlette.middleware.cors import CORSMiddleware
 
+    from kvkeep.serve.connections import MAX_HEADER, ConnectionLimits, LimitedProtocol
+
+    if options.access_log:
+        access = logging.getLogger("kvkeep.access")
+        access.setLevel(logging.INFO)
+        access.addHandler(logging.StreamHandler())
+    if options.cors_origin:
+        app = CORSMiddleware(app, options.cors_origin, allow_methods=["*"], allow_headers=["*"])
+    limits = ConnectionLimits(options.max_connections, options.header_seconds, options.body_seconds)
     config = uvicorn.Config(
-        app, timeout_graceful_shutdown=round(options.drain_seconds), timeout_keep_alive=KEEP_ALIVE_S,
+        app, http=LimitedProtocol.of(limits), ws="none", h11_max_incomplete_event_size=MAX_HEADER,
+        timeout_graceful_shutdown=round(options.drain_seconds), timeout_keep_alive=KEEP_ALIVE_S,
         server_header=False, log_level="warning", lifespan=lifespan,
     )  # fmt: skip
     host, port = listening.getsockname()[:2]

@@ -272,17 +272,39 @@ class Engine:
         public: for requests with any key; method, budget: in the place of the engine's. Its method is taken if it
         needs no question, else that of an engine without a method: no question is known here.
         """
+        check_value("progress", progress, Callable | None)
+        request = self._pin_request(text, key, public, method, budget)
+        request.progress = progress
+        self._driver.prefill(request)
+        return request.pinned
+
+    def submit_pin(
+        self,
+        text: str,
+        *,
+        key: str = "",
+        public: bool = False,
+        method: str | Method | None = None,
+        budget: int | float | None = None,
+    ) -> Handle:
+        """Do what `pin` does without waiting: the id is `request.pinned` when the request is done."""
+        request = self._pin_request(text, key, public, method, budget)
+        request.interactive = True
+        handle = Handle(self._driver.submit(request, self._max_waiting), self._driver)
+        self._driver.start()
+        return handle
+
+    def _pin_request(
+        self, text: str, key: str, public: bool, method: str | Method | None, budget: int | float | None
+    ) -> Request:
         self._store()
         self._check_holds_text()
         config = self._reading_config(method, budget, pinned=True)
         check_text("text", text)
         check_value("key", key, str)
         check_value("public", public, bool)
-        check_value("progress", progress, Callable | None)
-        ids, pin = torch.tensor(config.context_ids(text)), Pin(text, public)
-        request = Request(config, ids, Generation(1), progress=progress, prefill_only=True, key=key, pin=pin)
-        self._driver.prefill(request)
-        return request.pinned
+        ids = torch.tensor(config.context_ids(text))
+        return Request(config, ids, Generation(1), prefill_only=True, key=key, pin=Pin(text, public))
 
     def unpin(self, id: str, *, key: str = "") -> None:
         """Remove a stored text; of its own key alone."""

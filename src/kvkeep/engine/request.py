@@ -152,6 +152,11 @@ class Request:
         return not (self.interactive or self.prefill_only or method.retrieval or method.needs_passes)
 
     @property
+    def is_submitted(self) -> bool:
+        """Whether it came by `Engine.submit`: others may come while its prompt is prefilled."""
+        return self.interactive and not self.keeps_cache
+
+    @property
     def can_draft_later(self) -> bool:
         """Whether a draft after this prompt may wait: for its first token, and for drafts after the next prompts."""
         if self.config.method.draft is None or self.prefill_only or self.pin is not None:

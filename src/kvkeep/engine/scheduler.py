@@ -41,6 +41,10 @@ MIN_CHUNK = 16  # tokens
 INDEPENDENT, POOLED, STEPS, RETRIEVAL = "independent", "pooled", "steps", "retrieval"  # families of batches
 
 
+class Abandoned(Exception):
+    """All requests of a forward pass were cancelled while the model ran again over their prompts."""
+
+
 class Scheduler(HeldRequests):
     """Requests over the rows of a pooled and an independent batch."""
 
@@ -210,8 +214,9 @@ class Scheduler(HeldRequests):
                     self._begin_answer(request, request.logits)
                 continue
             cost = self._cost(request)
+            in_parts = beside or request.is_split or (request.is_submitted and self.device == "cpu")
             whole = request.next_chunk(None)
-            ids = request.next_chunk(chunk_size(limit / cost)) if beside or request.is_split else whole
+            ids = request.next_chunk(chunk_size(limit / cost)) if in_parts else whole
             if not first and not (request.packs and len(ids) == len(whole) and len(ids) * cost <= limit):
                 return
             self.waiting.take_turn(request)
@@ -259,11 +264,12 @@ class Scheduler(HeldRequests):
             cache.passes_later = ends and request.can_draft_later
         try:
             passing, caches = self._decode_between_layers(chunks, active), [one.sequence.cache for one, _ in chunks]
-            with between_passes(caches, partial(self._replay, active), self.draft_room):
+            meanwhile = partial(self._between_passes, [request for request, _ in chunks], active)
+            with between_passes(caches, meanwhile, self.draft_room):
                 logits = self.forward([(request.sequence, ids) for request, ids in chunks], 1, passing)
         except Exception as error:
             self.check_alike(error)
-            if len(chunks) == 1:
+            if len(chunks) == 1 and not isinstance(error, Abandoned):
                 return self._fail(chunks[0][0], error)
             for request, _ in chunks:  # alone, it will be seen whose error it is
                 request.packs = False
@@ -272,6 +278,12 @@ class Scheduler(HeldRequests):
             for (request, _), after in zip(chunks, logits, strict=True):
                 with self._fails_alone(request):
                     self._advance(request, after[-1])
+
+    def _between_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
+        """Let others decode. Raise `Abandoned` where nobody waits for any of the requests: the next step drops them."""
+        self._replay(active)
+        if all(request.cancelled for request in requests):
+            raise Abandoned
 
     def _decode_between_layers(self, chunks: list[Chunk], active: list[DecodeBatch]) -> AfterLayer | None:
         """What a pass calls after every layer, if it is a long one."""

@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from kvkeep.engine.prefix_store import Entry
+from kvkeep.engine.request import Request
 from kvkeep.errors import UnknownName
 from kvkeep.serve.failure import Failure
 from kvkeep.serve.schemas import ContextRequest
 from kvkeep.serve.server import Server
 
 
-async def create(server: Server, owner: str, asked: ContextRequest) -> dict[str, Any]:
-    """Its prefill takes turns with the answers under way, and counts as one of them.
+async def create(server: Server, owner: str, asked: ContextRequest, client: str = "") -> dict[str, Any]:
+    """Prefill a text and store it; the work takes turns with the answers under way, and counts as one of them.
 
-    A key's limits are checked again when its size is known: others may have been made meanwhile.
+    A key's limits are checked again when the size of the text is known: others may have been made meanwhile. Nothing is
+    stored for a client that leaves before.
     """
-    before = [each.nbytes for each in server.store().pinned_by(owner)]
-    server.limits.check_contexts([*before, 0])
-    job = asked.job()
-    place = server.admit(owner, job)
+    before = server.store().pinned_by(owner)
+    server.limits.check_contexts([*(each.nbytes for each in before), 0])
+    answers = await server.submit(owner, asked.job(), client)
+    request = answers.answers[0].request
     try:
-        server.check_characters(asked.text, job)
-        pin = partial(server.engine.pin, asked.text, key=owner, public=asked.public, **job.options)
-        made = server.find_context(owner, await asyncio.to_thread(pin))
-        try:
-            server.limits.check_contexts([each.nbytes for each in server.store().pinned_by(owner)])
-        except Failure:
-            await asyncio.to_thread(server.engine.unpin, made.id, key=owner)
-            raise
-        return _object(made)
+        await answers.whole()
+        made = server.find_context(owner, request.pinned)
+        server.limits.check_contexts([each.nbytes for each in server.store().pinned_by(owner)])
+    except BaseException:
+        known = {each.id for each in before}
+        asyncio.get_running_loop().run_in_executor(None, _withdraw, server, owner, request, known)
+        raise
     finally:
-        place.close()
+        answers.close()
+    return _object(made)
+
+
+def _withdraw(server: Server, owner: str, request: Request, known: set[str]) -> None:
+    """Remove a text that nobody was told of; it may have been stored in the step that was under way.
+
+    known: the contexts that the key had before
+    """
+    ended = threading.Event()
+    request.notify = ended.set
+    request.cancelled = True
+    if not request.done:
+        ended.wait()
+    if request.pinned and request.pinned not in known:
+        with suppress(UnknownName):
+            server.engine.unpin(request.pinned, key=owner)
 
 
 def visible(server: Server, owner: str) -> list[dict[str, Any]]:

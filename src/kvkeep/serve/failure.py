@@ -11,6 +11,8 @@ from kvkeep.errors import KvkeepError, ModelUnavailable, QueueFull, StoreFull
 
 RETRY_AFTER_S = 1
 BUSY = {"Retry-After": str(RETRY_AFTER_S)}
+MOST_SAID = 600  # characters of an error
+IMAGES = "image", "image_url", "input_image"  # types of parts of a message
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -20,7 +22,7 @@ class Failure(HTTPException):
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Any = None
     ):
-        super().__init__(status, message, headers)
+        super().__init__(status, shortened(message, MOST_SAID), headers)
         self.code, self.param = code, param
 
     def as_dict(self) -> dict[str, Any]:
@@ -28,8 +30,13 @@ class Failure(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
+def shortened(text: str, most: int = 100) -> str:
+    """What a client wrote, without repeating megabytes of it."""
+    return text if len(text) <= most else text[:most] + "…"
+
+
 def no_context(name: str) -> Failure:
-    return Failure(404, f"there is no context {name!r}, or it is not yours.", "context_not_found", "context")
+    return Failure(404, f"there is no context {shortened(name)!r}, or it is not yours.", "context_not_found", "context")
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -50,17 +57,37 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(500, "the server made a mistake; it is in its log.", "internal_error")
 
 
-def invalid(errors: Any) -> Failure:
+def invalid(errors: Any, body: Any = None) -> Failure:
     """Of a body that is not as the API wants it: the first thing that is wrong, by name. Values are not repeated."""
     first = next(iter(errors))
-    path = [str(part) for part in first["loc"][1:]]
+    path, found = _as_written(first["loc"][1:], body)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        message = f"Unrecognized request argument supplied: {path[-1]}"
+        message = f"Unrecognized request argument supplied: {shortened(str(first['loc'][-1]))}"
     elif first["type"] == "json_invalid":
-        path, message = [], "the body is not valid JSON"
+        path, message = "", "the body is not valid JSON"
     elif first["type"] == "model_attributes_type" and not path:  # curl sends a form, unless told
         message = "the body should be a JSON object, with the header Content-Type: application/json"
+    elif _is_image(found):
+        message = f"{path}: images are not supported by this model; send text alone."
     elif path:
-        message = f"{'.'.join(path)}: {message}"
-    return Failure(400, message, param=path[0] if path else None)
+        message = f"{path}: {message}"
+    return Failure(400, message, param=path.partition(".")[0].partition("[")[0] or None)
+
+
+def _as_written(location: Any, body: Any) -> tuple[str, Any]:
+    """Where in the body it is, as in messages[0].content, and what is there. Names of our classes are left out."""
+    path, last = "", len(location) - 1
+    for number, part in enumerate(location):
+        if isinstance(part, int):
+            if isinstance(body, list) and part < len(body):
+                path, body = f"{path}[{part}]", body[part]
+        elif isinstance(body, dict) and (part in body or number == last):
+            path, body = f"{path}.{shortened(part)}".lstrip("."), body.get(part)
+    return path, body
+
+
+def _is_image(value: Any) -> bool:
+    """Whether it is a part of a message that shows an image, or has one."""
+    parts = value if isinstance(value, list) else [value]
+    return any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -16,6 +18,33 @@ from kvkeep.model.chat import eos_token_ids
 
 MOST_MATCHERS = 64  # grammars that are compiled for the next answer
 FEW_BLANKS = {"x-guidance": {"whitespace_pattern": r"[ \n\t]{0,20}"}}  # small models would never stop writing them
+MOST_CHARACTERS = 120_000  # of a grammar; OpenAI's limit for the strings of a schema
+FEW_CHARACTERS = 4000  # of a grammar that compiles in a moment, whatever it says
+COMPILE_S = 0.3  # of a core, without a vocabulary; an object of 2000 optional properties takes as long
+GIVE_UP_S = 10.0  # on a busy machine
+TRY_TO_COMPILE = f"""
+import signal, sys
+from llguidance import LLMatcher
+if hasattr(signal, "setitimer"):
+    signal.setitimer(signal.ITIMER_PROF, {COMPILE_S})
+LLMatcher.validate_grammar(sys.stdin.read())
+"""
+
+
+def check_cost(grammar: str) -> None:
+    """Refuse a grammar that would take long to compile. A process finds out that can be ended; a thread cannot."""
+    size = f"this JSON schema has {len(grammar)} characters"
+    if len(grammar) > MOST_CHARACTERS:
+        raise BadParameter(f"{size}, and may have {MOST_CHARACTERS}; give a smaller one.")
+    if len(grammar) <= FEW_CHARACTERS:
+        return
+    try:
+        command = [sys.executable, "-c", TRY_TO_COMPILE]
+        ended = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=GIVE_UP_S).returncode
+    except subprocess.TimeoutExpired:
+        ended = -1
+    if ended < 0:  # by a signal
+        raise BadParameter(f"{size} and takes too long to compile; give fewer properties or alternatives.")
 
 
 class JsonConstraint:
@@ -78,6 +107,7 @@ class Grammars:
 
     def _matcher(self, grammar: str) -> Any:
         if grammar not in self.matchers:
+            check_cost(grammar)
             if len(self.matchers) >= MOST_MATCHERS:
                 self.matchers.clear()
             self.matchers[grammar] = self.llguidance.LLMatcher(self.tokens, grammar, log_level=0)

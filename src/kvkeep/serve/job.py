@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvkeep.errors import BadParameter
 
 Prompt = str | list[int] | list[dict[str, Any]]  # a text as it is, token ids, or the messages of a chat
+
+
+def texts_of(prompt: Prompt) -> list[str]:
+    """All that a tokenizer reads of a prompt."""
+    if isinstance(prompt, str):
+        return [prompt]
+    messages = [each for each in prompt if isinstance(each, dict)]
+    calls = [json.dumps(each["tool_calls"]) for each in messages if each.get("tool_calls")]
+    return [*(each["content"] for each in messages), *calls]
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,7 @@ class Job:
     parallel_calls: bool = True  # an answer may call several tools
     context: str | None = None  # the id of a text that was read before, which the prompts continue
     echo: bool = False  # an answer's text begins with its prompt
+    stores: Literal["private", "public"] | None = None  # the prompt is a text to store, for its key or for all
 
     @property
     def num_answers(self) -> int:
@@ -36,6 +47,15 @@ class Job:
     def calls_tools(self) -> bool:
         """If not, the template shows the tools all the same: requests before and after share its beginning."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar has to be compiled for its answers."""
+        return self.schema is not None or (self.calls_tools and self.tool_choice != "auto")
+
+    def num_characters(self, prompt: Prompt) -> int:
+        """Of one of the prompts, with the tools that are shown before it."""
+        return sum(map(len, texts_of(prompt))) + (len(json.dumps(self.tools)) if self.tools else 0)
 
     def check_context(self) -> None:
         """A context was compressed before: refuse what would have to come earlier."""

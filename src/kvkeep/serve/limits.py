@@ -41,5 +41,5 @@ class Limits:
         if job.num_answers > self.max_answers:
             raise Failure(400, f"{job.num_answers} answers at once: this server allows {self.max_answers}.", param="n")
         if under_way + job.num_answers > self.max_answers:
-            said = f"{under_way} answers for this key are under way, and {self.max_answers} may be; wait for some."
+            said = f"{under_way} answers for this key or address are under way, and {self.max_answers} may be; wait."
             raise Failure(429, said, "too_many_requests", headers=BUSY)

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 from prometheus_client import Counter
 from starlette.requests import ClientDisconnect
@@ -18,10 +19,12 @@ from kvkeep.serve.failure import Failure, failure_of
 from kvkeep.serve.keys import Keys
 
 log = logging.getLogger("kvkeep.serve")
+access = logging.getLogger("kvkeep.access")  # a line for every request, once somebody wants to see them
 Scope = Any
 SEND_S = 60.0  # who takes nothing of an answer for so long is gone
 CLIENT_GONE = 499  # in /metrics alone, as nginx has it
 NEED_KEY = "/v1/", "/tokenize", "/detokenize"
+MOST_PATH = 200  # characters in the log
 UNKNOWN = "unknown"  # paths we do not have are counted as one
 
 
@@ -86,6 +89,18 @@ class RequestMiddleware:
         finally:
             path = getattr(scope.get("route"), "path", UNKNOWN)
             self.requests.labels(path, str(status)).inc()
+            if access.isEnabledFor(logging.INFO):
+                access.info(_line(scope, status))
+
+
+def _line(scope: Scope, status: int) -> str:
+    """Who asked for what, how it ended, tokens read and written, and seconds. Nothing of a prompt or a key."""
+    state = scope["state"]
+    answers = state.get("answers")
+    tokens = f"{answers.usage.prompt}+{answers.usage.answer}" if answers and answers.answers else "-"
+    path = quote(scope["path"])[:MOST_PATH]
+    seconds = time.perf_counter() - state["began"]
+    return f"{scope['method']} {path} {status} key={state.get('owner') or '-'} tokens={tokens} {seconds:.3f}s"
 
 
 async def _send(failure: Failure, send: Any) -> None:

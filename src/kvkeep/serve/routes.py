@@ -38,6 +38,11 @@ def _server(request: Request) -> Server:
     return request.app.state.server
 
 
+def _client(request: Request) -> str:
+    """The address it comes from."""
+    return request.client.host if request.client else ""
+
+
 def _owner(request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> str:
     """As the middleware found it; the bearer is for the OpenAPI page."""
     return request.state.owner
@@ -59,7 +64,9 @@ def create_app(server: Server, local_only: bool = False) -> FastAPI:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     for kind in (HTTPException, KvkeepError):
         app.add_exception_handler(kind, lambda request, error: _error(failure_of(error)))
-    app.add_exception_handler(RequestValidationError, lambda request, error: _error(invalid(error.errors())))
+    app.add_exception_handler(
+        RequestValidationError, lambda request, error: _error(invalid(error.errors(), error.body))
+    )
     return app
 
 
@@ -112,8 +119,8 @@ async def detokenize(server: ServerOf, owner: Owner, body: DetokenizeRequest) ->
 async def _answer(request: Request, server: Server, owner: str, body: Any, kind: Any) -> Response:
     """The life of a job: its answers under way, in the words of one API, to whoever still listens."""
     job = body.job()
-    answers = await unless_gone(request.receive, server.submit(owner, job))
-    answers.began = request.state.began
+    answers = await unless_gone(request.receive, server.submit(owner, job, _client(request)))
+    answers.began, request.state.answers = request.state.began, answers
     reply: Reply = kind(body, answers, server.grammars.bytes_of)
     if job.stream:
         return EventStream(answers, reply)
@@ -124,8 +131,8 @@ async def _answer(request: Request, server: Server, owner: str, body: Any, kind:
 
 
 @router.post("/v1/contexts")
-async def create_context(server: ServerOf, owner: Owner, body: ContextRequest) -> dict[str, Any]:
-    return await contexts.create(server, owner, body)
+async def create_context(request: Request, server: ServerOf, owner: Owner, body: ContextRequest) -> dict[str, Any]:
+    return await unless_gone(request.receive, contexts.create(server, owner, body, _client(request)))
 
 
 @router.get("/v1/contexts")
@@ -157,6 +164,11 @@ async def model(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
 @router.get("/health")
 async def health() -> dict[str, str]:
     return {"status": "ok"}
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": kvkeep.__version__}
 
 
 @router.get("/metrics")

@@ -222,4 +222,5 @@ class ContextRequest(Compression):
 
     def job(self) -> Job:
         """Without an answer."""
-        return Job(self.model, [self.text], options=self.options() | self.kvkeep.options())
+        options = self.options() | self.kvkeep.options()
+        return Job(self.model, [self.text], options=options, stores="public" if self.public else "private")

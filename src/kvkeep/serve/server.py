@@ -7,8 +7,9 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -22,15 +23,19 @@ from kvkeep.engine.prompts import ChatIds, only_text, prompt_ids
 from kvkeep.errors import BadInput, UnknownName
 from kvkeep.model.hf_cache import context_length
 from kvkeep.serve.answers import Answer, Answers
-from kvkeep.serve.failure import Failure, no_context
+from kvkeep.serve.failure import Failure, no_context, shortened
 from kvkeep.serve.followers import Followers
 from kvkeep.serve.grammar import Grammars
-from kvkeep.serve.job import Job, Prompt
+from kvkeep.serve.job import Job, Prompt, texts_of
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.response_store import ResponseStore
 from kvkeep.serve.tools import ToolParser, tool_format
+from kvkeep.serve.turns import TurnThread
+
+LONG = 32_768  # characters that take so long to tokenize that short prompts do not wait for them
+PER_TOKEN = 8  # characters: texts have fewer, as a rule
 
 
 class Server:
@@ -50,12 +55,17 @@ class Server:
         facts = kvkeep.__version__, name, engine.config.method.name, engine.config.budget
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
         self.longest_token = max(map(len, engine.tokenizer.get_vocab()))  # in characters, or bytes, which are more
-        self._thread = ThreadPoolExecutor(1, "kvkeep-submit")  # one: tokenizers are not for several threads
+        self._short, self._long = TurnThread("kvkeep-submit"), TurnThread("kvkeep-submit-long")
 
-    async def submit(self, owner: str, job: Job) -> Answers:
-        """The answers under way; raises why there will be none."""
-        answers = self.admit(owner, job)
-        work = self._thread.submit(self._submit_all, owner, job, answers)
+    async def submit(self, owner: str, job: Job, client: str = "") -> Answers:
+        """The answers under way; raises why there will be none.
+
+        client: its address, by which limits and turns go where there are no keys
+        """
+        answers = self.admit(owner or client, job)
+        is_long = job.is_constrained or sum(map(job.num_characters, job.prompts)) > LONG
+        thread = self._long if is_long else self._short
+        work = thread.submit(owner or client, partial(self._submit_all, owner, job, answers))
         try:
             handles = await asyncio.wrap_future(work)
         except BaseException:
@@ -64,7 +74,8 @@ class Server:
             raise
         found = [self._answer(number, each, job) for number, each in enumerate(handles)]
         answers.begin(found, len(job.prompts), self.limits.max_seconds)
-        self.metrics.watch(answers)
+        if job.stores is None:
+            self.metrics.watch(answers)
         return answers
 
     def _answer(self, number: int, handle: Handle, job: Job) -> Answer:
@@ -80,7 +91,8 @@ class Server:
         """The result of what needs the tokenizer, in its thread. It counts as an answer under way."""
         place = self.admit(owner, Job(asked.model or self.name, [""]))
         try:
-            return await asyncio.wrap_future(self._thread.submit(work, self, asked))
+            thread = self._long if len(asked.model_dump_json()) > LONG else self._short
+            return await asyncio.wrap_future(thread.submit(owner, partial(work, self, asked)))
         finally:
             place.close()
 
@@ -95,9 +107,8 @@ class Server:
 
     def check_model(self, name: str) -> None:
         if name != self.name:
-            raise Failure(
-                404, f"there is no model {name!r} here; it is called {self.name!r}.", "model_not_found", "model"
-            )
+            said = f"there is no model {shortened(name)!r} here; it is called {self.name!r}."
+            raise Failure(404, said, "model_not_found", "model")
 
     def store(self) -> PrefixStore:
         if self.engine.prefixes is None:
@@ -112,7 +123,9 @@ class Server:
         raise no_context(name)
 
     def _submit_all(self, owner: str, job: Job, answers: Answers) -> list[Handle]:
-        """All or none: in the thread where requests are tokenized and submitted."""
+        """All or none: in a thread where requests are tokenized and submitted."""
+        if job.stores is not None:
+            return [self._submit_text(owner, job)]
         if job.context is not None:
             job.check_context()
             self.find_context(owner, job.context)
@@ -138,6 +151,12 @@ class Server:
             raise
         return handles
 
+    def _submit_text(self, owner: str, job: Job) -> Handle:
+        """A text that is stored without an answer."""
+        text = only_text(job.prompts[0])
+        self.check_characters(text, job)
+        return self.engine.submit_pin(text, key=owner, public=job.stores == "public", **job.options)
+
     def _encode(self, prompt: Prompt, job: Job) -> Prompt:
         """Once for all its answers; but a question about a context is the engine's to put behind it."""
         self.check_characters(prompt, job)
@@ -150,15 +169,22 @@ class Server:
         return ChatIds(prompt_ids(self.engine.config, prompt, tools=job.tools or None).tolist())
 
     def check_characters(self, prompt: Prompt, job: Job) -> None:
-        """Refuse what has more tokens than the context length by far, before it is tokenized."""
-        texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt if isinstance(each, dict)]
+        """Refuse what has more tokens than the context length by far, before all of it is tokenized.
+
+        The beginning of a text has as many tokens as it has within the text, but for a few at its end.
+        """
+        count, length = job.num_characters(prompt), self.max_model_len
         method = parse(job.options["method"]) if "method" in job.options else self.engine.method
-        length = self.max_model_len
-        if sum(map(len, texts)) > length * self.longest_token and not method.extends_context:
-            raise BadInput(
-                f"the prompt has {sum(map(len, texts))} characters, far more than the model's context length of "
-                f"{length} tokens; shorten it, or use a method for any length, such as streamingllm."
-            )
+        if count <= PER_TOKEN * length or method.extends_context:
+            return
+        if count <= length * self.longest_token:
+            beginning = "".join(texts_of(prompt))[: PER_TOKEN * length]
+            if len(self.engine.tokenizer(beginning, verbose=False).input_ids) <= length + length // 8:
+                return
+        raise BadInput(
+            f"the prompt has {count} characters, far more than the model's context length of {length} tokens; "
+            "shorten it, or use a method for any length, such as streamingllm."
+        )
 
     def _most_tokens(self, prompt: Any, options: dict[str, Any]) -> int:
         """Of an answer that asks for no number: what the context length leaves, within the limit."""
@@ -172,12 +198,15 @@ class Server:
 
     def _constraint(self, job: Job) -> dict[str, Any]:
         """The grammar that an answer has to follow, if there is one."""
+        if not job.tools and job.tool_choice not in ("none", "auto"):
+            raise BadInput("tool_choice wants a tool to be called, and there are no tools; give some, or leave it out.")
         if job.tools and self.tool_format is None:
             raise BadInput("this model's chat template takes no tools; leave them out, or serve another model.")
         if job.calls_tools and self.tool_format and job.tool_choice != "auto":
             named = [each for each in job.tools if job.tool_choice in ("required", each["function"]["name"])]
             if not named:
-                raise BadInput(f"tool_choice names {job.tool_choice!r}, which is not one of the tools; give its name.")
+                name = shortened(job.tool_choice)
+                raise BadInput(f"tool_choice names {name!r}, which is not one of the tools; give its name.")
             return {"constraint": self.grammars.of_lark(self.tool_format.grammar(named))}
         return {"constraint": self.grammars.of_schema(job.schema)} if job.schema is not None else {}
 
@@ -191,7 +220,8 @@ class Server:
         return known | {"max_model_len": self.max_model_len}
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._short.close()
+        self._long.close()
         self.engine.close()
         if self.followers:
             self.followers.close()

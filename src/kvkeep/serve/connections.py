@@ -1,0 +1,90 @@
+"""HTTP connections with limits: uvicorn alone waits for a header and a body as long as a client likes."""
+
+from __future__ import annotations
+
+from asyncio import TimerHandle
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+SPARE = 96  # descriptors for files, libraries and the engine
+MAX_HEADER = 65_536  # bytes
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    max_connections: int = 1024  # open at a time
+    header_seconds: float = 10.0  # until the header of a request is complete
+    body_seconds: float = 60.0  # until its body is
+
+    def most(self) -> int:
+        """The number of connections, within what the system lets this process open."""
+        try:
+            import resource
+        except ImportError:  # not on this system
+            return self.max_connections
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if allowed == resource.RLIM_INFINITY:
+            return self.max_connections
+        return max(1, min(self.max_connections, max(allowed - SPARE, allowed // 2)))
+
+
+class LimitedProtocol(H11Protocol):
+    """One connection. Where there are too many, a new one closes the oldest that no answer is under way on."""
+
+    limits: ClassVar[ConnectionLimits]
+    most: ClassVar[int]
+    since = asked = 0.0  # when it was opened or had its last answer; when its last header was complete
+    deadline: TimerHandle | None = None
+
+    @classmethod
+    def of(cls, limits: ConnectionLimits) -> type[LimitedProtocol]:
+        return type(cls.__name__, (cls,), {"limits": limits, "most": limits.most()})
+
+    @property
+    def waits(self) -> bool:
+        """Whether its client has to send something before it can be answered."""
+        return not self.cycle or self.cycle.response_complete or self.cycle.more_body
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.since = self.loop.time()
+        self._wait(self.limits.header_seconds)
+        waiting = [each for each in self.connections if isinstance(each, LimitedProtocol) and each.waits]
+        if len(self.connections) > self.most:
+            min(waiting, key=lambda each: each.since).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self.deadline is None and self.conn.their_state is h11.IDLE:
+            self._wait(self.limits.header_seconds)
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        """A header that is complete ends one wait, and begins that for the body."""
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self.asked = self.loop.time()
+        if self.cycle and not self.cycle.response_complete:
+            self._stop_waiting()
+            if self.cycle.more_body:
+                self._wait(self.asked + self.limits.body_seconds - self.loop.time())
+
+    def on_response_complete(self) -> None:
+        self._stop_waiting()
+        self.since = self.loop.time()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self, seconds: float) -> None:
+        self.deadline = self.loop.call_later(max(0.0, seconds), self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
