@@ -206,6 +206,6 @@ def test_fewer_bits_are_measured_beside_the_models_own():
         sizes = [cost.kv_bytes for cost in found if cost.method == method and cost.batch == 1]
         assert sizes[0] > 1.5 * sizes[1] > 1.5 * sizes[2] and all(cost.step_s > 0 for cost in found)
     done = CliRunner().invoke(app, [*TINY, "--length", "100", "--storage", "int8", "--baselines", "transformers"])
-    assert "kvkeep 32 int8" in done.output and done.exit_code == 0
+    assert "kvkeep_lookahead 32 int8" in done.output and done.exit_code == 0
     with pytest.raises(BadParameter, match="storage='int3' is not known"):
         Plan(("snapkv",), (128,), (300,), storages=("int3",))

@@ -162,7 +162,8 @@ def test_a_response_continues_another(api):
 
 
 def test_a_response_with_a_tool_call_is_continued_by_its_result(api):
-    tool = {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}}
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    tool = {"type": "function", "name": "clock", "parameters": nothing}
     called = api.responses.create(model="tiny", input="Time?", tools=[tool], tool_choice="required")
     result = {"type": "function_call_output", "call_id": called.output[0].call_id, "output": "12:30"}
     how = {"tools": [tool], "tool_choice": "none", **BRIEF}

@@ -153,7 +153,7 @@ def test_models_are_listed(api):
         ({"temperatur": 1}, "Unrecognized request argument supplied: temperatur"),
         ({"modalities": ["audio"]}, "Unsupported parameter: modalities"),
         ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role: Input should be 'system'"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role: Input should be 'system'"),
         ({"max_tokens": 513}, "max_tokens=513: this server allows 512"),
         ({"stop": ""}, "stop"),
         ({"stop": "x" * 101}, "at most 100 characters"),
