@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from kvkeep.arguments import Amount, Count, Odd, Positive, Range, Share
+from kvkeep.arguments import Amount, Cosine, Count, Odd, Positive, Range, Share
 from kvkeep.compress.budget.coverage import COVERAGE
 from kvkeep.compress.budget.heads import AdaptiveHeads, Threshold
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
@@ -261,7 +261,7 @@ def qllm(
     return Method("qllm", None, retrieval=RetrievalConfig(Chunks(block, 128), index, window, sinks=sinks, near=local))
 
 
-def tokenselect(window=256, sinks: int | None = None, local: Positive | None = None, similar=0.9):
+def tokenselect(window=256, sinks: int | None = None, local: Positive | None = None, similar: Cosine | None = 0.9):
     retrieval = RetrievalConfig(Chunks(1), EachToken(), window, "contiguous", sinks, local, similar=similar)
     return Method("tokenselect", None, retrieval=retrieval)
 
