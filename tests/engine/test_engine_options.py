@@ -213,5 +213,5 @@ def test_a_long_prefill_shows_a_bar_on_a_terminal_alone(chat, is_terminal, progr
     tokens = {"read": context.tokens, "generate": len(one.encode(TEXT))}
     assert said.out == "" and [f"prefill of {n:,} tokens" in said.err for n in tokens.values()] == [shown] * 2
     assert shown or said.err == ""
-    with pytest.raises(BadParameter, match="progress='bar' is not a function; give one, or False for no progress bar"):
+    with pytest.raises(BadParameter, match="progress='bar': use a function, or True or False, or None"):
         one.generate(TEXT, progress="bar")

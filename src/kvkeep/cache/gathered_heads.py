@@ -54,6 +54,11 @@ def check_shards(cache: CacheState) -> None:
         raise BadParameter(
             f"'{method.name}' needs the whole output projection, {split}; use a method without it, or {WHOLE}."
         )
+    if method.placement and not method.per_head:
+        raise BadParameter(
+            f"'{method.name}' gives key heads new positions by the fullest of them, {split}; use it without a modifier "
+            f"that shares a budget between heads, or {WHOLE}."
+        )
     if method.across_layers:
         raise BadParameter(
             f"'{method.name}' shares one budget between the key heads of all layers, {split}; use +adakv, or {WHOLE}."

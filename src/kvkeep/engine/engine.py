@@ -336,7 +336,7 @@ class Engine:
             return self.config
         check_value("budget", budget, int | float | str | None)
         name = method if isinstance(method, str) else repr(method), budget
-        if name not in self._configs:
+        if (config := self._configs.get(name)) is None:
             own, asked, parameters, auto = self._asked
             given = (parameters if method is None else {}) | (auto if budget is None else {})
             spec, most = own if method is None else method, asked if budget is None else budget
@@ -346,7 +346,7 @@ class Engine:
             if len(self._configs) >= MOST_CONFIGS:
                 self._configs.clear()
             self._configs[name] = config
-        return self._configs[name]
+        return config
 
     def warmup(self, rows: int | None = None, progress: Callable[[str], None] = lambda text: None) -> None:
         """Allocate, compile and capture for so many rows, None: for all, so that the first answer is as fast as others.

@@ -139,9 +139,11 @@ class Scheduler(HeldRequests):
 
     def abort(self, error: BaseException) -> None:
         """All requests fail: a step was cut short, and may have left anything."""
-        for request in self.requests:
+        for request in self.taken:
             request.finish(own_error(error))
-        for queue in (self.submitted, self.waiting, self.sampled, self.prefilled, self.finished):
+        while self.submitted:  # other threads may add to it meanwhile
+            self.submitted.popleft().finish(own_error(error))
+        for queue in (self.waiting, self.sampled, self.prefilled, self.finished):
             queue.clear()
         for batch in self.batches.values():
             batch.clear()

@@ -82,10 +82,10 @@ class Pieces:
     @classmethod
     def of(cls, args: tuple, kwargs: dict[str, Any]) -> Pieces | None:
         """None: the pass asks for more than logits, or its arguments are not known"""
-        ids, shown = step_input(args, kwargs)[0], kwargs.get("logits_to_keep") or 0
-        if not (is_plain(args, kwargs) and isinstance(ids, Tensor) and isinstance(shown, int)):
+        ids, shown = step_input(args, kwargs)[0], kwargs.get("logits_to_keep")  # places are a tensor
+        if not (is_plain(args, kwargs) and isinstance(ids, Tensor) and isinstance(shown, int | None)):
             return None
-        return cls(kwargs | {"input_ids": ids}, ids.shape[1], shown)
+        return cls(kwargs | {"input_ids": ids}, ids.shape[1], shown or 0)
 
     def piece(self, start: int, end: int) -> dict[str, Any]:
         """The arguments for the tokens from start to end."""

@@ -12,6 +12,7 @@ from typing import Any
 from kvkeep.errors import BadInput
 
 HIDING = range(0xF0000, 0x10FFFE)  # private use: no tokenizer or template gives these characters a meaning
+MESSAGE = chr(0x10FFFE)  # in the place of a message, to see what the template puts around it
 
 
 class UserText:
@@ -73,21 +74,25 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
 def _control_tokens(tokenizer: Any, template: str, size: int) -> dict[str, int]:
     """template, size: as they are now; either may change"""
     special = set(tokenizer.all_special_ids)
-    around = "".join(_empty_chats(tokenizer))
+    around = "\n".join(_around_messages(tokenizer))
     added = {token.content: (id_, token.special) for id_, token in tokenizer.added_tokens_decoder.items()}
     found = {name: id_ for name, (id_, marked) in added.items() if marked or id_ in special or name in around}
-    return {name: found[name] for name in sorted(found, key=len, reverse=True) if name}
+    return {name: found[name] for name in sorted(found, key=len, reverse=True) if name.strip()}
 
 
-def _empty_chats(tokenizer: Any) -> Iterator[str]:
-    """What the template puts around messages; some templates take no system message."""
+def _around_messages(tokenizer: Any) -> Iterator[str]:
+    """What the template puts around messages; some templates take no system message.
+
+    Of what comes before the first one only the last word: the rest may be prose, such as a default system prompt.
+    """
     from jinja2 import TemplateError
 
     turns = ["user", "assistant", "user"]
     for roles in (turns[:1], turns, ["system", *turns]) if tokenizer.chat_template else ():
         with suppress(TemplateError):
-            chat = [{"role": role, "content": ""} for role in roles]
-            yield tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            chat = [{"role": role, "content": MESSAGE} for role in roles]
+            before, *others = tokenizer.apply_chat_template(chat, tokenize=False).split(MESSAGE)
+            yield from [*before.split()[-1:], *others]
 
 
 def _pattern(tokenizer: Any) -> re.Pattern[str]:

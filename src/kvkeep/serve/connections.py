@@ -45,8 +45,8 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether its client has to send something before it can be answered."""
-        return not self.cycle or self.cycle.response_complete or self.cycle.more_body
+        """Whether no answer is under way: its client has to send something, or does not take what is left for it."""
+        return self.transport.is_closing() or not self.cycle or self.cycle.response_complete or self.cycle.more_body
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

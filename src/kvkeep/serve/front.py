@@ -30,7 +30,9 @@ ID_WITHIN = 200  # bytes of a response, or of the first event of its stream
 ALL_S = 10.0  # until all replicas have said what they are asked
 EVENTS = b"text/event-stream"
 MOST_SESSIONS = 100_000  # of contexts and responses, that are remembered
-SCOPE = {"type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "root_path"}
+SCOPE = {
+    "type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "root_path", "client",
+}  # fmt: skip
 
 
 class Front:

@@ -99,6 +99,8 @@ class Grammars:
 
     def _constraints(self, grammar: str) -> Callable[[], JsonConstraint]:
         """A new one for every answer. Another process makes the same of its own `Grammars`."""
+        if grammar not in self.matchers:
+            check_cost(grammar)
         _check(self._matcher(grammar), "used")
         return partial(self.constraint, grammar)
 
@@ -106,13 +108,14 @@ class Grammars:
         return JsonConstraint(self._matcher(grammar).deep_copy(), self.vocabulary)
 
     def _matcher(self, grammar: str) -> Any:
-        if grammar not in self.matchers:
-            check_cost(grammar)
-            if len(self.matchers) >= MOST_MATCHERS:
-                self.matchers.clear()
-            self.matchers[grammar] = self.llguidance.LLMatcher(self.tokens, grammar, log_level=0)
-            self.matchers[grammar].compute_bitmask()  # fails if no token can be the first
-        return self.matchers[grammar]
+        if (known := self.matchers.get(grammar)) is not None:
+            return known
+        if len(self.matchers) >= MOST_MATCHERS:
+            self.matchers.clear()
+        made = self.llguidance.LLMatcher(self.tokens, grammar, log_level=0)
+        made.compute_bitmask()  # fails if no token can be the first
+        self.matchers[grammar] = made
+        return made
 
 
 def _check(matcher: Any, done: str) -> None:

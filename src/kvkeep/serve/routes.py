@@ -107,13 +107,13 @@ async def delete_response(server: ServerOf, owner: Owner, name: str) -> dict[str
 
 
 @router.post("/tokenize")
-async def tokenize(server: ServerOf, owner: Owner, body: TokenizeRequest) -> dict[str, Any]:
-    return await server.tokenizing(owner, tokens.tokenize, body)
+async def tokenize(request: Request, server: ServerOf, owner: Owner, body: TokenizeRequest) -> dict[str, Any]:
+    return await server.tokenizing(owner or _client(request), tokens.tokenize, body)
 
 
 @router.post("/detokenize")
-async def detokenize(server: ServerOf, owner: Owner, body: DetokenizeRequest) -> dict[str, Any]:
-    return await server.tokenizing(owner, tokens.detokenize, body)
+async def detokenize(request: Request, server: ServerOf, owner: Owner, body: DetokenizeRequest) -> dict[str, Any]:
+    return await server.tokenizing(owner or _client(request), tokens.detokenize, body)
 
 
 async def _answer(request: Request, server: Server, owner: str, body: Any, kind: Any) -> Response:

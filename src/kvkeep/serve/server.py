@@ -63,7 +63,8 @@ class Server:
         client: its address, by which limits and turns go where there are no keys
         """
         answers = self.admit(owner or client, job)
-        is_long = job.is_constrained or sum(map(job.num_characters, job.prompts)) > LONG
+        about_text = job.context is not None  # which is tokenized with the question
+        is_long = job.is_constrained or about_text or sum(map(job.num_characters, job.prompts)) > LONG
         thread = self._long if is_long else self._short
         work = thread.submit(owner or client, partial(self._submit_all, owner, job, answers))
         try:
