@@ -20,7 +20,7 @@ SPECS = [*EVICTING, "snapkv+adakv", "snapkv+pyramid", "protokv:votes=softmax+ada
 class Words:
     """The decoded ids are noise."""
 
-    chat_template = None
+    chat_template = eos_token_id = None
 
     def __call__(self, text, **_):
         return SimpleNamespace(input_ids=[len(text)])

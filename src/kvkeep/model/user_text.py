@@ -66,7 +66,12 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
-    """Special tokens, and other tokens the template puts around messages; the longest first."""
+    """Special tokens, and other tokens the template puts around messages; the longest first.
+
+    None are known of a tokenizer that is not one of transformers.
+    """
+    if not hasattr(tokenizer, "added_tokens_decoder"):
+        return {}
     return _control_tokens(tokenizer, str(getattr(tokenizer, "chat_template", None)), len(tokenizer))
 
 
