@@ -119,11 +119,17 @@ def test_a_context_is_its_keys_alone(served, apis):
     assert call(served, "alice", name=name)[0] == 404
 
 
-def test_a_public_context_is_everybodys_to_ask_and_its_owners_to_remove(served, apis):
-    _, made = call(served, "alice", "POST", body={"text": TEXT + "All.", "public": True})
+def test_a_public_context_is_everybodys_to_ask_and_is_there_until_all_who_made_it_remove_it(served, apis):
+    body = {"text": TEXT + "All.", "public": True}
+    _, made = call(served, "alice", "POST", body=body)
     name = f"/{made['id']}"
     assert ask(apis[1], made["id"]).choices == ask(apis[0], made["id"]).choices
-    assert call(served, "bob", "DELETE", name)[0] == 403 and call(served, "alice", "DELETE", name)[0] == 200
+    assert call(served, "bob", "DELETE", name)[0] == 403
+    assert call(served, "bob", "POST", body=body) == (200, made)
+    assert call(served, "alice", "DELETE", name)[0] == 200
+    assert call(served, "alice", "DELETE", name)[0] == 403  # it is bob's alone by now
+    assert call(served, "bob", name=name) == (200, made)
+    assert call(served, "bob", "DELETE", name)[0] == 200 and call(served, "bob", name=name)[0] == 404
 
 
 def test_an_agents_loop_pays_for_new_tokens_only(apis):
@@ -189,6 +195,19 @@ def test_a_key_may_have_so_many_contexts_and_bytes():
         assert call(served, "alice", "POST", body={"text": TEXT})[0] == 200
 
 
+def test_a_public_context_counts_for_every_key_that_made_it():
+    """A key that may not have it has no claim, and takes nobody else's away."""
+    with serving.thread(serving.engine(prefix_cache=10**7), ["alice", "bob"], max_contexts=1) as served:
+        shared = {"text": TEXT, "public": True}
+        made = call(served, "alice", "POST", body=shared)[1]
+        assert call(served, "bob", "POST", body=shared) == (200, made)
+        assert call(served, "bob", "POST", body={"text": TEXT + "2"})[0] == 429
+        call(served, "bob", "DELETE", f"/{made['id']}")
+        assert call(served, "bob", "POST", body={"text": TEXT + "2"})[0] == 200
+        assert call(served, "bob", "POST", body=shared)[0] == 429
+        assert call(served, "alice", name=f"/{made['id']}") == (200, made)
+
+
 @contextmanager
 def held(engine):
     """No step of the engine begins within."""
@@ -196,12 +215,12 @@ def held(engine):
         yield
 
 
-def left(served, text):
-    """Ask for a context and leave, before a step can begin."""
+def left(served, text, when=lambda: True):
+    """Ask for a context and leave as soon as it was submitted, and this is so."""
     line = http.client.HTTPConnection(served.url.removeprefix("http://"))
     headers = {"Authorization": "Bearer alice", "Content-Type": "application/json"}
     line.request("POST", "/v1/contexts", json.dumps({"model": "tiny", "text": text}), headers)
-    serving.wait_until(lambda: any(answers.answers for answers in served.live))
+    serving.wait_until(lambda: any(answers.answers for answers in served.live) and when())
     line.close()
     serving.wait_until(lambda: not served.live)
 
@@ -216,18 +235,20 @@ def test_a_context_whose_client_left_is_not_made(served):
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_context_stored_when_its_client_left_is_removed_unless_the_key_had_it(served, monkeypatch, known):
-    text, scheduler, gone, stored = f"{TEXT} {known}", served.engine._driver.scheduler, Event(), []
+    text, scheduler, stored = f"{TEXT} {known}", served.engine._driver.scheduler, []
+    storing, gone = Event(), Event()
     if known:
         call(served, "alice", "POST", body={"text": text})
     before, store = call(served, "alice"), scheduler.store_pinned
 
     def slow(request, pin):
+        storing.set()
         assert gone.wait(10)
         stored.append(store(request, pin))
         return stored[0]
 
     monkeypatch.setattr(scheduler, "store_pinned", slow)
-    left(served, text)
+    left(served, text, storing.is_set)
     gone.set()
     serving.wait_until(lambda: stored and call(served, "alice") == before)
     time.sleep(0.2)  # nothing is removed later, either
