@@ -115,17 +115,21 @@ def test_the_follower_answers_what_the_leader_is_asked():
 
 def test_the_cancelled_are_dropped_and_texts_removed_by_all():
     with two() as (leader, follower, _, raised, failed):
-        told, text = record(follower), leader.pin(TEXT)
+        told = record(follower)
+        text, again = (leader.pin(TEXT, key=key, public=True) for key in "ab")
         handle = leader.submit(TEXT, max_new_tokens=600)
         stream = iter(handle)
         next(stream)
         handle.cancel()
         wait_until(lambda: raised or (handle.done and told[-1].done))
         assert 0 < len(told[-1].answer.ids) == len(handle.request.answer.ids) < 600 and not told[-1].cancelled
-        leader.unpin(text)
+        assert text == again
+        leader.unpin(text, key="a")
+        assert len(leader.prefixes) == 1
+        leader.unpin(text, key="b")
         assert len(leader.prefixes) == 0
         with pytest.raises(UnknownName):
-            leader.unpin(text)
+            leader.unpin(text, key="b")
         wait_until(lambda: raised or len(follower.prefixes) == 0)
         assert leader.submit(TEXT, **HOW).result() and not raised and not failed
 

@@ -206,13 +206,18 @@ def test_a_question_about_a_pinned_text_is_contexts_answer(chat, spec):
             one.submit(say(*TALK[:3]), key="a", context=id)
 
 
-def test_a_public_text_is_everybodys_and_its_owner_alone_removes_it(chat):
+def test_a_public_text_is_everybodys_and_goes_with_its_last_claim(chat):
+    """Whoever stored it has a claim, removes that alone, and has it among its own."""
     with engine(chat) as one:
-        id = one.pin(TALK[3], key="a", public=True)
-        assert answered(one, "which?", key="b", context=id).num_cached > 0
-        with pytest.raises(UnknownName):
-            one.unpin(id, key="b")
-        one.unpin(id, key="a")
+        id, again = (one.pin(TALK[3], key=key, public=True) for key in "ab")
+        assert id == again and [len(one.prefixes.pinned_by(key)) for key in "abc"] == [1, 1, 0]
+        for key in "ab":
+            assert answered(one, "which?", key="c", context=id).num_cached > 0
+            with pytest.raises(UnknownName):
+                one.unpin(id, key="c")
+            one.unpin(id, key=key)
+            with pytest.raises(UnknownName):
+                one.unpin(id, key=key)
         assert len(one.prefixes) == 0
 
 
@@ -251,6 +256,43 @@ def test_a_pinned_text_is_found_after_a_restart_by_its_key_alone(chat, tmp_path)
             one.submit("which?", key="secret-b", context=id)
         one.unpin(id, key="secret-a")
     assert not list(tmp_path.iterdir())
+
+
+def pinned_after_restart(chat, folder, **removed):
+    """Restart, and remove the claims of these keys to these texts. -> the ids that a, b and c have before"""
+    with engine(chat, store=PrefixStore(PLENTY, folder)) as one:
+        found = {key: {entry.id for entry in one.prefixes.pinned_by(key)} for key in "abc"}
+        for key, id in removed.items():
+            one.unpin(id, key=key)
+    return found
+
+
+def test_claims_to_a_public_text_are_found_after_a_restart(chat, tmp_path):
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        id = one.pin(TALK[3], key="a", public=True)
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        assert one.pin(TALK[3], key="b", public=True) == one.pin(TALK[3], key="c", public=True) == id
+    assert pinned_after_restart(chat, tmp_path, b=id) == {"a": {id}, "b": {id}, "c": {id}}
+    assert pinned_after_restart(chat, tmp_path, a=id) == {"a": {id}, "b": set(), "c": {id}}
+    assert pinned_after_restart(chat, tmp_path, c=id) == {"a": set(), "b": set(), "c": {id}}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_public_text_that_two_processes_stored_is_both_keys_after_a_restart(chat, tmp_path):
+    one, two = (engine(chat, store=PrefixStore(PLENTY, tmp_path)) for _ in range(2))
+    with one, two:
+        ids = [one.pin(TALK[3], key="a", public=True), two.pin(TALK[3], key="b", public=True)]
+    assert pinned_after_restart(chat, tmp_path) == {"a": {ids[0]}, "b": {ids[1]}, "c": set()}
+
+
+def test_a_folder_with_one_owner_of_a_text_is_read(chat, tmp_path):
+    """As it was written before texts had claims."""
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        id = one.pin(TALK[3], key="a", public=True)
+    tensors, facts = checkpoint.read(tmp_path / id)
+    owners = facts["prefix"].pop("owners")
+    checkpoint.write(tmp_path / id, tensors, facts | {"prefix": facts["prefix"] | {"owner": owners[0]}})
+    assert pinned_after_restart(chat, tmp_path) == {"a": {id}, "b": set(), "c": set()}
 
 
 def test_what_another_process_saved_since_is_found_by_its_id(chat, tmp_path):
@@ -328,7 +370,7 @@ def test_a_damaged_one_is_skipped_and_others_are_found(chat, tmp_path):
 
 FORGED = [
     {"nbytes": -(10**15)}, {"nbytes": True}, {"ids": ["a"]}, {"ids": None}, {"cuts": [-1]}, {"cuts": "ab"}, {"text": 7},
-    {"pinned": 1}, {"owner": []}, {"frozen": None},
+    {"pinned": 1}, {"owners": []}, {"owners": [7]}, {"owners": "ab"}, {"owners": ["a", "b"]}, {"frozen": None},
 ]  # fmt: skip
 
 

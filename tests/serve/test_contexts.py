@@ -119,11 +119,17 @@ def test_a_context_is_its_keys_alone(served, apis):
     assert call(served, "alice", name=name)[0] == 404
 
 
-def test_a_public_context_is_everybodys_to_ask_and_its_owners_to_remove(served, apis):
-    _, made = call(served, "alice", "POST", body={"text": TEXT + "All.", "public": True})
+def test_a_public_context_is_everybodys_to_ask_and_is_there_until_all_who_made_it_remove_it(served, apis):
+    body = {"text": TEXT + "All.", "public": True}
+    _, made = call(served, "alice", "POST", body=body)
     name = f"/{made['id']}"
     assert ask(apis[1], made["id"]).choices == ask(apis[0], made["id"]).choices
-    assert call(served, "bob", "DELETE", name)[0] == 403 and call(served, "alice", "DELETE", name)[0] == 200
+    assert call(served, "bob", "DELETE", name)[0] == 403
+    assert call(served, "bob", "POST", body=body) == (200, made)
+    assert call(served, "alice", "DELETE", name)[0] == 200
+    assert call(served, "alice", "DELETE", name)[0] == 403  # it is bob's alone by now
+    assert call(served, "bob", name=name) == (200, made)
+    assert call(served, "bob", "DELETE", name)[0] == 200 and call(served, "bob", name=name)[0] == 404
 
 
 def test_an_agents_loop_pays_for_new_tokens_only(apis):
@@ -187,6 +193,19 @@ def test_a_key_may_have_so_many_contexts_and_bytes():
         assert status == 429 and "40.0 kB" in said["error"]["message"]
         assert len(call(served, "alice")[1]["data"]) == 1
         assert call(served, "alice", "POST", body={"text": TEXT})[0] == 200
+
+
+def test_a_public_context_counts_for_every_key_that_made_it():
+    """A key that may not have it has no claim, and takes nobody else's away."""
+    with serving.thread(serving.engine(prefix_cache=10**7), ["alice", "bob"], max_contexts=1) as served:
+        shared = {"text": TEXT, "public": True}
+        made = call(served, "alice", "POST", body=shared)[1]
+        assert call(served, "bob", "POST", body=shared) == (200, made)
+        assert call(served, "bob", "POST", body={"text": TEXT + "2"})[0] == 429
+        call(served, "bob", "DELETE", f"/{made['id']}")
+        assert call(served, "bob", "POST", body={"text": TEXT + "2"})[0] == 200
+        assert call(served, "bob", "POST", body=shared)[0] == 429
+        assert call(served, "alice", name=f"/{made['id']}") == (200, made)
 
 
 @contextmanager

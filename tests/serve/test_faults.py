@@ -407,6 +407,64 @@ def test_a_short_prompt_waits_neither_for_a_long_one_nor_for_a_schema(served, bo
         busy.set()
 
 
+class Exchange:
+    """One request to a middleware whose app reads the body, waits, answers."""
+
+    def __init__(self, key, body):
+        self.parts = [body[:70_000], body[70_000:]]
+        self.read, self.go_on, self.status = asyncio.Event(), asyncio.Event(), 0
+        self.scope = {"type": "http", "path": "/v1/x", "method": "POST", "client": ("here", 1), "exchange": self}
+        self.scope["headers"] = [(b"authorization", f"Bearer {key}".encode())]
+
+    async def receive(self):
+        if not self.parts:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": self.parts.pop(0), "more_body": bool(self.parts)}
+
+    async def send(self, message):
+        self.status = self.status or message["status"]
+
+
+async def read_body(scope, receive, send):
+    while (await receive())["more_body"]:
+        pass
+    scope["exchange"].read.set()
+    await scope["exchange"].go_on.wait()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+def test_large_bodies_of_a_key_are_parsed_one_at_a_time():
+    async def run():
+        app = RequestMiddleware(read_body, Metrics([], None).requests, Keys(["alice", "bob"]), 10**6)
+        first, second, other, short = (
+            Exchange(key, b"x" * size)
+            for key, size in (("alice", 200_000), ("alice", 200_000), ("bob", 200_000), ("alice", 90_000))
+        )
+        tasks = []
+        for each in (first, second, other, short):
+            tasks.append(asyncio.ensure_future(app(each.scope, each.receive, each.send)))
+            await asyncio.sleep(0.01)
+        assert [each.read.is_set() for each in (first, second, other, short)] == [True, False, True, True]
+        for each in (first, second, other, short):
+            each.go_on.set()
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        assert second.status == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("item", "status"), [("[]", 400), ('{"a":{}}', 400), ('"\\"[{\\\\"', 200), ("7", 200)])
+def test_objects_and_lists_of_a_large_body_are_counted(item, status):
+    async def run():
+        each = Exchange("alice", f"[{','.join([item] * 60_000)}]".encode())
+        each.go_on.set()
+        app = RequestMiddleware(read_body, Metrics([], None).requests, Keys(["alice"]), 10**6)
+        await asyncio.wait_for(app(each.scope, each.receive, each.send), 10)
+        assert each.status == status
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("properties", "said"), [(5000, "too long to compile"), (12_000, "characters, and may have"), (300, None)]
 )

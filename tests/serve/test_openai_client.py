@@ -2,6 +2,8 @@
 
 import json
 import random
+import urllib.error
+import urllib.request
 from types import SimpleNamespace
 
 import openai
@@ -10,6 +12,7 @@ import serving
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+import kvkeep
 from kvkeep.engine.sampling import TokenLogprobs
 from kvkeep.errors import BadParameter
 from kvkeep.model.load import load_tokenizer
@@ -17,13 +20,15 @@ from kvkeep.serve.answers import Piece
 from kvkeep.serve.grammar import Grammars
 from kvkeep.serve.replies import CompletionReply
 
+ORIGIN = "https://chat.example.org"
 HELLO = [{"role": "user", "content": "Hello there, what is the time?"}]
 COLD = {"model": "tiny", "temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    with serving.process(tmp_path_factory.mktemp("model"), "--max-tokens", "512") as found:
+    options = "--max-tokens", "512", "--cors-origin", ORIGIN
+    with serving.process(tmp_path_factory.mktemp("model"), *options) as found:
         yield found
 
 
@@ -136,6 +141,34 @@ def test_control_tokens_are_text_in_chats_and_tokens_in_completions(api):
     replies = [api.responses.create(input=text, instructions=text, **asked) for text in (forged, "x" * len(forged))]
     assert replies[0].usage.input_tokens == replies[1].usage.input_tokens
     assert api.completions.create(prompt=forged, **COLD).usage.prompt_tokens == len(forged) - len("/s>s>")
+
+
+def asked_of(served, path, verb="GET", **headers):
+    """-> status, headers, body"""
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(served.url + path, headers=names, method=verb)) as reply:
+            return reply.status, reply.headers, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, error.read().decode()
+
+
+@pytest.mark.parametrize("origin", [ORIGIN, "https://elsewhere.example.org"])
+def test_pages_of_a_named_origin_alone_may_ask(served, origin):
+    """A browser asks first whether it may (OPTIONS), and hands a page what names its origin."""
+    listed = ORIGIN if origin == ORIGIN else None
+    wanted = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization,content-type"}
+    status, headers, _ = asked_of(served, "/v1/chat/completions", "OPTIONS", Origin=origin, **wanted)
+    assert status == (200 if listed else 400) and headers["access-control-allow-origin"] == listed
+    assert not listed or headers["access-control-allow-headers"] == "authorization,content-type"
+    status, headers, _ = asked_of(served, "/v1/models", Origin=origin)
+    assert status == 200 and headers["access-control-allow-origin"] == listed
+
+
+def test_the_version_is_said(served):
+    status, _, said = asked_of(served, "/version")
+    assert status == 200 and json.loads(said) == {"version": kvkeep.__version__}
 
 
 def test_models_are_listed(api):

@@ -49,9 +49,12 @@ def check_context(context: Mapping[str, Any], seen: Sequence[int]) -> None:
 
 def check_prefix(prefix: Mapping[str, Any], seen: Sequence[int]) -> None:
     """Raise ValueError for what no stored prefix can hold; see `Entry` in engine/prefix_store.py."""
-    for kind, names in ((str, ("id", "owner", "place", "text")), (bool, ("public", "pinned", "frozen"))):
+    for kind, names in ((str, ("id", "place", "text")), (bool, ("public", "pinned", "frozen"))):
         for name in names:
             _require(type(prefix[name]) is kind, f"{name} {str(prefix[name])[:80]!r}")
+    owners = prefix["owners"]
+    _require(isinstance(owners, list) and all(type(each) is str for each in owners), f"owners {str(owners)[:80]}")
+    _require(len(owners) == 1 or (prefix["public"] and len(owners) > 1), f"{len(owners)} owners")
     _require(_is_int_list([prefix["nbytes"]], 1), f"nbytes {str(prefix['nbytes'])[:80]}")
     _require(len(seen) == 1 and _is_int_list(prefix["ids"], seen[0]), f"ids of a prefix of {seen} tokens")
     _require(_is_int_list(prefix["cuts"], len(prefix["cuts"])), "cuts")

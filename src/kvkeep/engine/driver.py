@@ -135,7 +135,7 @@ class Driver:
             raise CacheMisuse("this engine was closed before the text was prefilled; make a new one.")
 
     def unpin(self, key: str, id: str) -> None:
-        """A stored text; where others store it, too, in the next step."""
+        """Take back a key's claim to a stored text; where other processes store it, too, in the next step."""
         store, leader = self.scheduler.store, self.leader
         assert store is not None
         if leader is None or self.closed:
@@ -143,7 +143,7 @@ class Driver:
         store.owned(key, id)  # raises where it is not
         leader.unpinned.append((key, id))
         self.start()
-        while id in store.entries and not self.closed:
+        while (key, id) in leader.unpinned and not self.closed:
             with self.stepped:
                 self.stepped.wait(PATIENCE)
 

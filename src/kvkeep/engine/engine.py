@@ -307,7 +307,7 @@ class Engine:
         return Request(config, ids, Generation(1), prefill_only=True, key=key, pin=Pin(text, public))
 
     def unpin(self, id: str, *, key: str = "") -> None:
-        """Remove a stored text; of its own key alone."""
+        """Remove a stored text of this key; a public one stays as long as another key has stored it, too."""
         self._store()
         check_value("id", id, str)
         check_value("key", key, str)

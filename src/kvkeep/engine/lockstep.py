@@ -76,10 +76,12 @@ class Leader:
         messages = [self.messages.pop(request) for request in submitted]
         self.numbers = {request: number for request, number in self.numbers.items() if not request.done}
         self.numbers |= {request: next(self.count) for request in submitted}
-        unpinned = [self.unpinned.popleft() for _ in range(len(self.unpinned))]
+        unpinned = list(self.unpinned)
         told = Message(messages, [self.numbers[each] for each in cancelled], unpinned, _state(self.scheduler))
         self.send(pickle.dumps(told))
         _unpin(self.store, unpinned)
+        for _ in unpinned:
+            self.unpinned.popleft()  # which ends the wait of `Driver.unpin`
         return news
 
 

@@ -46,7 +46,7 @@ LEAST_PART = 32  # tokens: parts are not shorter, but for the last
 LONGEST_PART = 1024  # of requests that share long texts
 PUBLIC = "public"  # everybody's
 ID, DRAFT = re.compile(r"[\w-]{32}"), re.compile(r"\.[\w-]{32}-\w{8}(-old)?")  # names of folders, of our making
-SAVED = "id", "owner", "public", "place", "nbytes", "pinned", "text", "cuts", "ids"  # of an entry
+SAVED = "id", "owners", "public", "place", "nbytes", "pinned", "text", "cuts", "ids"  # of an entry
 
 
 def cuts_of(ids: Tensor, end_of_turn: int | None, long_texts: bool = False) -> tuple[int, ...]:
@@ -65,8 +65,8 @@ class Entry:
     """A stored prefix."""
 
     id: str
-    owner: str  # hashed
-    public: bool  # all find it, its owner alone removes it
+    owners: tuple[str, ...]  # hashed: the keys with a claim to it; one, unless it is public
+    public: bool  # all find it, and it is dropped when its last owner removes it
     place: str  # the hash of its tokens, parts, method, budget and storage
     nbytes: int
     pinned: bool
@@ -81,7 +81,7 @@ class Entry:
     @property
     def key(self) -> tuple[str, str]:
         """Who finds it, and where."""
-        return PUBLIC if self.public else self.owner, self.place
+        return PUBLIC if self.public else self.owners[0], self.place
 
 
 class PrefixStore:
@@ -148,17 +148,19 @@ class PrefixStore:
     def entry(self, owner: str, id: str) -> Entry:
         """KeyError: there is none of this owner, or public."""
         entry = self.entries.get(id) or self._saved_since(id)
-        if not entry.public and entry.owner != _hashed(owner):
+        if not entry.public and _hashed(owner) not in entry.owners:
             raise KeyError(id)
         return entry
 
     def pinned_by(self, owner: str) -> list[Entry]:
-        return [each for each in list(self.entries.values()) if each.pinned and each.owner == _hashed(owner)]
+        """The texts that this owner has a claim to."""
+        return [each for each in list(self.entries.values()) if each.pinned and _hashed(owner) in each.owners]
 
     def add(self, owner: str, sequence: Sequence, pinned: bool = False, *, public: bool = False, text: str = "") -> str:
         """Keep a sequence, which nobody else may change from now on. -> its id; empty: there is no room for it
 
         pinned: it stays until it is removed; StoreFull if there is no room
+        public: one that is stored already gets this owner, too
         """
         ids, frozen = torch.tensor(sequence.token_ids), sequence.cache.tracker.frozen
         *_, place = _places(sequence.config, ids, (*sequence.cuts, len(ids)), frozen)
@@ -166,6 +168,8 @@ class PrefixStore:
             if known := self.by_place.get((PUBLIC if public else _hashed(owner), place)):
                 known.pinned |= pinned
                 self.entries.move_to_end(known.id)
+                if _hashed(owner) not in known.owners:
+                    self._set_owners(known, (*known.owners, _hashed(owner)))
                 return known.id
             size = nbytes_of(sequence)
             if not self._make_room(size):
@@ -175,7 +179,7 @@ class PrefixStore:
                         "pinned; remove others, or use a larger prefix_cache=."
                     )
                 return ""
-            made = self.new_id(), _hashed(owner), public, place, size, pinned, text
+            made = self.new_id(), (_hashed(owner),), public, place, size, pinned, text
             how = sequence.config.method.name, sequence.config.budget
             entry = Entry(*made, sequence.cuts, sequence.token_ids, sequence, *how)
             self._insert(entry)
@@ -184,14 +188,23 @@ class PrefixStore:
 
     def owned(self, owner: str, id: str) -> Entry:
         """KeyError: there is none of this owner."""
-        if (entry := self.entry(owner, id)).owner != _hashed(owner):
+        if _hashed(owner) not in (entry := self.entry(owner, id)).owners:
             raise KeyError(id)
         return entry
 
     def remove(self, owner: str, id: str) -> None:
-        """KeyError: there is none of this owner."""
+        """Take back an owner's claim, and drop what nobody has a claim to. KeyError: there is none of this owner."""
         with self.lock:
-            self._drop(self.owned(owner, id))
+            entry = self.owned(owner, id)
+            others = tuple(each for each in entry.owners if each != _hashed(owner))
+            if others:
+                self._set_owners(entry, others)
+            else:
+                self._drop(entry)
+
+    def _set_owners(self, entry: Entry, owners: tuple[str, ...]) -> None:
+        entry.owners = owners
+        self._save_later(entry)
 
     def evict_oldest(self) -> bool:
         """-> whether there was one that is not pinned"""
@@ -210,7 +223,8 @@ class PrefixStore:
         return True
 
     def _insert(self, entry: Entry) -> None:
-        if older := self.by_place.get(entry.key):  # saved by another process
+        older = self.by_place.get(entry.key)  # saved by another process
+        if older and not older.pinned:
             self._drop(older)
         self.entries[entry.id] = self.by_place[entry.key] = entry
 
@@ -292,8 +306,7 @@ class PrefixStore:
 
     def _save_later(self, entry: Entry) -> None:
         """In a thread of its own: nobody's answer waits for a disk."""
-        assert entry.sequence is not None
-        if self.folder is None or not serialize.can_save(entry.sequence.cache):
+        if self.folder is None or not (entry.saved or (entry.sequence and serialize.can_save(entry.sequence.cache))):
             return
         with self.lock:
             if self.writer is None:
@@ -316,7 +329,10 @@ class PrefixStore:
         entry = self.entries.get(id)
         if entry is None:
             return
-        assert self.folder is not None and entry.sequence is not None
+        self._load(entry)  # its owners may have changed since a restart
+        if entry.sequence is None:
+            return
+        assert self.folder is not None
         cache = entry.sequence.cache
         about = {name: getattr(entry, name) for name in SAVED} | {"frozen": cache.tracker.frozen}
         with self.device_lock:
@@ -339,8 +355,9 @@ def _described(path: Path, config: SequenceConfig) -> Entry | None:
     if facts.get("model") != serialize.fingerprint(config.model) or facts.get("dtype") != str(config.model.dtype):
         return None
     try:
-        check_prefix(facts["prefix"], facts["seen"])
-        found = {name: facts["prefix"][name] for name in SAVED} | {"cuts": tuple(facts["prefix"]["cuts"])}
+        prefix = {"owners": [facts["prefix"].get("owner")], **facts["prefix"]}  # of older versions: one owner
+        check_prefix(prefix, facts["seen"])
+        found = {name: prefix[name] for name in SAVED} | {name: tuple(prefix[name]) for name in ("owners", "cuts")}
         how = {name: facts[name] for name in ("method", "budget")}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise BadCacheFile(f"{path} is not a stored prefix ({error!r}); remove it.") from error

@@ -1,4 +1,8 @@
-"""/v1/contexts: texts that are compressed once, for any number of requests. Each belongs to a key, or is public."""
+"""/v1/contexts: texts that are compressed once, for any number of requests.
+
+Each belongs to a key. A public one is for all keys, and belongs to every key that made it: each may remove its own
+claim, and the last one removes the text.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from urllib.parse import quote
 from prometheus_client import Counter
 from starlette.requests import ClientDisconnect
 
+from kvkeep.serve.bodies import LimitedBody, Turns
 from kvkeep.serve.failure import Failure, failure_of
 from kvkeep.serve.keys import Keys
 
@@ -50,23 +51,17 @@ class RequestMiddleware:
     def __init__(self, app: Any, requests: Counter, keys: Keys, max_body: int) -> None:
         """requests: by path and status"""
         self.app, self.requests, self.keys, self.max_body = app, requests, keys, max_body
+        self.turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        request_id, size, status = secrets.token_hex(12), 0, 0
+        request_id, status = secrets.token_hex(12), 0
         scope.setdefault("state", {})["began"] = time.perf_counter()  # clients wait from here on
-
-        async def limited() -> Any:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self.max_body:
-                raise Failure(413, f"the body has more than {self.max_body} bytes; send less.", "body_too_large")
-            return message
 
         async def named(message: Any) -> None:
             nonlocal status
+            body.end_turn()
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if b"x-request-id" not in dict(message["headers"]):  # of a replica
@@ -76,10 +71,11 @@ class RequestMiddleware:
             except TimeoutError:
                 raise ClientDisconnect from None
 
+        body = LimitedBody(scope, receive, self.max_body, self.turns)
         try:
             if scope["path"].startswith(NEED_KEY):  # before anything of the body is read
                 scope["state"]["owner"] = owner_of(self.keys, dict(scope["headers"]))
-            await self.app(scope, limited, named)
+            await self.app(scope, body.receive, named)
         except ClientDisconnect:
             status = status or CLIENT_GONE
         except Exception as error:
@@ -87,6 +83,7 @@ class RequestMiddleware:
             if not status:
                 await _send(failure, named)
         finally:
+            body.end_turn()
             path = getattr(scope.get("route"), "path", UNKNOWN)
             self.requests.labels(path, str(status)).inc()
             if access.isEnabledFor(logging.INFO):
