@@ -40,7 +40,7 @@ INFINITE = {"id": 0, "context": "A page. " * 3, "input": "What is the pass key?"
 
 
 class Words:
-    chat_template = None
+    chat_template = eos_token_id = None
 
 
 def read(name: str, folder: Path):
