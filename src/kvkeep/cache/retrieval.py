@@ -382,9 +382,10 @@ class LayerRetriever:
     def _quota(self, state: LayerState, budget: int) -> int:
         """Tokens the budget leaves for retrieval beside sinks and near tokens, in whole units where they are uniform.
 
-        New tokens attend to so many others: neither a window's own nor a decoded one counts.
+        The tokens of a window attend to so many others, a decoded one too; without windows, the budget holds it.
         """
-        left = max(0, budget - state.num_sinks - state.num_near)
+        counted = self.decoding and self.config.window is None
+        left = max(0, budget - state.num_sinks - state.num_near - counted)
         unit = self.config.chunking.uniform_size(budget)
         return left // unit * unit
 

@@ -236,7 +236,7 @@ class RetrievalPool(HFCacheAdapter):
         base, begin, units, _, active = self.counts[:, :rows]
         length = self.rows_of[plan.layers[0]].lengths[:rows, 0].clone()  # layers count the new token themselves
         units, position, fits = units * active, base + length, plan.budget - plan.shape.sinks - length + begin
-        quota = fits.clamp(0, plan.quota_limit) // unit
+        quota = (fits - int(plan.config.window is None)).clamp(0, plan.quota_limit) // unit
         count = torch.minimum(quota, units)
         edge, weight = torch.full_like(position, plan.sizes.near), (active.double() / (position + 1)).float()
         num_far = torch.where(units > 0, plan.shape.sinks + count * unit, 0)
