@@ -150,7 +150,7 @@ def test_wrong_arguments_are_refused_with_an_error_of_kvkeep(calls, group, tmp_p
         ("Cache", {"host_limit": -1}, "host_limit=-1: use a whole number, 0 or more"),
         ("Cache", {"schedule": []}, r"schedule=\[\]: use 'prompt' or 'step' or 'buffer', or a whole number, 1 or more"),
         ("Cache", {"disk": 5}, "disk=5: use a text, or a path"),
-        ("Engine.generate", {"progress": 5}, "progress=5: use a function, or None"),
+        ("Engine.generate", {"progress": 5}, "progress=5: use a function, or True or False, or None"),
         ("Engine.submit, chat", {"tools": 5}, "tools=5: give a list of JSON schemas"),
         ("Engine.submit, chat", {"prompt": [{"content": "a"}]}, "role of message 0=None is a NoneType; give a text"),
         ("Engine.submit", {"key": []}, r"key=\[\]: use a text"),  # the thread that answers died of it

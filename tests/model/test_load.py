@@ -306,7 +306,7 @@ def test_a_damaged_default_folder_says_to_delete_it(home, fake_fetch):
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_a_missing_package_is_not_a_damaged_model(home, fake_fetch, monkeypatch, error, says):
-    def fail(source, dtype, tp_plan):
+    def fail(source, dtype, tp_plan, yarn):
         raise OSError("transformers' own words") from error
 
     monkeypatch.setattr("kvkeep.model.load._from_pretrained", fail)
@@ -353,7 +353,7 @@ def _hub_error(kind):
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_hub_failures_say_what_to_do(monkeypatch, cause, says):
-    def fail(source, dtype, tp_plan):
+    def fail(source, dtype, tp_plan, yarn):
         raise OSError(str(cause)) from cause
 
     monkeypatch.setattr("kvkeep.model.load._from_pretrained", fail)

@@ -493,15 +493,15 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
 
 @pytest.mark.parametrize("sent", [b"", HEAD + b"X-a: ", HEAD + b"Content-Length: 9\r\n\r\n{"])
 def test_half_open_connections_are_closed_in_time_and_make_room(sent):
-    limits = ConnectionLimits(max_connections=4, header_seconds=2, body_seconds=2)
+    limits = ConnectionLimits(max_connections=4, header_seconds=6, body_seconds=6)
     with serving.thread(serving.engine(), connections=LimitedProtocol.of(limits)) as served, ExitStack() as opened:
         host, port = served.url.removeprefix("http://").split(":")
         lines = [opened.enter_context(socket.create_connection((host, int(port)))) for _ in range(8)]
         for line in lines:
             line.sendall(sent)
-        assert serving.is_up(served.url)
+        serving.wait_until(lambda: serving.is_up(served.url), 5)  # before any of them is closed for being late
         for line in lines:
-            line.settimeout(10)
+            line.settimeout(20)
             with suppress(ConnectionResetError):
                 assert line.recv(1000) == b""
 
