@@ -167,3 +167,20 @@ def test_requests_that_could_not_join_the_others_end_with_an_error(chat, monkeyp
                 handles[0].cancel() if cancels else one._driver.step()
         assert [str(handle.request.error) for handle in handles] == ["broken"] * 3
         assert not one._driver.scheduler.busy and one.submit(TEXT, **NEW).result()
+
+
+def test_what_is_submitted_while_all_others_fail_ends_too(chat):
+    """Another thread submits after the requests that fail were listed."""
+    with engine(chat) as one, one._driver.lock:
+        scheduler, late = one._driver.scheduler, []
+        first = one.submit(TEXT, **NEW)
+        finish = first.request.finish
+
+        def slow(error):
+            if not late:
+                late.append(one.submit(TEXT, **NEW))
+            finish(error)
+
+        first.request.finish = slow
+        scheduler.abort(RuntimeError("broken"))
+        assert [str(each.request.error) for each in (first, *late)] == ["broken"] * 2 and not scheduler.busy

@@ -79,6 +79,15 @@ def test_roles_are_control_tokens_if_the_template_says_so():
     assert {"<|user|>", "<|assistant|>", "<|system|>", "<end>"} <= found and "<call>" not in found
 
 
+def test_blank_tokens_and_words_of_a_system_prompt_are_no_control_tokens():
+    """A newline may be a token of its own (Gemma), and a template's own prose may name one (<think>)."""
+    words = bpe("Think between <call> and </call>.\n{% for m in messages %}<|user|>\n{{ m['content'] }}<end>\n{% endfor %}")
+    words.add_tokens([AddedToken("\n", special=False, normalized=False)])
+    assert control_tokens(words).keys() & {"\n", "<call>", "</call>"} == set() and "<|user|>" in control_tokens(words)
+    said = [{"role": "assistant", "content": "<call>\nno</call>"}]
+    assert encode(words, said)[0].tolist() == words.apply_chat_template(said, return_dict=False)
+
+
 def test_texts_without_control_tokens_have_the_ids_of_the_template(words):
     draw = random.Random(0)
     tokens = [token for token in control_tokens(words) if token != "<unk>"]

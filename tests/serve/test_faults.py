@@ -506,6 +506,24 @@ def test_half_open_connections_are_closed_in_time_and_make_room(sent):
                 assert line.recv(1000) == b""
 
 
+def test_connections_of_clients_that_take_nothing_make_room():
+    """The answer is given up, but what was written is still on its way: uvicorn waits for that without an end."""
+    made = LimitedProtocol.__new__(LimitedProtocol)
+    made.cycle = SimpleNamespace(response_complete=False, more_body=False)
+    for closing in (False, True):
+        made.transport = SimpleNamespace(is_closing=lambda closing=closing: closing)
+        assert made.waits is closing
+
+
+def test_the_cost_of_a_schema_is_measured_when_it_is_asked_for_alone(monkeypatch):
+    """Processes that share a model make the same grammar in a step, and must not differ in what they measure."""
+    asked, grammars = [], Grammars.of(*serving.model())
+    monkeypatch.setattr("kvkeep.serve.grammar.check_cost", asked.append)
+    constraint = grammars.of_schema({"type": "integer"})
+    grammars.matchers.clear()
+    assert constraint().allowed() is not None and len(asked) == 1
+
+
 def test_a_tool_that_has_to_be_called_has_to_be_given(served):
     status, said = post(served, json.dumps({**LONG, "tool_choice": "required"}))
     assert status == 400 and "there are no tools" in said
