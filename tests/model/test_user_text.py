@@ -81,7 +81,8 @@ def test_roles_are_control_tokens_if_the_template_says_so():
 
 def test_blank_tokens_and_words_of_a_system_prompt_are_no_control_tokens():
     """A newline may be a token of its own (Gemma), and a template's own prose may name one (<think>)."""
-    words = bpe("Think between <call> and </call>.\n{% for m in messages %}<|user|>\n{{ m['content'] }}<end>\n{% endfor %}")
+    prose = "Think between <call> and </call>.\n"
+    words = bpe(prose + "{% for m in messages %}<|user|>\n{{ m['content'] }}<end>\n{% endfor %}")
     words.add_tokens([AddedToken("\n", special=False, normalized=False)])
     assert control_tokens(words).keys() & {"\n", "<call>", "</call>"} == set() and "<|user|>" in control_tokens(words)
     said = [{"role": "assistant", "content": "<call>\nno</call>"}]

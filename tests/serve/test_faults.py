@@ -510,9 +510,9 @@ def test_connections_of_clients_that_take_nothing_make_room():
     """The answer is given up, but what was written is still on its way: uvicorn waits for that without an end."""
     made = LimitedProtocol.__new__(LimitedProtocol)
     made.cycle = SimpleNamespace(response_complete=False, more_body=False)
-    for closing in (False, True):
-        made.transport = SimpleNamespace(is_closing=lambda closing=closing: closing)
-        assert made.waits is closing
+    for ends in (False, True):
+        made.transport = SimpleNamespace(is_closing=partial(bool, ends))
+        assert made.waits is ends
 
 
 def test_the_cost_of_a_schema_is_measured_when_it_is_asked_for_alone(monkeypatch):
