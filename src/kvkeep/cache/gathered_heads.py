@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvkeep.cache.backend import CacheState
+from kvkeep.compress.budget.heads import EqualHeads
 from kvkeep.errors import BadParameter
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.types import PAD_POSITION, Observation, Selection
@@ -54,7 +55,7 @@ def check_shards(cache: CacheState) -> None:
         raise BadParameter(
             f"'{method.name}' needs the whole output projection, {split}; use a method without it, or {WHOLE}."
         )
-    if method.placement and not method.per_head:
+    if method.placement and not isinstance(method.heads, EqualHeads):
         raise BadParameter(
             f"'{method.name}' gives key heads new positions by the fullest of them, {split}; use it without a modifier "
             f"that shares a budget between heads, or {WHOLE}."
