@@ -133,7 +133,7 @@ class Scheduler(HeldRequests):
                 request.finish()
 
     def _finish(self, request: Request, error: BaseException | None = None) -> None:
-        """Of a waiting request."""
+        """End a waiting request."""
         self.waiting.remove(request)
         request.finish(error)
 
@@ -350,11 +350,11 @@ class Scheduler(HeldRequests):
 
     @property
     def _drafts_due(self) -> list[Request]:
-        """Of prompts that are prefilled."""
+        """The requests whose prompts are prefilled and whose drafts are not decoded yet."""
         return [request for request in self._first_sampled if request.sequence.cache.passes_later]
 
     def _end_prefills(self, count: int, chunks: list[Chunk], active: list[DecodeBatch]) -> None:
-        """Of the first `count` that are sampled: those from before the pass over these chunks."""
+        """End the first `count` prefills that have a sampled token: those from before the pass over these chunks."""
         sampled, due = list(self.sampled)[:count], self._drafts_due
         is_read = any(first.requests[0].interactive for first in sampled)
         begins = bool(due) and (is_read or not self._may_wait(due, chunks))

@@ -85,7 +85,7 @@ class Server:
         return Answer(number, handle.request, parser, job.context, echo)
 
     def _text(self, prompt: Prompt) -> str:
-        """Of a text, or token ids."""
+        """The text of a prompt, which may be token ids."""
         return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
 
     async def tokenizing(self, owner: str, work: Callable[[Server, Any], dict[str, Any]], asked: Any) -> Any:
