@@ -361,6 +361,8 @@ def test_what_goes_on_is_counted(served, alice):
     during = page()
     assert during["kvkeep_answers_running"] == 1 and during["kvkeep_kept_bytes"] > 0
     assert during["kvkeep_seen_tokens"] == during["kvkeep_kept_tokens"] > 10
+    for _ in range(3):  # three texts, two times between them
+        next(stream)
     stream.close()
     wait_until(lambda: idle(served))
     after = page()
