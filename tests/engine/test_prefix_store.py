@@ -221,6 +221,25 @@ def test_a_public_text_is_everybodys_and_goes_with_its_last_claim(chat):
         assert len(one.prefixes) == 0
 
 
+@pytest.mark.parametrize(("keys", "public"), [("aa", False), ("aa", True), ("ab", True)])
+def test_a_text_pinned_twice_is_there_until_both_are_withdrawn(chat, keys, public):
+    """Also where one is withdrawn before the other, or its first step, is done; what is removed is gone at once."""
+    with engine(chat) as one:
+        with one._driver.lock:
+            both = [one.submit_pin(TALK[3], key=key, public=public) for key in keys]
+        for handle in both:
+            handle.result()
+        id = both[0].request.pinned
+        one.withdraw(both[0].request)
+        assert both[1].request.pinned == id and one.prefixes.owned(keys[1], id)
+        one.withdraw(one.submit_pin(TALK[3], key=keys[1], public=public).request)
+        assert one.prefixes.owned(keys[1], id)
+        one.withdraw(both[1].request)
+        assert not len(one.prefixes) and not one._driver.scheduler.num_requests
+        one.unpin(max(one.pin(TALK[3], key=keys[0], public=public) for _ in range(2)), key=keys[0])
+        assert not len(one.prefixes)
+
+
 def test_without_a_store_nothing_is_pinned(chat):
     with pytest.raises(BadParameter, match="stores no prefixes"):
         kvkeep.Engine(*chat, "snapkv", 64).pin("text")

@@ -5,7 +5,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from threading import Event
 
 import openai
@@ -215,11 +215,17 @@ def held(engine):
         yield
 
 
-def left(served, text, **how):
-    """Ask for a context and leave, before a step can begin."""
+def asked(served, text, **how):
+    """A connection on which alice asks for a context."""
     line = http.client.HTTPConnection(served.url.removeprefix("http://"))
     headers = {"Authorization": "Bearer alice", "Content-Type": "application/json"}
     line.request("POST", "/v1/contexts", json.dumps({"model": "tiny", "text": text, **how}), headers)
+    return line
+
+
+def left(served, text, **how):
+    """Ask for a context and leave, before a step can begin."""
+    line = asked(served, text, **how)
     serving.wait_until(lambda: any(answers.answers for answers in served.live))
     line.close()
     serving.wait_until(lambda: not served.live)
@@ -252,6 +258,54 @@ def test_a_context_stored_when_its_client_left_is_removed_unless_the_key_had_it(
     serving.wait_until(lambda: stored and call(served, "alice") == before)
     time.sleep(0.2)  # nothing is removed later, either
     assert call(served, "alice") == before
+
+
+def test_of_two_clients_that_make_one_context_one_may_leave(served, monkeypatch):
+    """While the text that both gave is stored for the second time."""
+    scheduler, begun, gone, stored, removed = served.engine._driver.scheduler, Event(), Event(), [], []
+    store, remove = scheduler.store_pinned, scheduler.store.remove
+
+    def slow(request, pin):
+        if stored:
+            begun.set()
+            assert gone.wait(30)
+        stored.append(store(request, pin))
+        return stored[-1]
+
+    monkeypatch.setattr(scheduler, "store_pinned", slow)
+    monkeypatch.setattr(scheduler.store, "remove", lambda *given: removed.append(remove(*given)))
+    with held(served.engine):
+        stays = asked(served, TEXT + "Both.", method="knorm")
+        serving.wait_until(lambda: [True for each in served.live if each.answers] == [True])
+        leaves = asked(served, TEXT + "Both.", method="knorm")
+        serving.wait_until(lambda: [True for each in served.live if each.answers] == [True, True])
+    with closing(stays), stays.getresponse() as reply:
+        made = json.load(reply)
+    assert begun.wait(30)
+    leaves.close()
+    serving.wait_until(lambda: not served.live)
+    gone.set()
+    serving.wait_until(lambda: removed)
+    assert stored == [made["id"]] * 2 and made in call(served, "alice")[1]["data"]
+
+
+def test_a_context_whose_client_left_while_it_was_tokenized_is_not_made(served, monkeypatch):
+    """Though the engine has stored it before it is told."""
+    before, text, submit, stored = call(served, "alice"), TEXT + "Tokenized.", served.engine.submit_pin, []
+
+    def slow(*given, **how):
+        serving.wait_until(lambda: not served.live)
+        handle = submit(*given, **how)
+        handle.result()
+        stored.append(handle.request.pinned)
+        return handle
+
+    monkeypatch.setattr(served.engine, "submit_pin", slow)
+    line = asked(served, text, method="knorm")
+    serving.wait_until(lambda: served.live)
+    line.close()
+    serving.wait_until(lambda: stored and call(served, "alice") == before)
+    assert stored[0]
 
 
 def test_a_context_that_takes_too_long_is_given_up():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -237,7 +238,12 @@ class Engine:
             ids, config = prompt_ids(self.config, prompt, question, tools), self._config_for(method, budget)
             request = Request(config, ids, how, question=question, key=key)
             self._share_prefix(request, cache_prefix, is_chat(prompt))
-        request.progress, request.interactive = progress, True
+        request.progress = progress
+        return self._submit(request)
+
+    def _submit(self, request: Request) -> Handle:
+        """Have a thread step until it is done; somebody waits for its next token meanwhile."""
+        request.interactive = True
         handle = Handle(self._driver.submit(request, self._max_waiting), self._driver)
         self._driver.start()
         return handle
@@ -278,24 +284,34 @@ class Engine:
         self._driver.prefill(request)
         return request.pinned
 
-    def submit_pin(
+    def submit_pin(self, text: str, **options: Any) -> Handle:
+        """Do what `pin` does without waiting: the id is `request.pinned` when the request is done.
+
+        options: as in `pin`, but for progress
+        """
+        return self._submit(self._pin_request(text, **options))
+
+    def withdraw(self, request: Request) -> None:
+        """Give up a request of `submit_pin`; what the step under way stores is removed again.
+
+        A text that its key has pinned before, or meanwhile, stays.
+        """
+        ended = threading.Event()
+        request.notify = ended.set
+        request.cancelled = True
+        if not request.done:
+            ended.wait()
+        if request.pinned:
+            with suppress(KeyError):  # removed meanwhile
+                self._driver.unpin(request.key, request.pinned, once=True)
+
+    def _pin_request(
         self,
         text: str,
-        *,
         key: str = "",
         public: bool = False,
         method: str | Method | None = None,
         budget: int | float | None = None,
-    ) -> Handle:
-        """Do what `pin` does without waiting: the id is `request.pinned` when the request is done."""
-        request = self._pin_request(text, key, public, method, budget)
-        request.interactive = True
-        handle = Handle(self._driver.submit(request, self._max_waiting), self._driver)
-        self._driver.start()
-        return handle
-
-    def _pin_request(
-        self, text: str, key: str, public: bool, method: str | Method | None, budget: int | float | None
     ) -> Request:
         self._store()
         self._check_holds_text()
