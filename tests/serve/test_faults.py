@@ -28,7 +28,7 @@ from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.middleware import RequestMiddleware
 from kvkeep.serve.routes import EventStream
-from kvkeep.serve.schemas import CompletionRequest
+from kvkeep.serve.schemas import CompletionRequest, ContextRequest
 from kvkeep.serve.turns import TurnThread
 
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -558,6 +558,27 @@ def test_without_keys_answers_are_counted_by_address():
 
         asyncio.run(ask())
         served.live.clear()
+
+
+def test_without_keys_addresses_take_turns():
+    """In the engine's queue: one client's many prompts do not come before another's first."""
+    with serving.thread(serving.engine(prefix_cache=10**7)) as served:
+        job, text = CompletionRequest(model="tiny", prompt="x").job(), ContextRequest(model="tiny", text="y" * 90).job()
+        scheduler = served.engine._driver.scheduler
+
+        async def ask():
+            with served.engine._driver.lock:
+                places = [await served.submit("", each, address) for each, address in (
+                    (job, "10.0.0.1"), (job, "10.0.0.1"), (text, "10.0.0.1"), (job, "10.0.0.2"), (text, "10.0.0.3"),
+                )]  # fmt: skip
+                requests = [each.answers[0].request for each in places]
+                scheduler.drop_cancelled()  # those that were submitted join the queue
+                order = [requests.index(each) for each in scheduler.waiting]
+                for each in places:
+                    each.close()
+            return order
+
+        assert asyncio.run(ask()) == [0, 3, 4, 1, 2]
 
 
 def test_a_line_for_every_request_without_its_prompt(served, alice, caplog):

@@ -206,6 +206,7 @@ class Engine:
         method: str | Method | None = None,
         budget: int | float | None = None,
         key: str = "",
+        client: str = "",
         context: str | None = None,
         cache_prefix: bool | None = None,
         progress: ProgressCallback = None,
@@ -215,7 +216,8 @@ class Engine:
 
         prompt: a text, the messages of a chat (tools: functions the model may call in it), or token ids [n]
         method, budget: for this request, in the place of the engine's
-        key: whose it is. Keys take turns, and continue prefixes of their own, or public ones.
+        key: whose it is. Keys continue prefixes of their own, or public ones.
+        client: who asks. Clients take turns in the queue; by default, keys do.
         context: the id of a text (`pin`) that the prompt, a text or one message, is a question about
         cache_prefix: prefill the prompt in parts that later requests can continue, long texts included, as
         engine/prefix_store.py says; False: all at once. None: chats in parts that end with messages, where the engine
@@ -229,14 +231,15 @@ class Engine:
             )
         how = Generation.of(options)
         check_value("key", key, str)
+        check_value("client", client, str)
         check_value("cache_prefix", cache_prefix, bool | None)
         check_value("progress", progress, Callable | None)
         if context is not None:
             check_value("context", context, str)
-            request = self._about_context(key, context, only_text(prompt), how)
+            request = self._about_context(key, client, context, only_text(prompt), how)
         else:
             ids, config = prompt_ids(self.config, prompt, question, tools), self._config_for(method, budget)
-            request = Request(config, ids, how, question=question, key=key)
+            request = Request(config, ids, how, question=question, key=key, client=client)
             self._share_prefix(request, cache_prefix, is_chat(prompt))
         request.progress = progress
         return self._submit(request)
@@ -287,7 +290,7 @@ class Engine:
     def submit_pin(self, text: str, **options: Any) -> Handle:
         """Do what `pin` does without waiting: the id is `request.pinned` when the request is done.
 
-        options: as in `pin`, but for progress
+        options: as in `pin`, with client as in `submit`, without progress
         """
         return self._submit(self._pin_request(text, **options))
 
@@ -312,6 +315,7 @@ class Engine:
         public: bool = False,
         method: str | Method | None = None,
         budget: int | float | None = None,
+        client: str = "",
     ) -> Request:
         self._store()
         self._check_holds_text()
@@ -320,7 +324,7 @@ class Engine:
         check_value("key", key, str)
         check_value("public", public, bool)
         ids = torch.tensor(config.context_ids(text))
-        return Request(config, ids, Generation(1), prefill_only=True, key=key, pin=Pin(text, public))
+        return Request(config, ids, Generation(1), prefill_only=True, key=key, client=client, pin=Pin(text, public))
 
     def unpin(self, id: str, *, key: str = "") -> None:
         """Remove a stored text of this key; a public one stays as long as another key has stored it, too."""
@@ -335,14 +339,14 @@ class Engine:
             raise BadParameter("this engine stores no prefixes; make it with prefix_cache=, a number of bytes.")
         return self.prefixes
 
-    def _about_context(self, key: str, id: str, question: str, how: Generation) -> Request:
+    def _about_context(self, key: str, client: str, id: str, question: str, how: Generation) -> Request:
         """A request that goes on with a stored text."""
         store = self._store()
         with _known(id):
             entry, config = store.entry(key, id), store.config_of(key, id)
         check_text("question", question)
         ids = torch.tensor(entry.ids + config.question_ids(entry.text, question, entry.ids))
-        request = Request(config, ids, how, question=question, key=key)
+        request = Request(config, ids, how, question=question, key=key, client=client)
         request.find_stored = partial(store.get, key, id)
         return request
 

@@ -128,11 +128,11 @@ class Server:
     def _submit_all(self, owner: str, job: Job, answers: Answers) -> list[Handle]:
         """All or none: in a thread where requests are tokenized and submitted."""
         if job.stores is not None:
-            return [self._submit_text(owner, job)]
+            return [self._submit_text(owner, job, answers.owner)]
         if job.context is not None:
             job.check_context()
             self.find_context(owner, job.context)
-        options = job.options | self._constraint(job) | {"key": owner, "context": job.context}
+        options = job.options | self._constraint(job) | {"key": owner, "client": answers.owner, "context": job.context}
         first = secrets.randbits(62) if job.seed is None else job.seed
         handles: list[Handle] = []
         try:
@@ -154,11 +154,11 @@ class Server:
             raise
         return handles
 
-    def _submit_text(self, owner: str, job: Job) -> Handle:
+    def _submit_text(self, owner: str, job: Job, client: str) -> Handle:
         """A text that is stored without an answer."""
         text = only_text(job.prompts[0])
         self.check_characters(text, job)
-        return self.engine.submit_pin(text, key=owner, public=job.stores == "public", **job.options)
+        return self.engine.submit_pin(text, key=owner, client=client, public=job.stores == "public", **job.options)
 
     def _encode(self, prompt: Prompt, job: Job) -> Prompt:
         """Once for all its answers; but a question about a context is the engine's to put behind it."""
