@@ -1,6 +1,7 @@
 """Compressed prefixes: an answer is the same whether its prefix was found or computed; nobody finds another's."""
 
 import json
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -385,6 +386,28 @@ def test_a_damaged_one_is_skipped_and_others_are_found(chat, tmp_path):
     with pytest.warns(UserWarning, match="truncated or was changed"), pytest.raises(UnknownName):
         one.submit("which?", context=ids[1])
     one.close()
+
+
+@pytest.mark.parametrize("name", [checkpoint.DESCRIPTION, checkpoint.TENSORS])
+def test_a_pipe_in_the_folder_holds_nobody_up(chat, tmp_path, name):
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        id = one.pin(TALK[3])
+    (tmp_path / id / name).unlink()
+    os.mkfifo(tmp_path / id / name)
+    found = []
+
+    def ask():
+        with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+            try:
+                one.submit("which?", context=id)
+            except UnknownName as error:
+                found.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    with pytest.warns(UserWarning, match="a stored prefix is skipped: .*not a regular file"):
+        thread.start()
+        thread.join(60)
+    assert found
 
 
 FORGED = [
