@@ -166,7 +166,7 @@ def test_after_what_one_process_alone_meets_none_goes_on(place, monkeypatch):
     """Elsewhere, a request that runs out of memory fails alone, or begins again."""
     with two() as (leader, _, _, _, failed):
         scheduler = leader._driver.scheduler
-        handle = leader.submit(TEXT, max_new_tokens=50)
+        handle = leader.submit(TEXT, max_new_tokens=600)
         if place == "decode":
             wait_until(lambda: scheduler.running)
         owner = scheduler if place == "prefill" else next(iter(scheduler.batches.values()))

@@ -223,10 +223,10 @@ def asked(served, text, **how):
     return line
 
 
-def left(served, text, **how):
-    """Ask for a context and leave, before a step can begin."""
+def left(served, text, begun=lambda: True, **how):
+    """Ask for a context and leave, once it is submitted and has begun."""
     line = asked(served, text, **how)
-    serving.wait_until(lambda: any(answers.answers for answers in served.live))
+    serving.wait_until(lambda: any(answers.answers for answers in served.live) and begun())
     line.close()
     serving.wait_until(lambda: not served.live)
 
@@ -241,19 +241,20 @@ def test_a_context_whose_client_left_is_not_made(served):
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_context_stored_when_its_client_left_is_removed_unless_the_key_had_it(served, monkeypatch, known):
-    text, scheduler, gone, stored = f"{TEXT} {known}", served.engine._driver.scheduler, Event(), []
+    text, scheduler, begun, gone, stored = f"{TEXT} {known}", served.engine._driver.scheduler, Event(), Event(), []
     method = {"method": "knorm"}  # no further passes, between which it would end
     if known:
         call(served, "alice", "POST", body={"text": text, **method})
     before, store = call(served, "alice"), scheduler.store_pinned
 
     def slow(request, pin):
-        assert gone.wait(10)
+        begun.set()
+        assert gone.wait(60)
         stored.append(store(request, pin))
         return stored[0]
 
     monkeypatch.setattr(scheduler, "store_pinned", slow)
-    left(served, text, **method)
+    left(served, text, begun.is_set, **method)
     gone.set()
     serving.wait_until(lambda: stored and call(served, "alice") == before)
     time.sleep(0.2)  # nothing is removed later, either
@@ -268,7 +269,7 @@ def test_of_two_clients_that_make_one_context_one_may_leave(served, monkeypatch)
     def slow(request, pin):
         if stored:
             begun.set()
-            assert gone.wait(30)
+            assert gone.wait(60)
         stored.append(store(request, pin))
         return stored[-1]
 
@@ -281,7 +282,7 @@ def test_of_two_clients_that_make_one_context_one_may_leave(served, monkeypatch)
         serving.wait_until(lambda: [True for each in served.live if each.answers] == [True, True])
     with closing(stays), stays.getresponse() as reply:
         made = json.load(reply)
-    assert begun.wait(30)
+    assert begun.wait(60)
     leaves.close()
     serving.wait_until(lambda: not served.live)
     gone.set()
