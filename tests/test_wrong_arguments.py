@@ -67,7 +67,7 @@ def calls(chat, tmp_path_factory):
         "Engine.stream": (engine.stream, {"prompt": TEXT, "question": "What?", **asked}),
         "Engine.chat": (engine.chat, {"messages": CHAT, **asked}),
         "Engine.submit": (engine.submit, {
-            "prompt": TEXT, "question": "What?", "key": "me", "cache_prefix": True, **kept, **asked,
+            "prompt": TEXT, "question": "What?", "key": "me", "client": "a", "cache_prefix": True, **kept, **asked,
         }),
         "Engine.submit, chat": (engine.submit, {"prompt": CHAT, "tools": None, **how}),
         "Engine.submit, context": (engine.submit, {"prompt": "What?", "key": "", "context": engine.pin(TEXT), **how}),

@@ -1,6 +1,7 @@
 """No query is ever farther from a key than the model was trained for, whatever the sizes: `cache/reach.py`."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import kvkeep
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.step_pool import StepPool
 from kvkeep.compress.parse import parse
+from kvkeep.compress.positions import Contiguous
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request
 from kvkeep.engine.row_pool import RowPool
@@ -98,7 +100,7 @@ def test_no_query_is_farther_from_a_key_than_the_context_length(run, seed, farth
     model = make_llama(num_hidden_layers=2, max_position_embeddings=window)
     spec = SPECS[seed % len(SPECS)]
     small = "adakv" in spec or "gap" in spec  # a head of many tokens leaves no room, and a gap that does is refused
-    budget = draw.randint(14, window // 2) if small else draw.choice([draw.randint(14, window + 5), 0.3])
+    budget = draw.randint(14, window // 2) if small else draw.choice([draw.randint(14, window + 5), 0.3, 0.97])
     prompt = torch.randint(0, 128, (draw.randint(window // 2, 3 * window),))
     how = draw.randint(1, window + window // 2), draw.randint(1, 2 * window), draw.choice([None, "prompt"])
     run(model, spec, budget, prompt, *how)
@@ -115,6 +117,25 @@ def test_keys_stay_as_far_as_there_is_room(farthest):
     assert farthest[0] == 511
     heads = cache.backend.store[0].row(0)
     assert all(head.rope_positions.diff().gt(0).all() for head in heads), "in order, no two at one position"
+
+
+@pytest.mark.parametrize("tokens", [65, 150])
+@pytest.mark.parametrize("spec", ["lookahead", "kvzip"])
+def test_a_prompt_in_pieces_is_fed_again_piece_by_piece(spec, tokens):
+    """By a method of one's own that gives keys new positions and runs the model again after a prompt."""
+    model = make_llama(num_hidden_layers=2, max_position_embeddings=64)
+    method, ids = replace(parse(spec), placement=Contiguous()), torch.randint(0, 128, (1, tokens))
+    whole, chunks = (kvkeep.Cache(model, method, 16) for _ in range(2))
+    got = [model(ids, past_key_values=whole).logits, model(ids[:, :1], past_key_values=whole).logits]
+    left, want = ids, []
+    while left.shape[1]:
+        size = min(chunks.chunk_limit, left.shape[1])
+        size -= left.shape[1] == size + 1
+        want.append(model(left[:, :size], past_key_values=chunks).logits)
+        left = left[:, size:]
+    want.append(model(ids[:, :1], past_key_values=chunks).logits)
+    torch.testing.assert_close(torch.cat(got, 1), torch.cat(want, 1))
+    assert whole.kept(1) == chunks.kept(1) and whole.longest_head < 32
 
 
 def test_a_pass_in_pieces_is_the_same_pass():

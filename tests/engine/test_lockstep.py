@@ -115,8 +115,8 @@ def test_the_follower_answers_what_the_leader_is_asked():
 
 def test_the_cancelled_are_dropped_and_texts_removed_by_all():
     with two() as (leader, follower, _, raised, failed):
-        told = record(follower)
-        text, again = (leader.pin(TEXT, key=key, public=True) for key in "ab")
+        told, shared = record(follower), {"public": True, "method": "snapkv"}
+        text, again = (leader.pin(TEXT, key=key, **shared) for key in "ab")
         handle = leader.submit(TEXT, max_new_tokens=600)
         stream = iter(handle)
         next(stream)
@@ -124,6 +124,8 @@ def test_the_cancelled_are_dropped_and_texts_removed_by_all():
         wait_until(lambda: raised or (handle.done and told[-1].done))
         assert 0 < len(told[-1].answer.ids) == len(handle.request.answer.ids) < 600 and not told[-1].cancelled
         assert text == again
+        leader.withdraw(leader.submit_pin(TEXT, key="a", **shared).request)
+        assert [len(leader.prefixes.pinned_by(key)) for key in "ab"] == [1, 1]
         leader.unpin(text, key="a")
         assert len(leader.prefixes) == 1
         leader.unpin(text, key="b")
@@ -164,7 +166,7 @@ def test_after_what_one_process_alone_meets_none_goes_on(place, monkeypatch):
     """Elsewhere, a request that runs out of memory fails alone, or begins again."""
     with two() as (leader, _, _, _, failed):
         scheduler = leader._driver.scheduler
-        handle = leader.submit(TEXT, max_new_tokens=50)
+        handle = leader.submit(TEXT, max_new_tokens=600)
         if place == "decode":
             wait_until(lambda: scheduler.running)
         owner = scheduler if place == "prefill" else next(iter(scheduler.batches.values()))

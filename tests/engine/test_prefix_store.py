@@ -1,6 +1,7 @@
 """Compressed prefixes: an answer is the same whether its prefix was found or computed; nobody finds another's."""
 
 import json
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -221,6 +222,25 @@ def test_a_public_text_is_everybodys_and_goes_with_its_last_claim(chat):
         assert len(one.prefixes) == 0
 
 
+@pytest.mark.parametrize(("keys", "public"), [("aa", False), ("aa", True), ("ab", True)])
+def test_a_text_pinned_twice_is_there_until_both_are_withdrawn(chat, keys, public):
+    """Also where one is withdrawn before the other, or its first step, is done; what is removed is gone at once."""
+    with engine(chat) as one:
+        with one._driver.lock:
+            both = [one.submit_pin(TALK[3], key=key, public=public) for key in keys]
+        for handle in both:
+            handle.result()
+        id = both[0].request.pinned
+        one.withdraw(both[0].request)
+        assert both[1].request.pinned == id and one.prefixes.owned(keys[1], id)
+        one.withdraw(one.submit_pin(TALK[3], key=keys[1], public=public).request)
+        assert one.prefixes.owned(keys[1], id)
+        one.withdraw(both[1].request)
+        assert not len(one.prefixes) and not one._driver.scheduler.num_requests
+        one.unpin(max(one.pin(TALK[3], key=keys[0], public=public) for _ in range(2)), key=keys[0])
+        assert not len(one.prefixes)
+
+
 def test_without_a_store_nothing_is_pinned(chat):
     with pytest.raises(BadParameter, match="stores no prefixes"):
         kvkeep.Engine(*chat, "snapkv", 64).pin("text")
@@ -366,6 +386,28 @@ def test_a_damaged_one_is_skipped_and_others_are_found(chat, tmp_path):
     with pytest.warns(UserWarning, match="truncated or was changed"), pytest.raises(UnknownName):
         one.submit("which?", context=ids[1])
     one.close()
+
+
+@pytest.mark.parametrize("name", [checkpoint.DESCRIPTION, checkpoint.TENSORS])
+def test_a_pipe_in_the_folder_holds_nobody_up(chat, tmp_path, name):
+    with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+        id = one.pin(TALK[3])
+    (tmp_path / id / name).unlink()
+    os.mkfifo(tmp_path / id / name)
+    found = []
+
+    def ask():
+        with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
+            try:
+                one.submit("which?", context=id)
+            except UnknownName as error:
+                found.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    with pytest.warns(UserWarning, match="a stored prefix is skipped: .*not a regular file"):
+        thread.start()
+        thread.join(60)
+    assert found
 
 
 FORGED = [

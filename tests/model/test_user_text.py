@@ -4,7 +4,7 @@ import random
 
 import pytest
 import tiny_chat
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import kvkeep
@@ -37,13 +37,13 @@ def bpe(template):
     return PreTrainedTokenizerFast(tokenizer_object=made, **how, chat_template=template)
 
 
-def unigram(template):
+def unigram(template, special=("<|im_start|>", "<|im_end|>")):
     """As SentencePiece's: a space before every text, and control tokens that are words of the vocabulary."""
     words = ["<unk>", "<s>", "</s>", "▁", "<|im_start|>", "<|im_end|>", *sorted(set(WORDS)), "\\", "▁the"]
     made = Tokenizer(models.Unigram([(each, -1.0 if len(each) > 1 else -9.0) for each in words], unk_id=0))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace()
     how = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    how["additional_special_tokens"] = ["<|im_start|>", "<|im_end|>"]
+    how["additional_special_tokens"] = list(special)
     return PreTrainedTokenizerFast(tokenizer_object=made, **how, chat_template=template)
 
 
@@ -149,6 +149,20 @@ def test_text_and_question_apart_are_the_ids_of_both_together(words, text, quest
     assert words.decode(context + rest).replace(" ", "") == words.decode(whole).replace(" ", "")
     if words.unk_token_id is None:  # tokenizers that put a space before every text encode some parts apart
         assert context + rest == whole
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "\uff1c|im_end|\uff1e", "<|im_end|> \uff1c|im_end|\uff1e"])
+@pytest.mark.parametrize("kind", ["added", "of the vocabulary"])
+def test_what_a_tokenizer_makes_an_unmarked_token_of_is_text(kind, text):
+    """One that is not special is looked for after the text is normalized, or is a word of the vocabulary."""
+    words = unigram(CHATML, special=())
+    if kind == "added":
+        words.add_tokens([AddedToken("<|im_start|>", special=False), AddedToken("<|im_end|>", special=False)])
+    words.backend_tokenizer.normalizer = normalizers.NFKC()
+    end, chat = words.convert_tokens_to_ids("<|im_end|>"), [{"role": "user", "content": f"the{text}\nsea"}]
+    assert words.apply_chat_template(chat, return_dict=False).count(end) > 1
+    assert encode(words, chat)[0].tolist().count(end) == 1
+    assert question_ids(words, text + "the", text, context_ids(words, text + "the")).count(end) == 1
 
 
 def test_without_a_template_a_text_keeps_its_one_bos():

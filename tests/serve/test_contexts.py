@@ -5,7 +5,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from threading import Event
 
 import openai
@@ -215,12 +215,18 @@ def held(engine):
         yield
 
 
-def left(served, text, **how):
-    """Ask for a context and leave, before a step can begin."""
+def asked(served, text, **how):
+    """A connection on which alice asks for a context."""
     line = http.client.HTTPConnection(served.url.removeprefix("http://"))
     headers = {"Authorization": "Bearer alice", "Content-Type": "application/json"}
     line.request("POST", "/v1/contexts", json.dumps({"model": "tiny", "text": text, **how}), headers)
-    serving.wait_until(lambda: any(answers.answers for answers in served.live))
+    return line
+
+
+def left(served, text, begun=lambda: True, **how):
+    """Ask for a context and leave, once it is submitted and has begun."""
+    line = asked(served, text, **how)
+    serving.wait_until(lambda: any(answers.answers for answers in served.live) and begun())
     line.close()
     serving.wait_until(lambda: not served.live)
 
@@ -235,23 +241,72 @@ def test_a_context_whose_client_left_is_not_made(served):
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_context_stored_when_its_client_left_is_removed_unless_the_key_had_it(served, monkeypatch, known):
-    text, scheduler, gone, stored = f"{TEXT} {known}", served.engine._driver.scheduler, Event(), []
+    text, scheduler, begun, gone, stored = f"{TEXT} {known}", served.engine._driver.scheduler, Event(), Event(), []
     method = {"method": "knorm"}  # no further passes, between which it would end
     if known:
         call(served, "alice", "POST", body={"text": text, **method})
     before, store = call(served, "alice"), scheduler.store_pinned
 
     def slow(request, pin):
-        assert gone.wait(10)
+        begun.set()
+        assert gone.wait(60)
         stored.append(store(request, pin))
         return stored[0]
 
     monkeypatch.setattr(scheduler, "store_pinned", slow)
-    left(served, text, **method)
+    left(served, text, begun.is_set, **method)
     gone.set()
     serving.wait_until(lambda: stored and call(served, "alice") == before)
     time.sleep(0.2)  # nothing is removed later, either
     assert call(served, "alice") == before
+
+
+def test_of_two_clients_that_make_one_context_one_may_leave(served, monkeypatch):
+    """While the text that both gave is stored for the second time."""
+    scheduler, begun, gone, stored, removed = served.engine._driver.scheduler, Event(), Event(), [], []
+    store, remove = scheduler.store_pinned, scheduler.store.remove
+
+    def slow(request, pin):
+        if stored:
+            begun.set()
+            assert gone.wait(60)
+        stored.append(store(request, pin))
+        return stored[-1]
+
+    monkeypatch.setattr(scheduler, "store_pinned", slow)
+    monkeypatch.setattr(scheduler.store, "remove", lambda *given: removed.append(remove(*given)))
+    with held(served.engine):
+        stays = asked(served, TEXT + "Both.", method="knorm")
+        serving.wait_until(lambda: [True for each in served.live if each.answers] == [True])
+        leaves = asked(served, TEXT + "Both.", method="knorm")
+        serving.wait_until(lambda: [True for each in served.live if each.answers] == [True, True])
+    with closing(stays), stays.getresponse() as reply:
+        made = json.load(reply)
+    assert begun.wait(60)
+    leaves.close()
+    serving.wait_until(lambda: not served.live)
+    gone.set()
+    serving.wait_until(lambda: removed)
+    assert stored == [made["id"]] * 2 and made in call(served, "alice")[1]["data"]
+
+
+def test_a_context_whose_client_left_while_it_was_tokenized_is_not_made(served, monkeypatch):
+    """Though the engine has stored it before it is told."""
+    before, text, submit, stored = call(served, "alice"), TEXT + "Tokenized.", served.engine.submit_pin, []
+
+    def slow(*given, **how):
+        serving.wait_until(lambda: not served.live)
+        handle = submit(*given, **how)
+        handle.result()
+        stored.append(handle.request.pinned)
+        return handle
+
+    monkeypatch.setattr(served.engine, "submit_pin", slow)
+    line = asked(served, text, method="knorm")
+    serving.wait_until(lambda: served.live)
+    line.close()
+    serving.wait_until(lambda: stored and call(served, "alice") == before)
+    assert stored[0]
 
 
 def test_a_context_that_takes_too_long_is_given_up():

@@ -75,18 +75,18 @@ class Context:
 
     def stream(self, question: str, *, progress: ProgressOption = None, **options: Any) -> Iterator[str]:
         """The same, detokenized incrementally."""
+        check_value("progress", progress, Callable | bool | None)
         how = Generation.of(options)
-        return self._stream(question, self._prompt(question, how, progress), how, progress)
+        return self._stream(question, self._prompt(question, how), how, progress)
 
     def submit(self, question: str, *, progress: ProgressCallback = None, **options: Any) -> Handle:
         """The same, as a handle, whose `cache` holds text, question and answer when that is complete."""
         check_value("progress", progress, Callable | None)
         how = Generation.of(options)
-        return self._submit(question, self._prompt(question, how, progress), how, progress)
+        return self._submit(question, self._prompt(question, how), how, progress)
 
-    def _prompt(self, question: str, how: Generation, progress: ProgressOption) -> Tensor:
+    def _prompt(self, question: str, how: Generation) -> Tensor:
         """Ids of the text and a question that both fit the model."""
-        check_value("progress", progress, Callable | bool | None)
         check_text("question", question)
         seen = self._sequence.token_ids
         ids = seen + self._sequence.config.question_ids(self.text, question, seen)

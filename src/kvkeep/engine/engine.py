@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -205,6 +206,7 @@ class Engine:
         method: str | Method | None = None,
         budget: int | float | None = None,
         key: str = "",
+        client: str = "",
         context: str | None = None,
         cache_prefix: bool | None = None,
         progress: ProgressCallback = None,
@@ -214,7 +216,8 @@ class Engine:
 
         prompt: a text, the messages of a chat (tools: functions the model may call in it), or token ids [n]
         method, budget: for this request, in the place of the engine's
-        key: whose it is. Keys take turns, and continue prefixes of their own, or public ones.
+        key: whose it is. Keys continue prefixes of their own, or public ones.
+        client: who asks. Clients take turns in the queue; by default, keys do.
         context: the id of a text (`pin`) that the prompt, a text or one message, is a question about
         cache_prefix: prefill the prompt in parts that later requests can continue, long texts included, as
         engine/prefix_store.py says; False: all at once. None: chats in parts that end with messages, where the engine
@@ -228,16 +231,22 @@ class Engine:
             )
         how = Generation.of(options)
         check_value("key", key, str)
+        check_value("client", client, str)
         check_value("cache_prefix", cache_prefix, bool | None)
         check_value("progress", progress, Callable | None)
         if context is not None:
             check_value("context", context, str)
-            request = self._about_context(key, context, only_text(prompt), how)
+            request = self._about_context(key, client, context, only_text(prompt), how)
         else:
             ids, config = prompt_ids(self.config, prompt, question, tools), self._config_for(method, budget)
-            request = Request(config, ids, how, question=question, key=key)
+            request = Request(config, ids, how, question=question, key=key, client=client)
             self._share_prefix(request, cache_prefix, is_chat(prompt))
-        request.progress, request.interactive = progress, True
+        request.progress = progress
+        return self._submit(request)
+
+    def _submit(self, request: Request) -> Handle:
+        """Have a thread step until it is done; somebody waits for its next token meanwhile."""
+        request.interactive = True
         handle = Handle(self._driver.submit(request, self._max_waiting), self._driver)
         self._driver.start()
         return handle
@@ -278,24 +287,35 @@ class Engine:
         self._driver.prefill(request)
         return request.pinned
 
-    def submit_pin(
+    def submit_pin(self, text: str, **options: Any) -> Handle:
+        """Do what `pin` does without waiting: the id is `request.pinned` when the request is done.
+
+        options: as in `pin`, with client as in `submit`, without progress
+        """
+        return self._submit(self._pin_request(text, **options))
+
+    def withdraw(self, request: Request) -> None:
+        """Give up a request of `submit_pin`; what the step under way stores is removed again.
+
+        A text that its key has pinned before, or meanwhile, stays.
+        """
+        ended = threading.Event()
+        request.notify = ended.set
+        request.cancelled = True
+        if not request.done:
+            ended.wait()
+        if request.pinned:
+            with suppress(KeyError):  # removed meanwhile
+                self._driver.unpin(request.key, request.pinned, once=True)
+
+    def _pin_request(
         self,
         text: str,
-        *,
         key: str = "",
         public: bool = False,
         method: str | Method | None = None,
         budget: int | float | None = None,
-    ) -> Handle:
-        """Do what `pin` does without waiting: the id is `request.pinned` when the request is done."""
-        request = self._pin_request(text, key, public, method, budget)
-        request.interactive = True
-        handle = Handle(self._driver.submit(request, self._max_waiting), self._driver)
-        self._driver.start()
-        return handle
-
-    def _pin_request(
-        self, text: str, key: str, public: bool, method: str | Method | None, budget: int | float | None
+        client: str = "",
     ) -> Request:
         self._store()
         self._check_holds_text()
@@ -304,7 +324,7 @@ class Engine:
         check_value("key", key, str)
         check_value("public", public, bool)
         ids = torch.tensor(config.context_ids(text))
-        return Request(config, ids, Generation(1), prefill_only=True, key=key, pin=Pin(text, public))
+        return Request(config, ids, Generation(1), prefill_only=True, key=key, client=client, pin=Pin(text, public))
 
     def unpin(self, id: str, *, key: str = "") -> None:
         """Remove a stored text of this key; a public one stays as long as another key has stored it, too."""
@@ -319,14 +339,14 @@ class Engine:
             raise BadParameter("this engine stores no prefixes; make it with prefix_cache=, a number of bytes.")
         return self.prefixes
 
-    def _about_context(self, key: str, id: str, question: str, how: Generation) -> Request:
+    def _about_context(self, key: str, client: str, id: str, question: str, how: Generation) -> Request:
         """A request that goes on with a stored text."""
         store = self._store()
         with _known(id):
             entry, config = store.entry(key, id), store.config_of(key, id)
         check_text("question", question)
         ids = torch.tensor(entry.ids + config.question_ids(entry.text, question, entry.ids))
-        request = Request(config, ids, how, question=question, key=key)
+        request = Request(config, ids, how, question=question, key=key, client=client)
         request.find_stored = partial(store.get, key, id)
         return request
 

@@ -1,4 +1,4 @@
-"""The requests that wait, in the order they are prefilled: keys take turns."""
+"""The requests that wait, in the order they are prefilled: clients take turns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from kvkeep.engine.request import Request
 
 
 class FairQueue:
-    """One of every key, then the next of every key. A turn is a chunk: the key that had none for longest comes first.
+    """One of every client, then the next of every client.
 
-    Within a key, those whose prefill has begun come first, then first come, first served.
+    A turn is a chunk: the client that had none for longest comes first. Within a client, those whose prefill has begun
+    come first, then first come, first served.
     """
 
     def __init__(self) -> None:
-        self.by_key: dict[str, deque[Request]] = {}  # in the order in which they came
-        self.turns: dict[str, int] = {}  # the number of the last turn of a key
+        self.by_client: dict[str, deque[Request]] = {}  # in the order in which they came
+        self.turns: dict[str, int] = {}  # the number of the last turn of a client
         self.count = 0
 
     def __len__(self) -> int:
@@ -26,36 +27,36 @@ class FairQueue:
         return self.count
 
     def __iter__(self) -> Iterator[Request]:
-        keys = sorted(self.by_key, key=lambda key: self.turns.get(key, 0))
-        queues = [sorted(self.by_key[key], key=lambda request: not request.started) for key in keys]
+        clients = sorted(self.by_client, key=lambda client: self.turns.get(client, 0))
+        queues = [sorted(self.by_client[each], key=lambda request: not request.started) for each in clients]
         return (each for turn in zip_longest(*queues) for each in turn if each is not None)
 
     def append(self, request: Request) -> None:
-        self.by_key.setdefault(request.key, deque()).append(request)
+        self.by_client.setdefault(request.client, deque()).append(request)
         self.count += 1
 
     def put_back(self, requests: list[Request]) -> None:
-        """Before the others of their keys."""
+        """Before the others of their clients."""
         for request in reversed(requests):
-            self.by_key.setdefault(request.key, deque()).appendleft(request)
+            self.by_client.setdefault(request.client, deque()).appendleft(request)
             self.count += 1
 
     def take_turn(self, request: Request) -> None:
-        """A chunk of it is prefilled: its key is the last one now, also if this was its only request."""
-        self.turns[request.key] = 1 + max(self.turns.values(), default=0)
+        """A chunk of it is prefilled: its client is the last one now, also if this was its only request."""
+        self.turns[request.client] = 1 + max(self.turns.values(), default=0)
 
     def remove(self, request: Request) -> None:
-        queue = self.by_key[request.key]
+        queue = self.by_client[request.client]
         queue.remove(request)
         self.count -= 1
         if not queue:
-            del self.by_key[request.key]
+            del self.by_client[request.client]
             self._forget()
 
     def _forget(self) -> None:
-        """The turns of keys that have no request and would be the first: as those of new keys."""
-        oldest = min((self.turns.get(key, 0) for key in self.by_key), default=sys.maxsize)
-        self.turns = {key: turn for key, turn in self.turns.items() if turn >= oldest}
+        """The turns of clients that have no request and would be the first: as those of new clients."""
+        oldest = min((self.turns.get(client, 0) for client in self.by_client), default=sys.maxsize)
+        self.turns = {client: turn for client, turn in self.turns.items() if turn >= oldest}
 
     def clear(self) -> None:
-        self.by_key, self.turns, self.count = {}, {}, 0
+        self.by_client, self.turns, self.count = {}, {}, 0

@@ -28,6 +28,7 @@ from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import CacheMisuse, KvkeepError
 
 MOST_CONFIGS = 256  # that are known by a number
+Unpinned = tuple[str, str, bool]  # what `PrefixStore.remove` is given
 OF_THE_LEADER = "progress", "continues", "logits"  # fields of a request that are not sent
 ALONE = RuntimeError, MemoryError, OSError  # what one process may meet, and others not
 
@@ -42,7 +43,7 @@ class Message:
 
     submitted: list[bytes]  # requests
     cancelled: list[int]  # by number, in the order they were submitted
-    unpinned: list[tuple[str, str]]  # key and id of texts
+    unpinned: list[Unpinned]
     state: int  # of its scheduler and store, which are those of the others
 
 
@@ -55,7 +56,7 @@ class Leader:
         self.pickler, self.open = RequestPickler(parts), True
         self.messages: dict[Request, bytes] = {}  # of those that are not sent yet
         self.numbers: dict[Request, int] = {}  # of those that are
-        self.count, self.unpinned = count(), deque[tuple[str, str]]()
+        self.count, self.unpinned = count(), deque[Unpinned]()
         seed = secrets.token_bytes(16)
         send(seed)
         _join(scheduler, self.store, seed, self.agree)
@@ -123,11 +124,11 @@ def _check_alike(error: Exception) -> None:
         raise OutOfStep(f"{type(error).__name__}: {error}") from error
 
 
-def _unpin(store: PrefixStore | None, texts: list[tuple[str, str]]) -> None:
-    for key, id in texts:
+def _unpin(store: PrefixStore | None, texts: list[Unpinned]) -> None:
+    for each in texts:
         assert store is not None
         with suppress(KeyError):  # removed twice
-            store.remove(key, id)
+            store.remove(*each)
 
 
 def _state(scheduler: Scheduler) -> int:

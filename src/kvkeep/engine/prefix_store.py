@@ -19,7 +19,7 @@ import secrets
 import shutil
 import threading
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -65,7 +65,7 @@ class Entry:
     """A stored prefix."""
 
     id: str
-    owners: tuple[str, ...]  # hashed: the keys with a claim to it; one, unless it is public
+    owners: Counter[str]  # how often each key pinned it, by its hash; of one key, unless it is public
     public: bool  # all find it, and it is dropped when its last owner removes it
     place: str  # the hash of its tokens, parts, method, budget and storage
     nbytes: int
@@ -81,7 +81,7 @@ class Entry:
     @property
     def key(self) -> tuple[str, str]:
         """Who finds it, and where."""
-        return PUBLIC if self.public else self.owners[0], self.place
+        return PUBLIC if self.public else next(iter(self.owners)), self.place
 
 
 class PrefixStore:
@@ -168,8 +168,7 @@ class PrefixStore:
             if known := self.by_place.get((PUBLIC if public else _hashed(owner), place)):
                 known.pinned |= pinned
                 self.entries.move_to_end(known.id)
-                if _hashed(owner) not in known.owners:
-                    self._set_owners(known, (*known.owners, _hashed(owner)))
+                self._set_owners(known, known.owners + Counter([_hashed(owner)]))
                 return known.id
             size = nbytes_of(sequence)
             if not self._make_room(size):
@@ -179,7 +178,7 @@ class PrefixStore:
                         "pinned; remove others, or use a larger prefix_cache=."
                     )
                 return ""
-            made = self.new_id(), (_hashed(owner),), public, place, size, pinned, text
+            made = self.new_id(), Counter([_hashed(owner)]), public, place, size, pinned, text
             how = sequence.config.method.name, sequence.config.budget
             entry = Entry(*made, sequence.cuts, sequence.token_ids, sequence, *how)
             self._insert(entry)
@@ -192,19 +191,24 @@ class PrefixStore:
             raise KeyError(id)
         return entry
 
-    def remove(self, owner: str, id: str) -> None:
-        """Take back an owner's claim, and drop what nobody has a claim to. KeyError: there is none of this owner."""
+    def remove(self, owner: str, id: str, once: bool = False) -> None:
+        """Take back an owner's claim, and drop what nobody has a claim to. KeyError: there is none of this owner.
+
+        once: the claim stays where the owner pinned it more than once
+        """
         with self.lock:
-            entry = self.owned(owner, id)
-            others = tuple(each for each in entry.owners if each != _hashed(owner))
-            if others:
-                self._set_owners(entry, others)
+            entry, who = self.owned(owner, id), _hashed(owner)
+            owners = entry.owners - Counter({who: 1 if once else entry.owners[who]})
+            if owners:
+                self._set_owners(entry, owners)
             else:
                 self._drop(entry)
 
-    def _set_owners(self, entry: Entry, owners: tuple[str, ...]) -> None:
+    def _set_owners(self, entry: Entry, owners: Counter[str]) -> None:
+        is_saved = owners.keys() == entry.owners.keys()
         entry.owners = owners
-        self._save_later(entry)
+        if not is_saved:
+            self._save_later(entry)
 
     def evict_oldest(self) -> bool:
         """-> whether there was one that is not pinned"""
@@ -335,6 +339,7 @@ class PrefixStore:
         assert self.folder is not None
         cache = entry.sequence.cache
         about = {name: getattr(entry, name) for name in SAVED} | {"frozen": cache.tracker.frozen}
+        about |= {"owners": list(entry.owners)}
         with self.device_lock:
             tensors, facts = serialize.describe(cache, prefix=about)
             tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
@@ -357,7 +362,8 @@ def _described(path: Path, config: SequenceConfig) -> Entry | None:
     try:
         prefix = {"owners": [facts["prefix"].get("owner")], **facts["prefix"]}  # of older versions: one owner
         check_prefix(prefix, facts["seen"])
-        found = {name: prefix[name] for name in SAVED} | {name: tuple(prefix[name]) for name in ("owners", "cuts")}
+        found = {name: prefix[name] for name in SAVED}
+        found |= {"owners": Counter(prefix["owners"]), "cuts": tuple(prefix["cuts"])}
         how = {name: facts[name] for name in ("method", "budget")}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise BadCacheFile(f"{path} is not a stored prefix ({error!r}); remove it.") from error

@@ -58,12 +58,6 @@ def check_sampling(temperature: float, top_p: float, top_k: int = 0) -> None:
     check_count("top_k", top_k, 0, "use a whole number of tokens to sample from, or 0 for all of them")
 
 
-def check_seed(seed: int) -> None:
-    check_count("seed", seed, 0, "use a whole number, 0 or more")
-    if seed >= 2**63:
-        raise BadParameter(f"seed={seed}: use a whole number below 2**63.")
-
-
 def check_new_tokens(max_new_tokens: int) -> None:
     check_count("max_new_tokens", max_new_tokens, 1, "an answer has at least one; give a whole number")
 
@@ -141,7 +135,7 @@ class Generation:
     def __post_init__(self) -> None:
         check_new_tokens(self.max_new_tokens)
         check_sampling(self.temperature, self.top_p, self.top_k)
-        check_seed(self.seed)
+        check_count("seed", self.seed, 0, "use a whole number, 0 or more, below 2**63")
         if self.logprobs is not None:
             check_count("logprobs", self.logprobs, 0, "use the number of likeliest tokens to show, 0 or more, or None")
         if self.constraint is not None and not callable(self.constraint):

@@ -58,7 +58,9 @@ class InterceptedForward:
         while start < split.tokens:
             end = min(split.tokens, start + cache.chunk_limit)
             end -= int(split.tokens - end == 1 < end - start)  # a last piece of one token would pass for a decode step
-            output = self.own(**split.piece(start, end))
+            piece = split.piece(start, end)
+            output = self.own(**piece)
+            cache.after_forward(piece["input_ids"], piece.get("position_ids"))
             logits.append(output.logits)
             start = end
         output.logits = torch.cat(logits, 1)[:, -split.shown :]

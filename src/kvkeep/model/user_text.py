@@ -12,6 +12,7 @@ from typing import Any
 from kvkeep.errors import BadInput
 
 HIDING = range(0xF0000, 0x10FFFE)  # private use: no tokenizer or template gives these characters a meaning
+TAG = re.compile("<.+>")
 MESSAGE = chr(0x10FFFE)  # in the place of a message, to see what the template puts around it
 
 
@@ -26,7 +27,7 @@ class UserText:
         """texts: strings, or messages and tools that hold them; allow_special_tokens: control tokens may be in them"""
         self.tokenizer = tokenizer
         self.hidden: dict[str, str] = {}  # by control token
-        strings = [] if allow_special_tokens else list(_strings(texts))
+        strings = [] if allow_special_tokens else [_normalized(tokenizer, each) for each in _strings(texts)]
         if found := [token for token in control_tokens(tokenizer) if any(token in each for each in strings)]:
             taken = set[str]().union(*strings)
             free = (chr(code) for code in HIDING if chr(code) not in taken)
@@ -37,6 +38,7 @@ class UserText:
     def hide(self, value: Any) -> Any:
         """The same value, its strings without control tokens."""
         if isinstance(value, str):
+            value = _normalized(self.tokenizer, value) if self.hidden else value
             for token, mark in self.hidden.items():
                 value = value.replace(token, mark)
             return value
@@ -66,7 +68,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
-    """Special tokens, and other tokens the template puts around messages; the longest first.
+    """Special tokens, and tokens the template puts around messages that are added or are tags; the longest first.
 
     None are known of a tokenizer that is not one of transformers.
     """
@@ -80,8 +82,10 @@ def _control_tokens(tokenizer: Any, template: str, size: int) -> dict[str, int]:
     """template, size: as they are now; either may change"""
     special = set(tokenizer.all_special_ids)
     around = "\n".join(_around_messages(tokenizer))
+    words = {tokenizer.convert_ids_to_tokens(id_): id_ for id_ in ids_of(tokenizer, around)}
+    tags = {name: id_ for name, id_ in words.items() if TAG.fullmatch(name)}
     added = {token.content: (id_, token.special) for id_, token in tokenizer.added_tokens_decoder.items()}
-    found = {name: id_ for name, (id_, marked) in added.items() if marked or id_ in special or name in around}
+    found = {name: id_ for name, (id_, marked) in added.items() if marked or id_ in special or name in around} | tags
     return {name: found[name] for name in sorted(found, key=len, reverse=True) if name.strip()}
 
 
@@ -115,6 +119,14 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
         raise BadInput(f"the tokenizer has no token for {text!r} but a control token; leave it out of the text.")
     cut = min(match.start() + 1, len(text) - 1)
     return _text_ids(tokenizer, text[:cut]) + _text_ids(tokenizer, text[cut:])
+
+
+def _normalized(tokenizer: Any, text: str) -> str:
+    """A text as the tokenizer's normalizer makes it, if that has more control tokens: fullwidth letters may be some."""
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    if normalizer is None or (normal := normalizer.normalize_str(text)) == text:
+        return text
+    return normal if any(normal.count(token) > text.count(token) for token in control_tokens(tokenizer)) else text
 
 
 @lru_cache(maxsize=8)

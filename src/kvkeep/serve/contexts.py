@@ -6,13 +6,10 @@ claim, and the last one removes the text.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from contextlib import suppress
 from typing import Any
 
 from kvkeep.engine.prefix_store import Entry
-from kvkeep.engine.request import Request
 from kvkeep.errors import UnknownName
 from kvkeep.serve.failure import Failure
 from kvkeep.serve.schemas import ContextRequest
@@ -25,8 +22,7 @@ async def create(server: Server, owner: str, asked: ContextRequest, client: str 
     A key's limits are checked again when the size of the text is known: others may have been made meanwhile. Nothing is
     stored for a client that leaves before.
     """
-    before = server.store().pinned_by(owner)
-    server.limits.check_contexts([*(each.nbytes for each in before), 0])
+    server.limits.check_contexts([*(each.nbytes for each in server.store().pinned_by(owner)), 0])
     answers = await server.submit(owner, asked.job(), client)
     request = answers.answers[0].request
     try:
@@ -34,27 +30,11 @@ async def create(server: Server, owner: str, asked: ContextRequest, client: str 
         made = server.find_context(owner, request.pinned)
         server.limits.check_contexts([each.nbytes for each in server.store().pinned_by(owner)])
     except BaseException:
-        known = {each.id for each in before}
-        asyncio.get_running_loop().run_in_executor(None, _withdraw, server, owner, request, known)
+        server.cancel(request)
         raise
     finally:
         answers.close()
     return _object(made)
-
-
-def _withdraw(server: Server, owner: str, request: Request, known: set[str]) -> None:
-    """Remove a text that nobody was told of; it may have been stored in the step that was under way.
-
-    known: the contexts that the key had before
-    """
-    ended = threading.Event()
-    request.notify = ended.set
-    request.cancelled = True
-    if not request.done:
-        ended.wait()
-    if request.pinned and request.pinned not in known:
-        with suppress(UnknownName):
-            server.engine.unpin(request.pinned, key=owner)
 
 
 def visible(server: Server, owner: str) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from kvkeep.engine.driver import Handle
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.prefix_store import Entry, PrefixStore
 from kvkeep.engine.prompts import ChatIds, only_text, prompt_ids
+from kvkeep.engine.request import Request
 from kvkeep.errors import BadInput, UnknownName
 from kvkeep.model.hf_cache import context_length
 from kvkeep.serve.answers import Answer, Answers
@@ -71,7 +73,7 @@ class Server:
             handles = await asyncio.wrap_future(work)
         except BaseException:
             self.live.discard(answers)  # who submits them sees that nobody waits
-            work.add_done_callback(_cancel)
+            work.add_done_callback(self._give_up)
             raise
         found = [self._answer(number, each, job) for number, each in enumerate(handles)]
         answers.begin(found, len(job.prompts), self.limits.max_seconds)
@@ -126,11 +128,11 @@ class Server:
     def _submit_all(self, owner: str, job: Job, answers: Answers) -> list[Handle]:
         """All or none: in a thread where requests are tokenized and submitted."""
         if job.stores is not None:
-            return [self._submit_text(owner, job)]
+            return [self._submit_text(owner, job, answers.owner)]
         if job.context is not None:
             job.check_context()
             self.find_context(owner, job.context)
-        options = job.options | self._constraint(job) | {"key": owner, "context": job.context}
+        options = job.options | self._constraint(job) | {"key": owner, "client": answers.owner, "context": job.context}
         first = secrets.randbits(62) if job.seed is None else job.seed
         handles: list[Handle] = []
         try:
@@ -152,11 +154,11 @@ class Server:
             raise
         return handles
 
-    def _submit_text(self, owner: str, job: Job) -> Handle:
+    def _submit_text(self, owner: str, job: Job, client: str) -> Handle:
         """A text that is stored without an answer."""
         text = only_text(job.prompts[0])
         self.check_characters(text, job)
-        return self.engine.submit_pin(text, key=owner, public=job.stores == "public", **job.options)
+        return self.engine.submit_pin(text, key=owner, client=client, public=job.stores == "public", **job.options)
 
     def _encode(self, prompt: Prompt, job: Job) -> Prompt:
         """Once for all its answers; but a question about a context is the engine's to put behind it."""
@@ -211,6 +213,18 @@ class Server:
             return {"constraint": self.grammars.of_lark(self.tool_format.grammar(named))}
         return {"constraint": self.grammars.of_schema(job.schema)} if job.schema is not None else {}
 
+    def _give_up(self, work: Future[list[Handle]]) -> None:
+        """What was submitted for a client that has gone."""
+        if not work.cancelled() and work.exception() is None:
+            for handle in work.result():
+                self.cancel(handle.request)
+
+    def cancel(self, request: Request) -> None:
+        """Without waiting for the engine's step; a text that this stores is removed afterwards."""
+        request.cancelled = True
+        if request.pin is not None:
+            threading.Thread(target=self.engine.withdraw, args=(request,), daemon=True).start()
+
     def _close(self, answers: Answers) -> None:
         if answers in self.live:
             self.live.discard(answers)
@@ -226,12 +240,6 @@ class Server:
         self.engine.close()
         if self.followers:
             self.followers.close()
-
-
-def _cancel(work: Future[list[Handle]]) -> None:
-    """What was submitted for a client that has gone."""
-    if not work.cancelled() and work.exception() is None:
-        _cancel_all(work.result())
 
 
 def _cancel_all(handles: list[Handle]) -> None:

@@ -98,7 +98,7 @@ def read_facts(path: str | Path) -> dict[str, Any]:
     check_value("path", path, str | os.PathLike)
     path = Path(path)
     try:
-        facts = json.loads((path / DESCRIPTION).read_text())
+        facts = json.loads(_regular(path / DESCRIPTION).read_text())
         stated, checksum = facts.pop("sha256"), _checksum(facts)
     except (FileNotFoundError, NotADirectoryError) as e:
         raise BadCacheFile(
@@ -128,13 +128,20 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     )
 
 
+def _regular(path: Path) -> Path:
+    """Refuse what a reader may wait for without end: a pipe, a socket or a device."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path.name} is not a regular file")
+    return path
+
+
 def _checksum(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with _regular(path).open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
