@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import kvkeep
 from kvkeep.errors import KvkeepError
 
-MODIFIED = "snapkv+adakv h2o+values tova+sinks snapkv+pyramid h2o+adakv protokv+recall intentkv+adakv".split()
+MODIFIED = ["snapkv+adakv", "h2o+values", "snapkv+pyramid", "h2o+adakv", "protokv+recall", "intentkv+adakv"]
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 BUDGET, STEPS = 24, 20
 Record = dict[str, Any]
