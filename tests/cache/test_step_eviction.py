@@ -19,6 +19,7 @@ from kvkeep.compress.scorers.ahakv import gain
 from kvkeep.compress.scorers.chance import POSITIONS
 from kvkeep.compress.uniform import uniform
 from kvkeep.errors import BadParameter
+from kvkeep.types import PAD_POSITION
 
 PROMPT, STEPS = 90, 200
 IDS = torch.arange(PROMPT + 300).mul(31).add(7).remainder(128)[None]
@@ -51,12 +52,11 @@ def kept_at_every_step(model, *args, **options):
 
 def peek(cache):
     """Positions held, without putting anything in order."""
-    layer = cache.backend.store[0]
-    if not len(layer.free_slots):
+    if cache.backend.steps.rows is None:
         return cache.kept(0)[0]
-    positions = layer.flat.token_positions.clone()
-    positions[layer.free_slots] = -1
-    return [[p for p in head if p >= 0] for head in positions.view(layer.kv_heads, -1).tolist()]
+    rows = cache.backend.steps.rows.blocks[0].rows
+    held = zip(rows.token_positions[0, 0].tolist(), rows.free_slot[0, 0].tolist(), strict=True)
+    return [[p for slot, p in enumerate(head) if slot != free and p != PAD_POSITION] for head, free in held]
 
 
 def one_layer(heads, kv_heads):
@@ -118,7 +118,7 @@ def test_ahakv_adds_a_steps_row_as_it_is(recent_only, fast):
     model = one_layer(8, 4)
     options = {"value_pool": 1, "recent": 7, "recent_only": recent_only}  # a budget that never binds: no step gain
     cache = kvkeep.Cache(model, "ahakv", 200, **options)
-    cache.backend.step_evictor.can_append = cache.backend.step_evictor.can_append if fast else lambda *_: False
+    cache.backend.steps.is_possible = cache.backend.steps.is_possible if fast else lambda: False
     for start, stop in ((0, 60), (60, 61), (61, 62), (62, 63)):
         model(IDS[:, start:stop], past_key_values=cache)
     values = cache.backend.store[0].dense(0).values.square().sum(-1)[:, :60]
@@ -411,7 +411,7 @@ def test_looking_at_one_layer_changes_nothing(spec):
 def test_ahakv_notes_the_same_however_a_step_is_done(family, options):
     model = build(family, "eager")
     fast, general = (kvkeep.Cache(model, "ahakv", 24, recent=4, **options) for _ in range(2))
-    general.backend.step_evictor.rule.scorer, general.backend.step_evictor.can_append = None, lambda *_: False
+    general.backend.steps.is_possible = lambda: False
     for cache in (fast, general):
         model(prompt(60, rows=2), past_key_values=cache)
         for token in prompt(8, rows=2, seed=2).split(1, 1):

@@ -58,7 +58,7 @@ def assert_free(work):
     for batch in work.batches.values():
         assert not list(batch.requests)
         if isinstance(pool := getattr(batch, "pool", None), StepPool):
-            assert not pool.allocated and not any(int(block.rows.active.sum()) for block in pool.blocks)
+            assert not pool.allocated and not any(int(block.rows.active.sum()) for block in pool.steps.blocks)
         elif isinstance(pool, RetrievalPool):
             assert not pool.by_row and not pool.counts.any()
         elif pool:

@@ -173,14 +173,17 @@ def test_a_row_that_was_full_is_as_good_as_new(tiny, spec):
         sequence = new_request(tiny, spec, 1, length).config.new_sequence()
         sequence.prefill(ids(1, length))
         caches.append(sequence.cache)
-    used, fresh = (StepPool(caches[0], rows=1) for _ in range(2))
+    used, fresh = (StepPool(caches[0]) for _ in range(2))
+    for pool in (used, fresh):
+        pool.grow(1, pool.slots, 0)
+        pool.set_active_rows(1)
     used.admit(0, caches[0], 60)
     for position in range(90, 95):
         tiny(torch.tensor([[7]]), position_ids=torch.tensor([[position]]), past_key_values=used)
     used.release(0)
     for pool in (used, fresh):
         pool.admit(0, caches[1], 60)
-    (mine,), (theirs,) = used.blocks, fresh.blocks
+    (mine,), (theirs,) = used.steps.blocks, fresh.steps.blocks
     assert all(torch.equal(part, theirs.rows.parts[name]) for name, part in mine.rows.parts.items())
 
 
@@ -199,14 +202,14 @@ def all_full(family):
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "smollm3", "llama"])
 def test_soft_caps_sink_logits_and_layers_of_several_kinds(spec, family, monkeypatch):
     """Blocks of three layers and of one. smollm3: one layer has no RoPE; llama: one has a scale of its own."""
-    monkeypatch.setattr("kvkeep.cache.step_pool.BLOCK_LAYERS", 3)
+    monkeypatch.setattr("kvkeep.cache.evict_one.BLOCK_LAYERS", 3)
     model = all_full(family)
     if family == "llama":
         model.model.layers[1].self_attn.scaling = 0.7
     requests = [new_request(model, spec, n, 25 + 30 * n, 20) for n in range(3)]
     work = Scheduler(model, set())
     work.run(requests)
-    assert [len(pool.blocks) for pool in pools(work)] == [2]
+    assert [len(pool.steps.blocks) for pool in pools(work)] == [2]
     assert [request.answer.ids for request in requests] == [alone(request)[1] for request in requests]
 
 
@@ -233,7 +236,7 @@ def test_methods_and_budgets_have_pools_of_their_own(tiny):
     for spec, budget in (("h2o", BUDGET), ("h2o", 30), ("tova", 30)):
         one = new_request(tiny, spec, 1, 60, budget=budget)
         work.run([one])
-        assert [(pool.rule.method.name, pool.rule.tokens) for pool in pools(work)] == [(spec, budget)]
+        assert [(pool.steps.rule.method.name, pool.steps.rule.tokens) for pool in pools(work)] == [(spec, budget)]
     together = [new_request(tiny, spec, 2, 60, budget=budget) for spec in ("h2o", "ahakv") for budget in (30, BUDGET)]
     work.run(together)
     assert [request.answer.ids for request in together] == [alone(request)[1] for request in together]

@@ -21,9 +21,12 @@ class CacheBackend(Protocol):
     """`begin`, `attend` for every layer, then `commit`; or `rollback`, where the pass was cut short."""
 
     budget: Budget
-    store: dict[int, RaggedLayer]  # layer -> what is kept of it; empty where tokens are offloaded instead
     peak_bytes: int  # the most keys and values at once, as far as measured
     attention_check: AttentionCheck
+
+    @property
+    def store(self) -> dict[int, RaggedLayer]:
+        """What is kept, by layer; empty where tokens are offloaded instead."""
 
     @property
     def reach(self) -> KeyReach | None:

@@ -1,8 +1,7 @@
 """Decode steps of one cache in a CUDA graph: `model.generate` replays them, and launches no kernels one by one.
 
-Tokens are appended in the cache's own buffers, allocated ahead; where one is evicted for each new one, they are decoded
-in a pool of the cache's rows. Only the device counts them: the host catches up when somebody asks for the cache's
-tokens (`settle`).
+Tokens go into the cache's own buffers, allocated ahead. Only the device counts them: the host catches up when somebody
+asks for the cache's tokens (`settle`).
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
-from kvkeep.cache.step_pool import StepPool, step_rule
+from kvkeep.cache.step_pool import step_rule
 from kvkeep.kernels.dispatch import append_ragged, ragged_attention
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import HFCacheAdapter
+from kvkeep.model.hf_cache import HFCacheAdapter, query_heads, single_device
 from kvkeep.storage.upload import upload
 
 ROOM = 256  # tokens allocated ahead; doubled whenever they are used up
@@ -43,6 +42,7 @@ class AppendedRows(HFCacheAdapter):
         self.longest = 1 << (max(max(layer.lengths) for layer in store.values()) + room - 1).bit_length()
         starts = next(iter(self.segments.values()))[0]
         self.active = torch.ones(len(starts), 1, dtype=torch.int64, device=starts.device)
+        self._remember()
 
     @contextmanager
     def graph_capture_scratch(self, rows: int) -> Iterator[None]:
@@ -56,55 +56,72 @@ class AppendedRows(HFCacheAdapter):
         append_ragged(flat.keys, flat.values, call.key, call.value, *where, self.active)
         return call.to_hf_output(ragged_attention(call.query, flat.keys, flat.values, *where, self.longest, *call.how))
 
-    def settle(self, seen: list[int], steps: int, count: int) -> None:
-        """The last `count` of all steps are to be told."""
+    @property
+    def is_valid(self) -> bool:
+        """Nobody has changed the layers since."""
+        layers = zip(self.store.values(), self.known, strict=True)
+        return all(layer.flat.keys is keys and layer.lengths[0] == length for layer, (keys, length) in layers)
+
+    def settle(self, seen: list[int], count: int) -> None:
+        """Tell the layers of the tokens of the last `count` steps."""
         positions = torch.tensor([range(n - count, n) for n in map(int, seen)], dtype=torch.int32)
         for layer in self.store.values():
             layer.count_appended(upload(positions, layer.ends.device))
+        self._remember()
+
+    def _remember(self) -> None:
+        self.known = [(layer.flat.keys, layer.lengths[0]) for layer in self.store.values()]
 
 
-class EvictingRows(StepPool):
-    """One token of every key head is evicted for each new one, or not yet."""
+class EvictingRows(HFCacheAdapter):
+    """One token of every KV head is evicted for each new one, or not yet."""
+
+    seen = 1
 
     def __init__(self, cache: CacheState, room: int) -> None:
-        super().__init__(cache, len(cache.tracker.seen))
-        self.store = cache.backend.store
-        self.held = self.store[self.compressed_layers[0]].lengths[0]
-        for row in range(self.rows):
-            self.admit(row, cache, room, row)
+        super().__init__(cache.model)
+        self.steps = cache.backend.steps
+        self.rows = self.steps.enter(cache.tracker.seen, query_heads(cache.model))
+        self.rows.reserve(max(self.steps.held) + room + 1)
 
-    def settle(self, seen: list[int], steps: int, count: int) -> None:
-        rows = [self.take(row, self.held + steps) for row in range(self.rows)]
-        for i, layer in self.store.items():
-            layer.fill([row[i] for row in rows])
+    def graph_capture_scratch(self, rows: int) -> Any:
+        """Within, nothing changes."""
+        return self.rows.no_row_in_use()
+
+    def begin_forward(self) -> None:
+        self.rows.begin()
+
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        return call.to_hf_output(self.rows.attend(index, call, self.rows.rows))
+
+    @property
+    def is_valid(self) -> bool:
+        return self.steps.rows is self.rows
+
+    def settle(self, seen: list[int], count: int) -> None:
+        self.steps.count(count)
 
 
 class CapturedDecode:
     """A decode step of all rows, captured, and the tokens it has decoded."""
 
     def __init__(self, cache: CacheState, forward: Callable[..., Any], room: int) -> None:
-        model, store, rows = cache.model, cache.backend.store, len(cache.tracker.seen)
-        self.room, self.steps, self.settled, self.store = room, 0, 0, store
+        model, rows = cache.model, len(cache.tracker.seen)
+        self.room, self.steps, self.settled = room, 0, 0
         self.inference = torch.is_inference_mode_enabled()  # only in this mode may its tensors be changed
         self.pool = EvictingRows(cache, room) if step_rule(cache) else AppendedRows(cache, room)
         self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=model.device)
         weak = weakref.proxy(self)  # the runner is ours: a cache that nobody holds is freed at once
         with self.pool.graph_capture_scratch(rows):
             self.runner = CudaGraphRunner(lambda: weak.forward(forward), model)
-        self._remember()
 
     def forward(self, forward: Callable[..., Any]) -> Tensor:
         return forward(self.tokens, position_ids=self.positions, past_key_values=self.pool, use_cache=True).logits
 
-    def _remember(self) -> None:
-        self.known = [(layer.flat.keys, layer.lengths[0]) for layer in self.store.values()]
-
     @property
     def is_valid(self) -> bool:
         """There is room, and nobody has changed the layers since."""
-        layers = zip(self.store.values(), self.known, strict=True)
-        unchanged = all(layer.flat.keys is keys and layer.lengths[0] == length for layer, (keys, length) in layers)
-        return self.steps < self.room and unchanged
+        return self.steps < self.room and self.pool.is_valid
 
     @property
     def next_room(self) -> int:
@@ -125,18 +142,21 @@ class CapturedDecode:
         count, self.settled = self.steps - self.settled, self.steps
         if count:
             with torch.inference_mode(self.inference or torch.is_inference_mode_enabled()):
-                self.pool.settle(seen, self.steps, count)
-            self._remember()
+                self.pool.settle(seen, count)
 
 
 def can_capture(cache: CacheState) -> bool:
     """Whether its next decode steps only append, or evict one token for each, without padding, on one device."""
-    method, tracker, layers = cache.method, cache.tracker, list(cache.backend.store.values())
+    method, tracker = cache.method, cache.tracker
+    if cache.model.device.type not in DEVICES or tracker.attention_mask is not None:
+        return False
+    if not tracker.seen or min(tracker.seen) - max(tracker.prompt) < PATIENCE:
+        return False
+    if cache.bits or cache.shards or cache.hf_layers or cache.backend.is_dirty or cache.counts_guesses:
+        return False
+    if step_rule(cache):
+        return single_device(cache.model) is not None
+    layers = list(cache.backend.store.values())
     appends = (tracker.frozen or method.schedule.every is None) and not (method.retrieval or method.memory)
     appends = appends and all(layer.can_capture for layer in layers)
-    decoding = tracker.seen and min(tracker.seen) - max(tracker.prompt) >= PATIENCE and tracker.attention_mask is None
-    ours = not (cache.bits or cache.shards or cache.hf_layers or cache.backend.is_dirty or cache.counts_guesses)
-    ours = ours and cache.model.device.type in DEVICES
-    if not (decoding and ours and (appends or step_rule(cache))):
-        return False
-    return {layer.flat.keys.device for layer in layers} == {cache.model.device}
+    return appends and {layer.flat.keys.device for layer in layers} == {cache.model.device}

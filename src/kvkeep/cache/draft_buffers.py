@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from kvkeep.cache.replay import RowText
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.pool import RaggedBuffer
-from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.storage.ragged import LayerKind, RaggedLayer
 
 
 @dataclass(frozen=True)
@@ -32,25 +31,6 @@ class Kept:
         """The same: all first slots, then all ends."""
         first, lengths = self.segments(index)
         return [*first, *(start + length for start, length in zip(first, lengths, strict=True))]
-
-
-class LayerKind(NamedTuple):
-    """Of one layer's keys and values."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, layer: RaggedLayer) -> LayerKind:
-        keys, values = layer.flat.keys, layer.flat.values
-        return cls(layer.kv_heads, keys.shape[1], values.shape[1], keys.dtype, keys.device)
-
-    @property
-    def slot_bytes(self) -> int:
-        return (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

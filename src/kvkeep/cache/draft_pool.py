@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.cache.draft_buffers import DraftSize, Kept, LayerBuffer, LayerKind
+from kvkeep.cache.draft_buffers import DraftSize, Kept, LayerBuffer
 from kvkeep.kernels.dispatch import copy_segments
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, execution_device, query_heads, single_device
 from kvkeep.model.rope import last_position
+from kvkeep.storage.ragged import LayerKind
 from kvkeep.storage.upload import upload
 
 DEVICES = {"cuda"}  # where steps are captured
@@ -84,7 +85,7 @@ class DraftPool(HFCacheAdapter):
         size = DraftSize.of(texts, steps)
         rows = 1 << (size.rows - 1).bit_length() if self.captures else size.rows
         with torch.inference_mode():  # only in this mode may its tensors be changed
-            self.reserve(size | DraftSize(rows), {i: LayerKind.of(layer) for i, layer in texts[0].store.items()}, most)
+            self.reserve(size | DraftSize(rows), {i: layer.kind for i, layer in texts[0].store.items()}, most)
             run = self.runner(rows)
             self._load(texts, steps)
             self.eos = upload(torch.tensor(sorted(eos), dtype=torch.int64), self.tokens.device)

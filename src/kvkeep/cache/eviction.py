@@ -1,7 +1,8 @@
 """The eviction backend: one layer of one forward pass appends, attends, and evicts where that is due.
 
-A prefill evicts each row down to its budget, scored by the row's newest queries (evictor.py); a decode step over a full
-cache replaces one token in place (step_eviction.py), or appends.
+A prefill evicts each row down to its budget, scored by the row's newest queries (evictor.py). Decode steps append.
+Where each evicts one token of every KV head for the new one, the tokens are in other buffers (cache_steps.py), until
+something else is done with them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvkeep.cache.cache_steps import CacheSteps
 from kvkeep.cache.evictor import Evictor, gather_kept
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.cache.query_buffer import Found, OutputWeight, QueryBuffer
@@ -20,7 +22,6 @@ from kvkeep.cache.reach import KeyReach
 from kvkeep.cache.replay import LayerRows
 from kvkeep.cache.report import Report
 from kvkeep.cache.self_check import AttentionCheck
-from kvkeep.cache.step_eviction import StepEvictor
 from kvkeep.compress.method import Draft, Method
 from kvkeep.compress.pipeline import compress
 from kvkeep.compress.step_rule import StepRule
@@ -57,26 +58,38 @@ class EvictingBackend:
     output_weight: OutputWeight = None
 
     def __post_init__(self) -> None:
-        self.store = {i: RaggedLayer(self.bits) for i in self.layers}
+        store = {i: RaggedLayer(self.bits) for i in self.layers}
         decoding = self.method.schedule.every is not None
         self.query_buffer = QueryBuffer(self.method, self.layers, decoding, self.rotations, self.output_weight)
         shards = None if self.method.per_head else self.shards
-        rule = StepRule(self.method, self.budget, self.context_length, in_place=shards is None)
-        self.step_evictor = StepEvictor(rule, self.rotations)
-        self.evictor = Evictor(self.method, self.budget, self.store, self.rotations, self.context_length, shards)
-        self.reach = KeyReach(self.store, self.rotations, self.context_length) if self.method.placement else None
+        in_place = shards is None and not (self.bits or self.query_buffer.decoding)
+        self.steps = CacheSteps(
+            store, StepRule(self.method, self.budget, self.context_length, in_place), self.rotations
+        )
+        self.evictor = Evictor(self.method, self.budget, store, self.rotations, self.context_length, shards)
+        self.key_reach = KeyReach(store, self.rotations, self.context_length) if self.method.placement else None
         self.snapshots: dict[int, LayerSnapshot | None] = {}  # before the forward pass; None: cannot be restored
         self.guessed: dict[int, Guessed] = {}  # of the last forward pass
         self.how: dict[int, Softmax] = {}  # of each layer that holds a whole prompt
         self.peak_bytes = 0
 
+    @property
+    def store(self) -> dict[int, RaggedLayer]:
+        self.steps.leave()
+        return self.steps.store
+
+    @property
+    def reach(self) -> KeyReach | None:
+        return None if self.steps.rows else self.key_reach  # which move keys at every step
+
     def begin(self, layout: BatchLayout) -> None:
         self.snapshots, self.guessed = {}, {}
         self.query_buffer.begin(layout.counts)
-        if layout.is_step:
-            self.step_evictor.begin(layout)
+        self.steps.begin(layout)
 
     def attend(self, index: int, call: AttentionCall, layout: BatchLayout) -> tuple[Tensor, Tensor | None]:
+        if self.steps.under_way:
+            return call.to_hf_output(self.steps.attend(index, call, layout))
         layer = self.store[index]
         if layout.guessed:
             return self._attend_guesses(index, layer, call, layout)
@@ -89,10 +102,6 @@ class EvictingBackend:
             self.attention_check.check(index, call, layout, layer)
         elif layout.evict_later is not None:
             return self._hold(index, call, layout, layer)
-        elif self.step_evictor.can_evict_one(layer, layout):
-            result = call.to_hf_output(self.step_evictor.insert_and_attend(index, layer, call))
-        elif self.step_evictor.can_append(layer, layout):
-            result = call.to_hf_output(self.step_evictor.append_and_attend(index, layer, call, layout))
         else:
             result, lse = self._attend(layer, call, layout)
             self.attention_check.check(index, call, layout, layer)
@@ -219,15 +228,15 @@ class EvictingBackend:
             self.attention_check.check_nan(row.tokens.keys for row in rows)
             uncompressed = self.evictor.evict(index, rows, may_wait=not layer or layout.ends_deferral)
             self.peak_bytes = max(self.peak_bytes, self.nbytes + uncompressed)
-            if self.reach:
-                self.reach.known = {}  # keys are placed anew
+            if self.key_reach:
+                self.key_reach.known = {}  # keys are placed anew
         elif is_chunk:
             self.query_buffer.append_chunk(index, call.query, layout)
         else:
             self.query_buffer.append_step(index, call.query, layout)
 
     def commit(self) -> None:
-        self.step_evictor.commit()
+        self.steps.commit()
         self.query_buffer.commit()
         self.evictor.end_pass()
         self.snapshots = {}
@@ -237,18 +246,18 @@ class EvictingBackend:
 
     @property
     def is_dirty(self) -> bool:
-        return bool(self.snapshots)
+        return bool(self.snapshots) or self.steps.under_way
 
     @property
     def can_rollback(self) -> bool:
         return None not in self.snapshots.values()
 
     def rollback(self) -> None:
+        self.steps.rollback()
         for index, snapshot in self.snapshots.items():
             if snapshot and self.store[index]:
                 self.store[index].restore(snapshot)
         self.query_buffer.rollback()
-        self.step_evictor.clear()
         self.evictor.clear()
         self.snapshots = {}
 
@@ -257,8 +266,8 @@ class EvictingBackend:
             if layer:
                 layer.select_rows(rows)
         self.query_buffer.select_rows(rows)
-        if self.reach:
-            self.reach.known = {}
+        if self.key_reach:
+            self.key_reach.known = {}
         old = self.evictor.covered
         self.evictor.covered = {
             (i, new): old[i, row] for i, _ in old for new, row in enumerate(rows) if (i, row) in old
@@ -278,7 +287,7 @@ class EvictingBackend:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.store.values())
+        return self.steps.nbytes
 
     def report(self, tokens_seen: Sequence[int]) -> Report:
         layers = [self.store[i] for i in self.layers]

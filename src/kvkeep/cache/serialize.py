@@ -45,8 +45,6 @@ def describe(cache: CacheState, **more: Any) -> tuple[dict[str, Tensor], dict[st
         raise CacheMisuse(f"a cache of '{cache.method.name}' cannot be saved yet: offloaded tokens are not written.")
     _check_named(cache.method)
     cache.backend.query_buffer.merge_steps()
-    for layer in cache.backend.store.values():
-        layer.restore_order()
     tensors = {
         f"layer.{i}.{name}": part
         for i, layer in cache.backend.store.items() if layer

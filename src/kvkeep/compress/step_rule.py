@@ -1,7 +1,6 @@
 """What a decode step evicts: one token of every key head, of all rows and layers at once.
 
-Pure tensors in and out, and nothing waits for the host: the same code runs in place over a cache
-(cache/step_eviction.py), and within a CUDA graph over a pool (cache/step_pool.py).
+Pure tensors in and out, and nothing waits for the host: it runs within a CUDA graph (cache/evict_one.py).
 """
 
 from __future__ import annotations
@@ -42,9 +41,14 @@ class StepRule:
         self.scorer = method.scorer if supported and isinstance(method.scorer, StepScorer) else None
 
     @property
+    def evicts(self) -> bool:
+        """Whether every step evicts one token of each full KV head."""
+        return self.scorer is not None and self.method.schedule.every == 1
+
+    @property
     def moved_sinks(self) -> int:
         """Sinks whose keys move with every token evicted."""
-        return self.method.guard.sinks if self.scorer and self.method.placement else 0
+        return self.method.guard.sinks if self.evicts and self.method.placement else 0
 
     def update_token_state(self, step: Step) -> Step:
         return replace(step, token_state=self.memory.step(step, self.tokens)) if self.memory else step

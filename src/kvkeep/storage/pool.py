@@ -52,7 +52,6 @@ class RaggedBuffer:
 
     def put(self, row: int, starts: Sequence[int], on_device: Tensor, layer: RaggedLayer) -> None:
         """Copy the tokens of a cache of one row. starts: of each key head's span, on the device, too"""
-        layer.restore_order()
         flat, first, ends, total = layer.flat, layer.segment_starts, layer.ends, sum(layer.lengths)
         keys, values = flat.keys, flat.values
         if layer.codes:

@@ -3,9 +3,6 @@
 Segments lie row by row, head by head. Room for growth is a 64th of a segment, so memory exceeds what is kept by at
 most 1.6 %, and a decode step copies at most 64 tokens per head on average.
 
-A cache that evicts one token for each new one does not move the others: the new token takes the free slot
-(`write_free_slot`), and the evicted one leaves the next free slot (inplace.py). Order is restored before a read.
-
 A quantized layer holds keys and values in the model's dtype only during a forward pass of several tokens, or while
 nothing is evicted from a prompt in several passes (`whole`). After it they are codes (quantized.py), and every read
 returns a dequantized copy.
@@ -19,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,12 +33,25 @@ GROWTH = 64
 EMPTY = Tokens(torch.empty(0, 0), torch.empty(0, 0), NOTHING)
 
 
+class LayerKind(NamedTuple):
+    """The shape of one layer's keys and values, and where they are."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def slot_bytes(self) -> int:
+        return (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
 @dataclass(frozen=True)
 class LayerSnapshot:
-    """The part of a layer's state that `append` and `write_free_slot` change."""
+    """The part of a layer's state that `append` changes."""
 
     lengths: list[int]
-    free_slots: Tensor
     tails: tuple[Tensor, Tensor] | None = None  # of a quantized layer, where more than one token may be undone
 
 
@@ -60,7 +70,6 @@ class RaggedLayer:
         self.lengths: list[int] = []
         self.room: list[int] = []  # slots of each segment, used or not
         self.ends = self.segment_starts = NOTHING
-        self.free_slots = NOTHING  # [segments] one of each full segment, while tokens are evicted in place
         self.is_shared = False  # a copy holds the same buffers: nothing more is written into them
 
     def __bool__(self) -> bool:
@@ -83,6 +92,11 @@ class RaggedLayer:
         return sum(part.nbytes for name, part in self.flat.parts.items() if name not in ("keys", "values"))
 
     @property
+    def kind(self) -> LayerKind:
+        keys, values = self.flat.keys, self.flat.values
+        return LayerKind(self.kv_heads, keys.shape[1], values.shape[1], keys.dtype, keys.device)
+
+    @property
     def token_nbytes(self) -> int:
         """Bytes of one token's key and value in one key head, in the model's dtype."""
         tails, flat = self.quantized, self.flat
@@ -92,7 +106,6 @@ class RaggedLayer:
     @property
     def segments(self) -> list[tuple[int, int]]:
         """(start, length) of every row and key head."""
-        self.restore_order()
         return list(zip(self.starts, self.lengths, strict=True))
 
     def row_lengths(self, row: int) -> list[int]:
@@ -130,7 +143,7 @@ class RaggedLayer:
     def fill(
         self, rows: Sequence[Sequence[Tokens]], growth: int = 0, spare: int = 0, sources: Sequence[int] | None = None
     ) -> None:
-        """Replace all tokens by copies of these; growth=64 leaves a 64th of room, spare=1 one slot.
+        """Replace all tokens by copies of these; growth=64 leaves a 64th of room, spare=32 so many slots.
 
         sources: the old segment of each new one, where it is not the one of the same number
         """
@@ -139,6 +152,10 @@ class RaggedLayer:
             self.quantized = QuantizedLayer.of(rows, self.bits, growth, self.quantized, known)
             rows = [[replace(each, keys=each.keys[:, :0], values=each.values[:, :0]) for each in row] for row in rows]
         self._write_segments(rows, growth, spare)
+
+    def clear(self) -> None:
+        """Free all tokens; they are held elsewhere."""
+        self.flat, self.rows, self.starts, self.lengths, self.room = EMPTY, 0, [], [], []
 
     def hold(self, rows: Sequence[Sequence[Tokens]]) -> None:
         """As `fill`, in the model's dtype until `quantize`."""
@@ -156,7 +173,7 @@ class RaggedLayer:
             for segment, start in zip(segments, starts, strict=True):
                 for name, part in segment.parts.items():
                     flat.parts[name][start : start + len(part)] = part
-        self.flat, self.starts, self.lengths, self.room, self.free_slots = flat, starts, lengths, room, NOTHING
+        self.flat, self.starts, self.lengths, self.room = flat, starts, lengths, room
         self.is_shared = False
         self.rows, self.kv_heads = len(rows), len(rows[0])
         self.update_ends()
@@ -199,7 +216,6 @@ class RaggedLayer:
         keys, values [rows, kv_heads, q, dim]; per row the positions of its new tokens and the columns of the q that are
         not padding (None: all of them, in every row). A quantized layer quantizes single tokens at once, several later.
         """
-        self.restore_order()
         single = columns is None and keys.shape[2] == 1
         if single and (codes := self.codes) and not (codes.has_room and self._has_room(1)):
             self.fill(self.all_rows(), GROWTH, spare=GROUP_SIZE)
@@ -231,14 +247,13 @@ class RaggedLayer:
 
     def reserve(self, count: int) -> None:
         """Room for so many more tokens in every segment."""
-        self.restore_order()
         if not self._has_room(count):
             self._make_room(count, 0)
 
     @property
     def can_capture(self) -> bool:
         """Tokens can be appended by the device alone."""
-        return bool(self) and self._writable and not len(self.free_slots)
+        return bool(self) and self._writable
 
     def count_appended(self, positions: Tensor) -> None:
         """Tokens whose keys and values the device has appended. positions [rows, count]"""
@@ -318,7 +333,6 @@ class RaggedLayer:
 
     def uniform(self) -> Tokens:
         """All tokens as [rows, kv_heads, n, …]: views, except of quantized keys and values; only if `is_uniform`."""
-        self.restore_order()
         tokens = self.flat.map(self.uniform_view)
         if not (codes := self.codes):
             return tokens
@@ -329,45 +343,14 @@ class RaggedLayer:
         """A view of one of the flat buffers as [rows, kv_heads, n, …]; only if `is_uniform`."""
         return part.view(self.rows, self.kv_heads, self.room[0], *part.shape[1:])[:, :, : self.lengths[0]]
 
-    def add_free_slots(self) -> None:
-        """Repack with one free slot in every segment."""
-        self.fill(self.all_rows(), spare=1)
-        self.free_slots = self.ends
-
-    def write_free_slot(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token's key and value into the free slot of every segment.
-
-        keys, values [rows, kv_heads, dim] -> all n + 1 of them as [rows, kv_heads, n + 1, dim], unordered
-        """
-        if not len(self.free_slots) or not self._writable:
-            self.restore_order()
-            self.add_free_slots()
-        flat, shape = self.flat, (self.rows, self.kv_heads, -1)
-        for buffer, new in ((flat.keys, keys), (flat.values, values)):
-            buffer.index_copy_(0, self.free_slots, new.flatten(0, 1).to(buffer.dtype))
-        return flat.keys.unflatten(0, shape), flat.values.unflatten(0, shape)
-
-    def restore_order(self) -> None:
-        """Drop the free slots and sort every segment by position."""
-        if not len(self.free_slots):
-            return
-        n = self.lengths[0]
-        positions = self.flat.token_positions.index_fill(0, self.free_slots, PAD_POSITION).view(len(self.lengths), -1)
-        order = (positions.argsort(1)[:, :n] + self.segment_starts[:, None]).flatten()
-        ordered = self.flat[order]
-        segments = [ordered[i * n : (i + 1) * n] for i in range(len(self.lengths))]
-        self.fill([segments[row * self.kv_heads : (row + 1) * self.kv_heads] for row in range(self.rows)])
-
     def snapshot(self, several: bool = False) -> LayerSnapshot:
         """The state before the next token, or before the next several, for `restore`."""
         tails = self.quantized.copy_tails() if several and self.quantized else None
-        return LayerSnapshot(self.lengths, self.free_slots, tails)
+        return LayerSnapshot(self.lengths, tails)
 
     def restore(self, snapshot: LayerSnapshot) -> None:
-        """Undo what was appended or inserted since."""
+        """Undo what was appended since."""
         self.lengths = list(snapshot.lengths)
-        if self.free_slots is not snapshot.free_slots:  # repacked since: in order, the free slots at the end
-            self.free_slots = NOTHING
         self.update_ends()
         if self.quantized:
             self.quantized.truncate(self.lengths, snapshot.tails)
@@ -380,7 +363,6 @@ class RaggedLayer:
 
     def copy(self) -> RaggedLayer:
         """An independent layer. Both hold the same buffers until they append; codes are copied."""
-        self.restore_order()
         copied = copy.copy(self)
         if self and self.bits:
             copied.fill(self.all_rows())

@@ -1,6 +1,6 @@
-"""Layers of a pool in which every row evicts one token for each new one.
+"""Layers of which every row evicts one token for each new one (cache/evict_one.py).
 
-Every key head has one slot more than the budget. The tokens of a row that is not full lie in its first slots, and the
+A full KV head has one slot more than the budget. The tokens of a row that is not full lie in its first slots, and the
 one after them is free; once it is full, the token that is evicted leaves the next free slot. All of this is known on
 the device alone. Rows come first in every tensor, so the first rows are the beginning of each.
 """
@@ -9,36 +9,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvkeep.kernels.dispatch import append_ragged, padded_attention
-from kvkeep.storage.inplace import SlotState
-from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.kernels.torch.reference import decode_attention_with_logits, dense_attention
+from kvkeep.storage.ragged import LayerKind, RaggedLayer
 from kvkeep.types import NOTHING, PAD_POSITION, Tokens
 
 STORED = {"token_positions", "rope_positions", "token_state"}  # with every token
+CHANGED = {"lengths", "used", "free_slot", "token_state"}  # by a step, beside what is in the new tokens' slots
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Of consecutive layers on one device."""
+    """The shape of consecutive layers of one kind."""
 
     layers: Sequence[int]
+    kind: LayerKind
     heads: int
-    kv_heads: int
-    slots: int  # of a key head: the budget, and one
-    dim: int
-    dtype: torch.dtype
-    device: torch.device
+    slots: int  # of a KV head
+    full: int  # slots of a full KV head: the budget, and one
     state_width: int  # of the method's memory; 0: it has none
     placed: bool  # keys have RoPE positions of their own
     sinks: int  # whose keys move
     observed: bool  # the method needs logits
+
+
+@dataclass
+class SlotState:
+    """What is stored with every token, but for its key and value."""
+
+    token_positions: Tensor  # [rows, layers, kv_heads, slots]
+    free_slot: Tensor  # [rows, layers, kv_heads] of the next token
+    rope_positions: Tensor | None
+    token_state: Tensor  # [rows, layers, kv_heads, slots, k]
+
+    def insert(self, positions: Tensor) -> None:
+        """Store the new tokens; their slots are free, so an interrupted pass loses nothing. positions [rows, layers]"""
+        slot = self.free_slot[..., None]
+        where = positions[..., None, None].expand_as(slot).to(self.token_positions.dtype)
+        self.token_positions.scatter_(-1, slot, where)
+        if self.rope_positions is not None:
+            self.rope_positions.scatter_(-1, slot, where)
+        if len(self.token_state):
+            self.token_state.scatter_(-2, slot[..., None].expand(*slot.shape, self.token_state.shape[-1]), 0.0)
 
 
 @dataclass
@@ -49,30 +69,27 @@ class StepRows:
     lengths: Tensor  # [rows] tokens of text so far
     used: Tensor  # [rows, kv_heads] slots, that of the next token included
     free_slot: Tensor  # [rows, layers, kv_heads] of the next token
-    free_before: Tensor  # the last step
     token_positions: Tensor  # [rows, layers, kv_heads, slots]
     rope_positions: Tensor = NOTHING
     token_state: Tensor = NOTHING  # [rows, layers, kv_heads, slots, k]
-    state_before: Tensor = NOTHING
     sink_keys: Tensor = NOTHING  # [rows, layers, kv_heads, sinks, dim] as admitted: no rounding error builds up
     sink_positions: Tensor = NOTHING  # [rows, sinks] those they have there
     logits: Tensor = NOTHING  # [rows, layers, heads, slots] of the last step
 
     @classmethod
     def free(cls, shape: StepShape, rows: int) -> StepRows:
-        """Not in use."""
+        """Rows that are not in use."""
 
         def full(value: float, *size: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.full((rows, *size), value, dtype=dtype, device=shape.device)
+            return torch.full((rows, *size), value, dtype=dtype, device=shape.kind.device)
 
-        heads = len(shape.layers), shape.kv_heads
-        state = [full(0, *heads, shape.slots, shape.state_width, dtype=torch.float32) for _ in range(2)]
+        heads = len(shape.layers), shape.kind.kv_heads
         positions = [full(PAD_POSITION, *heads, shape.slots, dtype=torch.int32) for _ in range(1 + shape.placed)]
-        made = cls(full(0, 1), full(0), full(1, heads[1]), full(0, *heads), full(0, *heads), *positions)
+        made = cls(full(0, 1), full(0), full(1, heads[1]), full(0, *heads), *positions)
         if shape.state_width:
-            made.token_state, made.state_before = state
+            made.token_state = full(0, *heads, shape.slots, shape.state_width, dtype=torch.float32)
         if shape.sinks:
-            made.sink_keys = full(0, *heads, shape.sinks, shape.dim, dtype=shape.dtype)
+            made.sink_keys = full(0, *heads, shape.sinks, shape.kind.key_dim, dtype=shape.kind.dtype)
             made.sink_positions = full(0, shape.sinks)
         if shape.observed:
             made.logits = full(float("-inf"), heads[0], shape.heads, shape.slots, dtype=torch.float32)
@@ -85,33 +102,42 @@ class StepRows:
 
 
 class StepBlock:
-    def __init__(self, shape: StepShape, rows: int) -> None:
-        self.shape, self.rows = shape, StepRows.free(shape, rows)
-        size = rows, shape.kv_heads, shape.slots, shape.dim
-        self.keys, self.values = (
-            [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in shape.layers] for _ in range(2)
-        )
-        self._set_starts(rows)
+    """Some layers of all rows."""
 
-    def _set_starts(self, rows: int) -> None:
-        segments = torch.arange(rows * self.shape.kv_heads, device=self.shape.device)
-        self.starts = (segments * self.shape.slots).view(rows, self.shape.kv_heads)
+    def __init__(self, shape: StepShape, rows: int) -> None:
+        self._set_shape(shape, rows)
+        self.keys, self.values = (
+            [torch.zeros(size, dtype=shape.kind.dtype, device=shape.kind.device) for _ in shape.layers]
+            for size in self._sizes(rows)
+        )
+
+    def _set_shape(self, shape: StepShape, rows: int) -> None:
+        self.shape, self.rows = shape, StepRows.free(shape, rows)
+        self.before = {name: part.clone() for name, part in self.rows.parts.items() if name in CHANGED}
+        segments = torch.arange(rows * shape.kind.kv_heads, device=shape.kind.device)
+        self.starts = (segments * shape.slots).view(rows, shape.kind.kv_heads)
         self.unchanged = torch.zeros_like(self.rows.active)
+
+    def _sizes(self, rows: int) -> list[tuple[int, ...]]:
+        """The shapes of a layer's keys and values."""
+        kind = self.shape.kind
+        return [(rows, kind.kv_heads, self.shape.slots, dim) for dim in (kind.key_dim, kind.value_dim)]
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
-    def grow(self, rows: int) -> None:
-        """More rows, one layer after the other; those in use stay where they are."""
-        before, self.rows = self.rows, StepRows.free(self.shape, rows)
-        for name, old in before.parts.items():
-            self.rows.parts[name][: len(old)] = old
-        for buffers in (self.keys, self.values):
+    def grow(self, rows: int, slots: int) -> None:
+        """Make room for more rows and slots, one layer after the other; tokens stay where they are."""
+        before, undo = self.rows, self.before
+        self._set_shape(replace(self.shape, slots=slots), rows)
+        pairs = [(self.rows.parts[name], old) for name, old in before.parts.items()]
+        for new, old in pairs + [(self.before[name], old) for name, old in undo.items()]:
+            new[tuple(map(slice, old.shape))] = old
+        for buffers, size in zip((self.keys, self.values), self._sizes(rows), strict=True):
             for layer, old in enumerate(buffers):
-                buffers[layer] = old.new_zeros(rows, *old.shape[1:])
-                buffers[layer][: len(old)] = old
-        self._set_starts(rows)
+                buffers[layer] = old.new_zeros(size)
+                buffers[layer][tuple(map(slice, old.shape))] = old
 
     # rows that come and go
 
@@ -122,7 +148,7 @@ class StepBlock:
         for number, layer in enumerate(layers):
             for name, part in layer.dense(source).parts.items():
                 self._stored(row, number)[name][:, : part.shape[1]] = part
-        held, rows, sinks = layers[0].lengths[0], self.rows, self.shape.sinks
+        held, rows, sinks = layers[0].row_lengths(source)[0], self.rows, self.shape.sinks
         rows.active[row], rows.lengths[row], rows.used[row], rows.free_slot[row] = 1, length, held + 1, held
         if sinks:
             rows.sink_keys[row] = torch.stack([keys[row, :, :sinks] for keys in self.keys])
@@ -137,35 +163,39 @@ class StepBlock:
         rows = self.rows
         rows.active[row], rows.lengths[row], rows.used[row], rows.free_slot[row] = 0, 0, 1, 0
 
-    def undo(self, row: int) -> None:
-        """Take a row's last step back: the token it evicted is still in its slot."""
-        rows = self.rows
-        rows.lengths[row] -= 1
-        rows.free_slot[row] = rows.free_before[row]
-        if self.shape.state_width:
-            rows.token_state[row] = rows.state_before[row]
-
     def take(self, row: int, held: int) -> list[list[Tokens]]:
-        """A row's tokens, so many of every key head, in order of position: of each layer and key head"""
-        free = self.rows.free_slot[row][..., None]
-        positions = self.rows.token_positions[row].scatter(-1, free, PAD_POSITION)[..., : held + 1]
+        """A row's tokens, so many of every KV head, in order of position: of each layer and KV head"""
+        free = self.rows.free_slot[row][..., None]  # perhaps the one after the last
+        positions = pad(self.rows.token_positions[row], (0, 1), value=PAD_POSITION)
+        positions = positions.scatter(-1, free, PAD_POSITION)[..., : held + 1]
         order, taken = positions.argsort(-1)[..., :held], []
         for number, heads in enumerate(order):
             tokens = Tokens(**self._stored(row, number))
             taken.append([tokens[head][where] for head, where in enumerate(heads)])
         return taken
 
+    def remember(self, rows: int) -> None:
+        """Before a step changes anything: what `undo` restores."""
+        for name, part in self.before.items():
+            part[:rows].copy_(self.rows.parts[name][:rows])
+
+    def undo(self, rows: slice) -> None:
+        """Take the last step of some rows back: the token that it evicted is still in its slot."""
+        for name, part in self.before.items():
+            self.rows.parts[name][rows] = part[rows]
+
     @contextmanager
     def no_row_in_use(self) -> Iterator[None]:
         """Within, steps write to free slots alone; what else they change is restored."""
-        names = self.rows.parts.keys() & {"active", "free_before", "token_state", "state_before"}
-        before = {name: self.rows.parts[name].clone() for name in names}
+        changed = [self.rows.active, *(part for part in (self.rows.token_state,) if part is not NOTHING)]
+        changed += self.before.values()
+        before = [part.clone() for part in changed]
         self.rows.active.zero_()
         try:
             yield
         finally:
-            for name in names:
-                self.rows.parts[name].copy_(before[name])
+            for part, old in zip(changed, before, strict=True):
+                part.copy_(old)
 
     # one step of the first rows
 
@@ -176,13 +206,15 @@ class StepBlock:
         append_ragged(keys.flatten(0, 2), values.flatten(0, 2), key, value, *where)
         logits = self.rows.logits[:rows, number] if self.shape.observed else None
         if used.device.type == "cpu":  # leave slots out that no row uses
-            longest = int(used.max())
+            fewest, longest = map(int, used.aminmax())
             keys, values = keys[:, :, :longest], values[:, :, :longest]
             logits = None if logits is None else logits[..., :longest]
+            if fewest == longest:
+                return _dense_attention(query, keys, values, *how, logits)
         return padded_attention(query, keys, values, used, *how, logits)
 
     def slots(self, rows: int, numbers: slice) -> SlotState:
-        """Of some of the layers. [rows, layers, kv_heads, …]"""
+        """The state of some of the layers. [rows, layers, kv_heads, …]"""
         placed = self.rows.rope_positions[:rows, numbers] if self.shape.placed else None
         token_state = self.rows.token_state[:rows, numbers] if self.shape.state_width else NOTHING
         positions, free_slot = (part[:rows, numbers] for part in (self.rows.token_positions, self.rows.free_slot))
@@ -192,23 +224,21 @@ class StepBlock:
         """[rows, layers, kv_heads, group, slots]"""
         if not self.shape.observed:
             return NOTHING
-        return self.rows.logits[:rows, numbers].unflatten(2, (self.shape.kv_heads, -1))
+        return self.rows.logits[:rows, numbers].unflatten(2, (self.shape.kind.kv_heads, -1))
 
-    def evict(self, rows: int, numbers: slice, slots: Tensor, token_state: Tensor) -> None:
-        """Store the new token state, and free these slots where key heads are full. slots [rows * layers, kv_heads]"""
+    def evict(self, rows: int, numbers: slice, slots: Tensor | None, token_state: Tensor) -> None:
+        """Store the new token state, and free these slots where KV heads are full. slots [rows * layers, kv_heads]"""
         mine, used, active = self.slots(rows, numbers), self.rows.used[:rows, None], self.rows.active[:rows, None]
-        self.rows.free_before[:rows, numbers] = mine.free_slot
-        free = torch.where(used < self.shape.slots, used, slots.view_as(mine.free_slot))
+        free = used if slots is None else torch.where(used < self.shape.full, used, slots.view_as(mine.free_slot))
         mine.free_slot.copy_(torch.where(active > 0, free, mine.free_slot))
         if self.shape.state_width:
-            self.rows.state_before[:rows, numbers] = mine.token_state
             mine.token_state.copy_(token_state.view_as(mine.token_state))
 
     def advance(self, rows: int) -> None:
         """Count the tokens of a step."""
         used, active = self.rows.used[:rows], self.rows.active[:rows]
         self.rows.lengths[:rows] += active[:, 0]
-        used.copy_((used + active).clamp_max(self.shape.slots))
+        used.copy_((used + active).clamp_max(self.shape.full))
 
     def move_sinks(self, rows: slice, target: Tensor, rotations: Sequence[Any]) -> None:
         """Rotate the sinks' keys of some rows to these positions; rotations: of every layer. target [rows, sinks]"""
@@ -220,6 +250,16 @@ class StepBlock:
                 rotated = rotation.rotate(self.rows.sink_keys[rows, layers], by[:, None, None])
                 for number, keys in enumerate(self.keys[layers]):
                     keys[rows, :, :sinks] = rotated[:, number]
+
+
+def _dense_attention(query: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+    """`padded_attention` where all slots are used. rest: scale, softcap, sink_logits, logits"""
+    *how, logits_out = rest
+    if logits_out is None:
+        return dense_attention(query, keys, values, *how)
+    output, logits = decode_attention_with_logits(query, keys, values, *how)
+    logits_out.copy_(logits.detach().flatten(1, 2))
+    return output
 
 
 def runs(items: Iterable[int], kind: Callable[[int], Any]) -> list[list[int]]:

@@ -309,7 +309,7 @@ def padded_attention(
     if logits_out is not None:
         unused = torch.arange(size, device=keys.device) >= lengths[..., None, None]
         output, logits = decode_attention_with_logits(queries, keys, values, scale, softcap, sink_logits, unused)
-        logits_out.copy_(logits.flatten(1, 2))
+        logits_out.copy_(logits.detach().flatten(1, 2))
         return output
     ahead = torch.arange(q - 1, -1, -1, device=keys.device)  # new tokens after each query
     seen = torch.arange(size, device=keys.device) < (lengths[..., None] - ahead)[..., None]
