@@ -17,8 +17,9 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice, product
+from itertools import accumulate, islice, product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
@@ -59,12 +60,8 @@ def draw(tokenizer: Any, tokens: int, haystack: Path | None, rng: random.Random)
 def places(tokenizer: Any, ids: torch.Tensor, number: str) -> set[int]:
     """Positions of the number's tokens where it stands first."""
     pieces = [tokenizer.decode([token]) for token in ids.tolist()]
-    start, place, found = "".join(pieces).index(number), 0, set()
-    for position, piece in enumerate(pieces):
-        if place < start + len(number) and place + len(piece) > start:
-            found.add(position)
-        place += len(piece)
-    return found
+    ends, start = [*accumulate(map(len, pieces))], "".join(pieces).index(number)
+    return {i for i, end in enumerate(ends) if start < end < start + len(number) + len(pieces[i])}
 
 
 class Runner:
@@ -110,18 +107,16 @@ class Runner:
                 answer.append(token)
                 logits = sequence.forward(torch.tensor([token]))[-1]
                 shares.append(self.attended(sequence, wanted))
-        steps = shares[1:] or shares
-        return self.tokenizer.decode(answer), {"window": shares[0], "decode": sum(steps) / len(steps)}
+        return self.tokenizer.decode(answer), {"window": shares[0], "decode": mean(shares[1:] or shares)}
 
     def attended(self, sequence: Sequence, wanted: set[int]) -> float:
         layers = [state.positions() for state in self.states.values()]
-        if sequence.config.method.retrieval and not layers:
+        if not layers and sequence.config.method.retrieval:
             return 1.0  # nothing is offloaded yet, or the method prefills with full attention
         if not layers:
             kept = (sequence.cache.backend.positions(i)[0] for i in range(self.model.config.num_hidden_layers))
             layers = [[head.tolist() for head in heads] for heads in kept]
-        held = [wanted.issubset(head) for heads in layers for head in heads]
-        return sum(held) / len(held)
+        return mean(float(wanted.issubset(head)) for heads in layers for head in heads)
 
 
 def main() -> None:
@@ -142,12 +137,12 @@ def main() -> None:
         for share, name in product(options.shares, options.methods):
             for found in islice(runner.chat(name, share, text, numbers), options.turns):
                 cells[name, share, found["asked"]].append(found)
-                row = {"method": name, "share": share, "sample": sample, **found}
-                print(json.dumps(row), file=options.out, flush=True)
+                row = json.dumps({"method": name, "share": share, "sample": sample, **found})
+                print(row, file=options.out, flush=True)
     print("\n| method | share | asked | n | right | window | decode |\n|---|---|---|---|---|---|---|")
     for (name, share, when), rows in cells.items():
-        means = (sum(row[key] for row in rows) / len(rows) for key in ("right", "window", "decode"))
-        print(f"| {name} | {share:g} | {when} | {len(rows)} | {' | '.join(f'{mean:.2f}' for mean in means)} |")
+        means = " | ".join(f"{mean(float(row[key]) for row in rows):.2f}" for key in ("right", "window", "decode"))
+        print(f"| {name} | {share:g} | {when} | {len(rows)} | {means} |")
 
 
 if __name__ == "__main__":
