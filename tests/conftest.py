@@ -48,12 +48,28 @@ def make_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
 STARTED = {"ran", "served", "site", "installed", "driver", "ray", "execute"}  # processes and servers of a whole module
 
 
+def pytest_addoption(parser):
+    parser.addoption("--cases", type=int, help="run at most so many cases of a parametrised test")
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks next
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """With `--dist loadgroup`, tests that share one of these run in the process that started it."""
     for item in items:
         if STARTED & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+    if most := config.getoption("--cases"):
+        thin_out(config, items, most)
+
+
+def thin_out(config, items, most: int) -> None:
+    """Of each test, leave at most so many of its cases, spread over all of them."""
+    tests = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = {item for cases in tests.values() for item in cases[:: -(-len(cases) // most)]}
+    config.hook.pytest_deselected(items=[item for item in items if item not in left])
+    items[:] = [item for item in items if item in left]
 
 
 @pytest.fixture
