@@ -71,11 +71,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 def thin_out(config, items, most: int) -> None:
-    """Of each test, leave at most so many of its cases, spread over all of them."""
+    """Leave at most so many cases of each test, spread over all of them; of seeds the first, four times as many.
+
+    Options of a test often depend on its seed modulo some small number.
+    """
     tests = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left = {item for cases in tests.values() for item in cases[:: -(-len(cases) // most)]}
+    left = set()
+    for cases in tests.values():
+        seeded = "seed" in getattr(cases[0], "fixturenames", ())
+        left.update(cases[: 4 * most] if seeded else cases[:: -(-len(cases) // most)])
     config.hook.pytest_deselected(items=[item for item in items if item not in left])
     items[:] = [item for item in items if item in left]
 

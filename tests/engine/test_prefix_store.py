@@ -198,7 +198,7 @@ def test_a_question_about_a_pinned_text_is_contexts_answer(chat, spec):
             assert found[0].num_cached == len(one.read(TALK[3]))
         assert answered(one, say("which?"), key="a", context=id).text == want[0]
         for wrong in ({"key": "b", "context": id}, {"key": "a", "context": id + "x"}):
-            with pytest.raises(UnknownName, match="no context"):
+            with pytest.raises(UnknownName, match=f"no context '{wrong['context']}'"):
                 one.submit("which?", **wrong)
         with pytest.raises(UnknownName):
             one.unpin(id, key="b")
