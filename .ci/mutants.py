@@ -9,6 +9,7 @@ from pathlib import Path
 
 FOLDERS = ("cache", "compress", "engine", "storage")
 SECONDS = 20  # of tests for one mutant, the quickest first: what a mutant that survives costs
+SIGNS = {"🎉": "killed", "🙁": "survived", "⏰": "timeout", "🫥": "no tests"}
 STATS = Path("mutants/mutmut-stats.json")
 
 
@@ -43,9 +44,13 @@ def draw(seed: int, count: int) -> list[str]:
 
 
 def score(said: str) -> str:
-    """Count the results that mutmut printed, by folder."""
-    counts = Counter(re.findall(r"^ +kvkeep\.(\w+)\..*: ([a-z ]+)$", said, re.MULTILINE))
-    return "\n".join(f"{folder:10}{result:10}{count:5}" for (folder, result), count in sorted(counts.items()))
+    """Count the results that mutmut printed, by folder, and name the mutants that no test noticed."""
+    results = re.findall(r"^(\S+) (kvkeep\.(\w+)\.\S+)$", said, re.MULTILINE)
+    counts = Counter((folder, SIGNS.get(sign, sign)) for sign, _, folder in results)
+    lines = [f"{SIGNS[sign]}: {name}" for sign, name, _ in results if sign in SIGNS and SIGNS[sign] != "killed"]
+    for folder in FOLDERS:
+        lines.append(folder + ", ".join(f" {counts[folder, result]} {result}" for result in SIGNS.values()))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

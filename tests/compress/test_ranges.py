@@ -124,16 +124,16 @@ DEFAULTS = """
     snapkv+prototypes:kappa=5:anchors=32:bits=2
     snapkv+values:power=1.0:value_pool=5
     snapkv+sinks:first=4
-""".split()
+"""
 
 
 def test_the_usual_numbers_of_a_method_are_these():
     """A number of a paper, or a choice measured in docs/RESULTS.md, changes here too."""
-    for written in DEFAULTS:
+    for written in DEFAULTS.split():
         spec = written.split(":")[0]
         assert replace(parse(written), name=spec) == parse(spec), written
     usual = {(spec, key) for spec, _, key, default in NUMBERS if default is not None and key != "seed"}
-    assert usual == {(each.split(":")[0], key) for each in DEFAULTS for key in re.findall(r":(\w+)=", each)}
+    assert usual == {(each.split(":")[0], key) for each in DEFAULTS.split() for key in re.findall(r":(\w+)=", each)}
 
 
 def test_a_range_is_said_in_words():
