@@ -10,7 +10,7 @@ TORCH = "$$(grep '^torch==' constraints.txt)"
 compat_oldest := transformers==5.10.4
 compat_newest := transformers>=5.10,<6
 
-FAULTS ?= 80
+FAULTS ?= 120
 SEED ?= 0
 MUTMUT = PYTHONPATH=$(CURDIR)/mutants/src OMP_NUM_THREADS=1 .venv-mutate/bin/mutmut
 
@@ -61,8 +61,9 @@ compat: .venv-compat-oldest/.ready .venv-compat-newest/.ready  ## the core tests
 
 mutate: .venv-mutate/.ready  ## mutation tests: FAULTS mutants, as many of each folder, sampled with SEED
 	mkdir -p mutants/src
-	-$(MUTMUT) run --max-children 1 none > /dev/null 2>&1  # creates the mutants and times the tests; the sample is run next
-	$(MUTMUT) run --max-children 1 $$(.venv-mutate/bin/python .ci/mutants.py draw $(SEED) $(FAULTS)) > mutants/said
+	-$(MUTMUT) run --max-children 1 none > mutants/baseline 2>&1  # creates the mutants and times the tests; the sample is run next
+	.venv-mutate/bin/python .ci/mutants.py draw $(SEED) $(FAULTS) > mutants/drawn
+	$(MUTMUT) run --max-children 1 $$(cat mutants/drawn) > mutants/said
 	.venv-mutate/bin/python .ci/mutants.py score < mutants/said
 
 clean:  ## remove environments and caches; the fetched model stays
