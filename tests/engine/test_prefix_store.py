@@ -183,6 +183,8 @@ def test_pinned_ones_stay(chat):
         third = one.pin(TALK[3][2:])
         assert set(one.prefixes.entries) == {second, third} and third != first and len(third) >= 32
         assert one.pin(TALK[3][2:]) == third and len(one.prefixes) == 2
+        entry = one.prefixes.entries[third]
+        assert one.prefixes.add("", entry.sequence) == third and entry.pinned, "also if it is stored again"
 
 
 @pytest.mark.parametrize("spec", ["kvkeep_context", "snapkv", "full", "tokenselect", "qllm"])
