@@ -10,16 +10,9 @@ TORCH = "$$(grep '^torch==' constraints.txt)"
 compat_oldest := transformers==5.10.4
 compat_newest := transformers>=5.10,<6
 
-FAULTS ?= 80
+FAULTS ?= 120
 SEED ?= 0
 MUTMUT = PYTHONPATH=$(CURDIR)/mutants/src OMP_NUM_THREADS=1 .venv-mutate/bin/mutmut
-define DRAW
-import glob, json, random
-names = sorted(name for file in glob.glob("mutants/**/*.meta", recursive=True) for name in json.load(open(file))["exit_code_by_key"])
-random.Random($(SEED)).shuffle(names)
-print(*names[:$(FAULTS)])
-endef
-export DRAW
 
 .DELETE_ON_ERROR:
 .PHONY: help run test clients docs notebooks first-run gpu-test lint model compat mutate clean
@@ -66,10 +59,12 @@ compat: .venv-compat-oldest/.ready .venv-compat-newest/.ready  ## the core tests
 	.venv-compat-oldest/bin/python -m pytest -n $(JOBS) -q -m core
 	.venv-compat-newest/bin/python -m pytest -n $(JOBS) -q -m core
 
-mutate: .venv-mutate/.ready  ## mutation tests: FAULTS mutants, sampled with SEED
+mutate: .venv-mutate/.ready  ## mutation tests: FAULTS mutants, as many of each folder, sampled with SEED
 	mkdir -p mutants/src
-	-$(MUTMUT) run --max-children 1 none > /dev/null 2>&1  # creates the mutants and times the tests; the sample is run next
-	$(MUTMUT) run --max-children 1 $$(.venv-mutate/bin/python -c "$$DRAW")
+	-$(MUTMUT) run --max-children 1 none > mutants/baseline 2>&1  # creates the mutants and times the tests; the sample is run next
+	.venv-mutate/bin/python .ci/mutants.py draw $(SEED) $(FAULTS) > mutants/drawn
+	$(MUTMUT) run --max-children 1 $$(cat mutants/drawn) > mutants/said
+	.venv-mutate/bin/python .ci/mutants.py score < mutants/said
 
 clean:  ## remove environments and caches; the fetched model stays
 	rm -rf .venv .venv-first .venv-clients .venv-compat-oldest .venv-compat-newest .venv-mutate mutants build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -12,8 +12,16 @@ import kvkeep
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: threads that wait for busy cores spin
-EVICTING = [name for name, method in kvkeep.methods.items() if method.retrieval is None]
-RETRIEVING = [name for name, method in kvkeep.methods.items() if method.retrieval] + ["protokv+recall"]
+
+
+def __getattr__(name: str) -> list[str]:
+    """Methods by kind, made when a test asks for them: a fault in one fails tests, not the import of this file."""
+    if name not in ("EVICTING", "RETRIEVING"):
+        raise AttributeError(name)
+    retrieving = [each for each, method in kvkeep.methods.items() if method.retrieval]
+    if name == "RETRIEVING":
+        return [*retrieving, "protokv+recall"]
+    return [each for each in kvkeep.methods if each not in retrieving]
 
 
 def copied(make):
@@ -48,12 +56,34 @@ def make_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
 STARTED = {"ran", "served", "site", "installed", "driver", "ray", "execute"}  # processes and servers of a whole module
 
 
+def pytest_addoption(parser):
+    parser.addoption("--cases", type=int, help="run at most so many cases of a parametrised test")
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks next
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """With `--dist loadgroup`, tests that share one of these run in the process that started it."""
     for item in items:
         if STARTED & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+    if most := config.getoption("--cases"):
+        thin_out(config, items, most)
+
+
+def thin_out(config, items, most: int) -> None:
+    """Leave at most so many cases of each test, spread over all of them; of seeds the first, four times as many.
+
+    Options of a test often depend on its seed modulo some small number.
+    """
+    tests = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = set()
+    for cases in tests.values():
+        seeded = "seed" in getattr(cases[0], "fixturenames", ())
+        left.update(cases[: 4 * most] if seeded else cases[:: -(-len(cases) // most)])
+    config.hook.pytest_deselected(items=[item for item in items if item not in left])
+    items[:] = [item for item in items if item in left]
 
 
 @pytest.fixture

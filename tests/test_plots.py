@@ -7,6 +7,7 @@ import tiny_chat
 import torch
 
 import kvkeep
+from kvkeep.cache.shaded_text import ShadedText
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.token_texts import token_texts
 
@@ -54,6 +55,7 @@ def test_the_text_in_a_notebook(cache):
     assert plain[0].startswith("<kvkeep.Cache snapkv+adakv") and plain[1] == TEXT.splitlines()[0]
     shades = {sign for line in plain[2::2] for sign in line}
     assert "█" in shades and " " in shades
+    assert repr(ShadedText("", ["a", "b", "c"], [0, 1, 4], heads=4)).splitlines()[1:] == ["abc", " ░█"]
 
 
 def test_a_list_of_ids_and_what_was_not_seen(cache):

@@ -188,6 +188,7 @@ def test_quantized_caches_draft_before_they_quantize(found, storage):
     check(found[-1], model, {0: (ids, 24)})
 
 
+@pytest.mark.slow
 def test_fifty_prompts_capture_once_and_hold_no_more(captures):
     model = build().double().to(DEVICE)
 

@@ -35,6 +35,7 @@ def test_second_and_third_call_compress_like_the_first(model):
 
 @pytest.mark.core
 @pytest.mark.trap(19)
+@pytest.mark.slow
 def test_interleaved_conversations_equal_solo_runs(model):
     """Conversations with different methods take turns on one model; each is bit-equal to itself alone."""
     solo = [list(steps(model, kvkeep.Cache(model, name, budget=16), i)) for i, name in enumerate(EVERY)]

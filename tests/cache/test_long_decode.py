@@ -12,6 +12,7 @@ LONG, SHORT = 2000, 400  # tokens: one way to fill a buffer is like another
 
 
 @pytest.mark.parametrize("spec", [name for name in EVICTING if name != "full"])
+@pytest.mark.slow
 def test_long_answers_in_flat_memory(spec):
     method, budget = kvkeep.methods[spec], 48
     alone = isinstance(method.layers, EqualLayers) and method.reuse == 1  # no layer knows of another: one shows all

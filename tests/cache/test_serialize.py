@@ -88,6 +88,7 @@ BAD = [float("nan"), 2.5, "7", None, [], {}, [[]], True]
 FREE = ("model_class", "format", "sha256", "tensors_sha256")
 
 
+@pytest.mark.slow
 def test_an_edited_description_is_refused_or_goes_on(saved, tmp_path):
     model, path = saved
     facts = json.loads((path / checkpoint.DESCRIPTION).read_text())
@@ -134,6 +135,7 @@ def strange_tensors(tensors):
         yield f"{name} too many", tensors | {name: extra}
 
 
+@pytest.mark.slow
 def test_edited_tensors_are_refused(saved, tmp_path):
     model, path = saved
     for what, tensors in strange_tensors(load_file(path / checkpoint.TENSORS)):

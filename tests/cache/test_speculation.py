@@ -78,6 +78,7 @@ def test_the_same_tokens_or_a_refusal(spec, way, tiny):
         ("kvkeep", "int8", "itself"), ("snapkv", "int4", "lookup"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_groups_that_a_wrong_guess_completed_are_undone(spec, way, storage, tiny):
     """36 tokens complete a group of 32 in every head, some of them in a pass whose guesses are wrong."""
     ids, how = WAYS[way](tiny)
@@ -132,6 +133,7 @@ def test_sampling_gives_the_stock_tokens_where_there_is_room(way, tiny):
     assert drawn[0].tolist() == drawn[1].tolist()
 
 
+@pytest.mark.slow
 def test_a_pass_of_guesses_that_is_cut_short_changes_nothing(tiny, monkeypatch):
     for storage in (None, "int8"):
         cache = kvkeep.Cache(tiny, "snapkv", 60, storage=storage)

@@ -144,6 +144,7 @@ def test_streaming_step_by_step(spec, sinks):
 
 @pytest.mark.core
 @pytest.mark.parametrize("buffer, ways", [(1, ["raw"]), (16, ["softmax", "raw"]), (50, ["softmax"])])
+@pytest.mark.slow
 def test_buffered_snapkv_and_protokv(buffer, ways):
     model = one_layer(8, 4)
     everything = seen_by(model, IDS[:, : PROMPT + STEPS])

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import pytest
@@ -78,6 +78,62 @@ def test_what_is_out_of_range_is_refused_by_name(spec, part, key, default):
     for value in (default, least, most):
         if value is None or math.isfinite(value):
             assert parse(spec, **{key: value})
+
+
+DEFAULTS = """
+    kvkeep:window=32:pool=7:block=16:sinks=4:alpha=0.5
+    kvkeep_context:chunk=2048:sinks=4:floor=0.35:norm=2
+    kvkeep_lookahead:tokens=32:window=32:pool=7:block=8:sinks=4:alpha=0.5:hold=8:norm=2
+    intentkv:window=64:block=16:smooth=8:recent=0:sinks=0
+    intelllm:head_gravity=6:window=64
+    ahakv:recent=32:pool=5:value_pool=5
+    protokv:kappa=5:anchors=32:bits=2
+    satkv:kappa=5
+    streamingllm:sinks=4
+    lm_infinite:sinks=10
+    snapkv:window=64:pool=5
+    lookahead:tokens=8:window=64:pool=5:norm=1
+    pyramidkv:window=8:pool=5:beta=20
+    chunkkv:window=32:chunk=10:reuse=2
+    nacl:window=32:random=0.7
+    cake:window=32:gamma=200.0:pool=5:tau1=1.0:tau2=1.0
+    keep_prompt_random:buffer=128
+    lagkv:sinks=4:lag=128
+    echo:chunk=2048:sinks=4:gap=20
+    kvzip:chunk=2048:sinks=4:norm=0
+    kvzip_plus:chunk=2048:sinks=4:norm=0
+    expected_attention:future=512:sinks=4
+    compactor:sketch=48:chunk=256:sinks=8:recent=4:ridge=0.01
+    rkv:buffer=128:window=8:pool=7:importance=0.1:alike=0.5
+    actqkv:window=256:representatives=32:question_weight=0.0
+    infllm:window=256:representatives=4
+    qllm:window=256:representatives=4:weight=4.0
+    tokenselect:window=256:similar=0.9
+    emllm:window=256:gamma=1.0:longest=128:contiguity=0.3:representatives=4
+    quest:sinks=0
+    clusterkv:tokens=80:iterations=20
+    squeezed:tokens=20:iterations=20:threshold=0.05
+    sentencekv:longest=128
+    snapkv+adakv:alpha=0.2
+    snapkv+shared:floor=0.0
+    snapkv+critical:share=0.5:offset=0.0001
+    snapkv+threshold:tau=0.001
+    snapkv+pyramid:beta=20
+    snapkv+cake:tau1=1.0:tau2=1.0
+    snapkv+blocks:block=16
+    snapkv+prototypes:kappa=5:anchors=32:bits=2
+    snapkv+values:power=1.0:value_pool=5
+    snapkv+sinks:first=4
+"""
+
+
+def test_the_usual_numbers_of_a_method_are_these():
+    """A number of a paper, or a choice measured in docs/RESULTS.md, changes here too."""
+    for written in DEFAULTS.split():
+        spec = written.split(":")[0]
+        assert replace(parse(written), name=spec) == parse(spec), written
+    usual = {(spec, key) for spec, _, key, default in NUMBERS if default is not None and key != "seed"}
+    assert usual == {(each.split(":")[0], key) for each in DEFAULTS.split() for key in re.findall(r":(\w+)=", each)}
 
 
 def test_a_range_is_said_in_words():

@@ -24,6 +24,7 @@ TEXT = "".join(chr(97 + i * i % 23) + (". " if i % 29 == 0 else "") for i in ran
 
 
 @pytest.mark.parametrize("spec", ["kvkeep", "snapkv", "full", "pyramidkv", "h2o", "infllm", "emllm", "sentencekv"])
+@pytest.mark.slow
 def test_the_engine_answers_many_as_it_answers_one(spec):
     model = tiny_chat.model().double()  # a batch rounds otherwise than a row: too little to change what is fetched
     prompts = ["".join(chr(97 + (i * i + n) % 23) for i in range(100 + 60 * n)) for n in range(5)]
@@ -178,6 +179,7 @@ def test_the_pool_lives_as_long_as_its_engine():
         engine.generate("more")
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_many_requests():
     """Every request, cancelled or not, gives back all it took."""
     engine, live = kvkeep.Engine(tiny_chat.model(), WORDS, "snapkv", 64, max_rows=4), []
@@ -247,6 +249,7 @@ def test_submitted_requests_need_nobody_who_waits():
     assert threading.active_count() < 20
 
 
+@pytest.mark.slow
 def test_python_ends_while_an_answer_is_decoded():
     """Old: terminate called without an active exception."""
     code = (

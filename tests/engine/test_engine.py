@@ -48,6 +48,7 @@ def test_every_method_reads_in_pieces_within_its_budget(chat, spec):
 @pytest.mark.parametrize(
     "spec", ["actqkv", "infllm", "qllm", "tokenselect", "emllm", "intelllm", "streamingllm", "lm_infinite"]
 )
+@pytest.mark.slow
 def test_far_beyond_the_window_in_constant_memory(chat, spec):
     sizes, one = [], engine(chat, spec, 128, prefill_chunk_size=64)
     one.generate(TEXT * 6, max_new_tokens=2, progress=lambda _: sizes.append(one.cache.nbytes))

@@ -88,6 +88,7 @@ def test_other_machines_cannot_meet_the_processes():
     assert [each.ip for each in listens if each.port == meeting.port] == ["127.0.0.1"]
 
 
+@pytest.mark.slow
 def test_the_follower_answers_what_the_leader_is_asked():
     """Methods, budgets, seeds, keys, chats with stored prefixes, contexts and constraints of many threads."""
     with two(memory=900_000) as (leader, follower, parts, raised, failed):

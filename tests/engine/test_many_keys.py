@@ -95,6 +95,7 @@ def watch(engine):
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_every_answer_is_that_of_an_engine_of_its_own(chat, tmp_path):
     model, _ = chat
     cap, stored = memory.row_bytes(model, 2600), memory.row_bytes(model, 900)

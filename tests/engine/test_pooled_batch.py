@@ -5,12 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import EVICTING, make_llama
+from test_scheduler import alone, run
+from test_scheduler import request as new_request
 
 import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine.pooled_batch import PooledBatch, can_pool
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import BadInput
 
@@ -137,3 +140,13 @@ def test_the_cache_a_row_was_copied_from_is_not_changed(tiny):
     step(batch)
     batch.release(one)
     assert cache.backend.store[0].flat.keys.equal(before) and cache.seen == 50 and one._sequence is None
+
+
+def test_a_model_of_one_key_head():
+    """In each kind of pool two rows are what each is alone."""
+    model = make_llama(num_key_value_heads=1, num_hidden_layers=2, vocab_size=258).double()
+    work = Scheduler(model, set())
+    kinds = [("full", None), ("full", "int8"), ("streamingllm", None), ("infllm", None)]
+    requests = [new_request(model, spec, seed, 90, 8, 64, None, storage) for spec, storage in kinds for seed in (1, 2)]
+    run(work, requests)
+    assert [one.answer.ids for one in requests] == [alone(one) for one in requests]

@@ -184,6 +184,8 @@ def test_pinned_ones_stay(chat):
         third = one.pin(TALK[3][2:])
         assert set(one.prefixes.entries) == {second, third} and third != first and len(third) >= 32
         assert one.pin(TALK[3][2:]) == third and len(one.prefixes) == 2
+        entry = one.prefixes.entries[third]
+        assert one.prefixes.add("", entry.sequence) == third and entry.pinned, "also if it is stored again"
 
 
 @pytest.mark.parametrize("spec", ["kvkeep_context", "snapkv", "full", "tokenselect", "qllm"])
@@ -199,7 +201,7 @@ def test_a_question_about_a_pinned_text_is_contexts_answer(chat, spec):
             assert found[0].num_cached == len(one.read(TALK[3]))
         assert answered(one, say("which?"), key="a", context=id).text == want[0]
         for wrong in ({"key": "b", "context": id}, {"key": "a", "context": id + "x"}):
-            with pytest.raises(UnknownName, match="no context"):
+            with pytest.raises(UnknownName, match=f"no context '{wrong['context']}'"):
                 one.submit("which?", **wrong)
         with pytest.raises(UnknownName):
             one.unpin(id, key="b")

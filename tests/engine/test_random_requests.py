@@ -139,6 +139,7 @@ def follow(job, driver, configs, doomed):
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_every_request_says_what_it_says_alone(configs, monkeypatch):
     luck, found, doomed, errors = random.Random(1), {}, [], []
     jobs = [Job.draw(luck) for _ in range(REQUESTS)]

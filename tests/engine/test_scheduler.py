@@ -353,6 +353,19 @@ def test_a_cancelled_request_frees_its_row_at_once(model, spec):
     assert_free(work)
 
 
+def test_a_cancelled_request_that_waits_for_room_is_dropped(model):
+    work = Scheduler(model, set(), max_tokens=100)
+    stays, goes = (work.submit(request(model, "snapkv", seed, 80, 12, 64)) for seed in (1, 2))
+    work.step(), work.step()
+    assert [each for each, _ in work.prefilled] == [goes]
+    goes.cancelled = True
+    work.drop_cancelled()
+    assert goes.done and len(goes.answer.ids) == 1 and not work.prefilled
+    while not stays.done:
+        work.step()
+    assert stays.answer.ids == alone(stays) and len(goes.answer.ids) == 1
+
+
 def test_a_callback_that_fails_costs_its_own_request(model):
     def fail(*_):
         raise ValueError("mine")

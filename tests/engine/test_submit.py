@@ -86,6 +86,7 @@ def test_a_method_or_budget_that_cannot_be_is_refused_at_once(chat, wrong):
         engine(chat).submit(TEXT, **wrong)
 
 
+@pytest.mark.slow
 def test_every_method_in_one_engine_at_a_time_says_what_it_says_alone(chat):
     specs = [(spec, 96 if n % 2 else 64) for n, spec in enumerate([*EVICTING, *RETRIEVING])]
     with engine(chat) as one:
@@ -174,6 +175,7 @@ def test_a_key_with_one_request_does_not_wait_for_all_of_another(chat):
     assert len(done) == 13 and done.index(few) < 3 and [each for each in done if each is not few] == many
 
 
+@pytest.mark.slow
 def test_one_that_does_not_fit_is_not_overtaken_forever(chat):
     one = engine(chat, "full", None)
     room = memory.row_bytes(one.model, 320)

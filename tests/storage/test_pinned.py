@@ -33,6 +33,13 @@ def test_an_arena_hands_out_each_byte_once(seed):
     )
 
 
+def test_an_arena_takes_no_more_than_its_limit():
+    """What will ever be asked for fits, so nothing is prepared beyond it."""
+    arena = Arena(CPU, limit=5000)
+    arena.allocate((100,), torch.uint8)
+    assert arena.allocated == 20 * pinned.ALIGNED and arena.prefetched is None
+
+
 class Driver:
     """CUDA's, as far as pinning goes."""
 
