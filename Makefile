@@ -15,7 +15,7 @@ SEED ?= 0
 MUTMUT = PYTHONPATH=$(CURDIR)/mutants/src OMP_NUM_THREADS=1 .venv-mutate/bin/mutmut
 
 .DELETE_ON_ERROR:
-.PHONY: help run test clients docs notebooks first-run gpu-test lint model compat mutate clean
+.PHONY: help run test test-all clients docs notebooks first-run gpu-test lint model compat mutate clean
 
 help:  ## list these commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / /' | awk '{ n = $$1; $$1 = ""; printf "  make %-10s%s\n", n, $$0 }'
@@ -23,7 +23,10 @@ help:  ## list these commands
 run: model  ## set up, fetch the default model, answer a question about a long document
 	.venv/bin/kvkeep run $(DOCUMENT) "$(QUESTION)"
 
-test: lint model  ## set up, then the linter and the whole test suite
+test: lint model  ## set up, then the linter and the tests: up to 4 cases of each, without slow ones
+	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup -q -m "not slow" --cases 4
+
+test-all: lint model  ## the same with all cases of all tests
 	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup -q
 
 clients: .venv/.dev .venv-clients/.ready  ## other people's clients, against a server of a tiny model

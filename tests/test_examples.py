@@ -35,6 +35,7 @@ def _said(output):
     return "a picture" if "image/png" in data else re.sub(r"[\d.]+ s\b", "… s", data["text/plain"])
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @by_name
 def test_a_notebook_says_what_is_printed_in_it(path, execute):

@@ -128,6 +128,7 @@ def python(installed, *args):
     return done
 
 
+@pytest.mark.slow
 def test_the_command_line_lists_and_runs_it_and_a_broken_one_harms_nobody(installed):
     done = python(installed, "-m", "kvkeep", "methods", "--json")
     listed = {each["name"]: each for each in json.loads(done.stdout)}
@@ -153,6 +154,7 @@ def test_a_cache_takes_it_with_a_modifier_and_is_saved_and_loaded(installed):
         kvkeep.Cache.load(installed / "saved", model)
 
 
+@pytest.mark.slow
 def test_its_task_is_evaluated(installed):
     (installed / "riddles.jsonl").write_text(json.dumps({"ask": "What has keys?", "answer": "a cache"}))
     how = ["--methods", "full,key-norm", "--budget", 64, "--model", installed / "model", "--data", installed]

@@ -181,6 +181,7 @@ evaluate((tiny_chat.model(), tiny_chat.tokenizer()), [sample(0), sample(1)], GRI
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 11])
 def test_a_killed_run_goes_on_and_ends_with_the_same_file(chat, tmp_path, after):
     samples = [sample(0), sample(1)]

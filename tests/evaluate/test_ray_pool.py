@@ -61,6 +61,7 @@ def alive(pid):
     return True
 
 
+@pytest.mark.slow
 def test_order_is_kept_and_no_worker_runs_too_far_ahead(running, notes):
     ahead = AHEAD * 2 - 1
 
@@ -113,6 +114,7 @@ def test_a_killed_worker_is_replaced(running, notes, when):
     assert len(said) == 1 and said[0].startswith(f"{when} lost its worker")
 
 
+@pytest.mark.slow
 def test_an_item_that_kills_every_worker_is_named(running, notes):
     def answer(item):
         if item == 2:
@@ -127,6 +129,7 @@ def test_an_item_that_kills_every_worker_is_named(running, notes):
     assert notes.read_text().split() == ["died"] * MAX_LOSSES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["load", "answer"])
 def test_what_the_work_raises_is_raised_here_once(running, notes, where):
     def fail(here):
@@ -163,6 +166,7 @@ def test_more_workers_than_room_are_refused(running):
         next(map_on_ray(None, lambda: str, range(9), workers=3))
 
 
+@pytest.mark.slow
 def test_a_ray_of_its_own_ends_with_it(ray):
     ray.shutdown()
     results = map_on_ray(None, lambda: lambda item: (os.getpid(), os.getppid()), range(50))
@@ -195,6 +199,7 @@ def test_without_ray_the_extra_is_named(monkeypatch):
     assert list(map_on_ray(None, lambda: str, [])) == []
 
 
+@pytest.mark.slow
 def test_the_same_rows_come_out_of_the_command(running, tmp_path, monkeypatch):
     """`kvkeep eval --ray`, with a worker killed midway, ends with the file `kvkeep eval` writes."""
     import tiny_chat

@@ -17,7 +17,7 @@ CASES = [  # of three processes, as long as each other: starting one takes as lo
 
 
 @pytest.mark.parametrize("cases", CASES, ids=" ".join)
-def test_kernels_equal_the_reference(cases):
+def test_kernels_equal_the_reference(cases, pytestconfig):
     """In a process of its own: whether Triton interprets is decided when it is imported."""
     pytest.importorskip("triton")
     command = [
@@ -31,6 +31,8 @@ def test_kernels_equal_the_reference(cases):
         "no:xdist",
         *(str(Path(__file__).with_name(each)) for each in cases),
     ]
+    if most := pytestconfig.getoption("--cases"):
+        command += ["--cases", str(most)]
     environment = os.environ | ({} if GPU else {"TRITON_INTERPRET": "1"})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

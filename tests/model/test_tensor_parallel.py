@@ -49,6 +49,7 @@ def alone(ran):
         return json.loads(json.dumps(answers(model)))
 
 
+@pytest.mark.slow
 def test_both_processes_decide_alike_on_two_heads_each(ran):
     first, second = ran[1]
     assert first["heads"] == second["heads"] == 16 and first == second

@@ -30,6 +30,7 @@ def metric(served, name):
     return float(line.split()[1])
 
 
+@pytest.mark.slow
 def test_a_store_is_whole_and_warm_after_kill_9_under_load(tmp_path):
     """Whatever was being written; answers are as before."""
     kept = tmp_path / "kept"

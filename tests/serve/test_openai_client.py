@@ -50,6 +50,7 @@ def official(kind, reply):
     return kind.model_validate_json(reply.text, strict=True)
 
 
+@pytest.mark.slow
 def test_a_chat_is_answered_as_the_engine_answers(api, engine):
     raw = api.chat.completions.with_raw_response.create(messages=HELLO, **COLD)
     reply = official(ChatCompletion, raw)

@@ -68,6 +68,7 @@ def counted(served, name):
     return found
 
 
+@pytest.mark.slow
 def test_a_response_is_found_and_continued_where_it_was_answered(served, alice):
     how = {"model": "tiny", "max_output_tokens": 4}
     for number in range(6):
@@ -141,6 +142,7 @@ def test_a_client_that_goes_away_frees_its_row(served, alice):
     wait_until(lambda: sum(counted(served, "kvkeep_answers_running").values()) == 0)
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_killed_fails_its_own_answers_alone(served, alice):
     """Each of the others is whole and its own; who asks again is answered, also about a context that is on disk."""
     made = alice.post("/contexts", body={"model": "tiny", "text": TEXT + "On disk."}, cast_to=object)

@@ -92,6 +92,7 @@ def test_answers_are_those_of_one_process(api, one, method):
         assert 0.3 < share < 0.7 if method in ADAPTIVE else share == 0.5  # of the first process
 
 
+@pytest.mark.slow
 def test_clients_at_once_with_mixed_methods_have_their_own_answers(api, one):
     """More than fit into memory: they wait, and whoever leaves frees its row in both processes."""
     texts = {(method, number): f"{number} {TEXT[number:]}" for method in METHODS for number in range(3)}
@@ -169,6 +170,7 @@ def test_what_does_not_fit_is_refused_and_others_go_on(api, one):
     assert said(chat(api, "x" + TEXT)) == said(chat(one, "x" + TEXT))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_server_and_says_so(tmp_path):
     with serving.process(tmp_path, *SPLIT, double=True) as served, serving.client(served) as api:
         stream, (follower,) = chat(api, TEXT, **LONG, stream=True), followers(served)
@@ -180,6 +182,7 @@ def test_a_process_that_is_killed_ends_the_server_and_says_so(tmp_path):
         assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(any(find_spec(name) is None for name in ("ray", "grpc", "mmh3")), reason="needs ray[serve]")
 def test_a_replica_on_ray_is_split_the_same_way(tmp_path, one):
     with serving.process(tmp_path, *SPLIT, "--ray", double=True) as served, serving.client(served) as api:
