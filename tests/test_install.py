@@ -45,7 +45,7 @@ def test_testing_adds_the_extras_to_what_running_has(tmp_path):
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_ci_begins_as_a_newcomer_does(tmp_path):
     called = re.findall(r"make ([\w-]+)", (ROOT / ".ci" / "run").read_text())
-    assert called == ["first-run", "test", "clients"]
+    assert called == ["first-run", "test-all", "clients"]
     asks = next(line for line in would_do("first-run", tmp_path) if "kvkeep run" in line)
     assert "KVKEEP_HOME=" in asks and "examples/lighthouse.txt" in asks
 
