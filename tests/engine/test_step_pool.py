@@ -202,7 +202,7 @@ def all_full(family):
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "smollm3", "llama"])
 def test_soft_caps_sink_logits_and_layers_of_several_kinds(spec, family, monkeypatch):
     """Blocks of three layers and of one. smollm3: one layer has no RoPE; llama: one has a scale of its own."""
-    monkeypatch.setattr("kvkeep.cache.evict_one.BLOCK_LAYERS", 3)
+    monkeypatch.setattr("kvkeep.cache.evict_one.BLOCK_LAYERS", {"cpu": 3})
     model = all_full(family)
     if family == "llama":
         model.model.layers[1].self_attn.scaling = 0.7

@@ -22,7 +22,7 @@ from kvkeep.storage.ragged import GROWTH, LayerKind, RaggedLayer
 from kvkeep.storage.step_block import StepBlock, StepShape, runs
 from kvkeep.types import NOTHING, Step, Tokens
 
-BLOCK_LAYERS = 8  # evicted from together: in few kernels, and their logits take little memory
+BLOCK_LAYERS = {"cuda": 8, "cpu": 64}  # evicted from together: in few kernels, and their logits take little memory
 UNLIMITED = 2**40  # slots
 
 
@@ -49,10 +49,11 @@ class EvictOne:
             for i, each in rotations.items()
         }
         layers, slots = list(kinds), slots or self.full
+        size = BLOCK_LAYERS.get(kinds[layers[0]].device.type, 8)
         self.blocks = [
             StepBlock(self._shape(same, kinds[same[0]], heads, slots), rows)
-            for first in range(0, len(layers), BLOCK_LAYERS)
-            for same in runs(layers[first : first + BLOCK_LAYERS], kinds.__getitem__)
+            for first in range(0, len(layers), size)
+            for same in runs(layers[first : first + size], kinds.__getitem__)
         ]
         self.block_of = {i: (block, number) for block in self.blocks for number, i in enumerate(block.shape.layers)}
 
