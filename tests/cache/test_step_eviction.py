@@ -375,6 +375,25 @@ def test_a_generation_killed_midway_leaves_a_usable_cache(spec, error):
     assert [cache.kept(i) for i in range(4)] == [twin.kept(i) for i in range(4)]
 
 
+@pytest.mark.parametrize("spec", ["h2o", "streamingllm"])
+def test_a_step_cut_short_in_inference_mode_is_undone_outside_of_it(spec, monkeypatch):
+    """After a block of layers has evicted."""
+    monkeypatch.setattr("kvkeep.cache.evict_one.BLOCK_LAYERS", {"cpu": 2})
+    model, said = make_llama(), []
+    for interrupted in (True, False):
+        cache = kvkeep.Cache(model, spec, 24)
+        with torch.inference_mode():
+            for part in (IDS[:, :60], IDS[:, 60:61], IDS[:, 61:62]):
+                model(part, past_key_values=cache)
+            if interrupted:
+                broken = model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Stop()))
+                with pytest.raises(Stop):
+                    model(IDS[:, :1], past_key_values=cache)
+                broken.remove()
+        said.append(model(IDS[:, 62:63], past_key_values=cache).logits)
+    torch.testing.assert_close(*said, atol=1e-5, rtol=0)
+
+
 def test_schedules_by_name():
     model = make_llama(num_hidden_layers=1)
     assert kvkeep.Cache(model, "snapkv", 30).method.schedule.every is None

@@ -77,7 +77,7 @@ class CacheSteps:
         self.rows = None
 
     def count(self, steps: int) -> None:
-        """Tokens that every row was given."""
+        """Count tokens that every row was given."""
         self._held = [held + steps for held in self._held]
 
     # a forward pass

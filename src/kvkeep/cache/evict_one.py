@@ -3,11 +3,12 @@
 A layer writes the new token of every row into its free slot and attends; after a block of layers, the method's rule
 (compress/step_rule.py) says which token of each KV head leaves. Rows that are not full only append. Nothing waits for
 the host, so that a decode step of all rows can be captured in a CUDA graph and replayed. The rows are those of one
-cache (eviction.py), or of all requests of one method and budget (step_pool.py).
+cache (cache_steps.py), or of all requests of one method and budget (step_pool.py).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,10 +24,11 @@ from kvkeep.storage.step_block import StepBlock, StepShape, runs
 from kvkeep.types import NOTHING, Step, Tokens
 
 BLOCK_LAYERS = {"cuda": 8, "cpu": 64}  # evicted from together: in few kernels, and their logits take little memory
-UNLIMITED = 2**40  # slots
 
 
 class EvictOne:
+    """The rows of all layers, in blocks of layers that are evicted from together."""
+
     def __init__(
         self,
         rule: StepRule,
@@ -40,7 +42,7 @@ class EvictOne:
 
         A rule that evicts nothing in steps only keeps token state up to date.
         """
-        self.rule, self.rows, self.full = rule, rows, rule.tokens + 1 if rule.evicts else UNLIMITED
+        self.rule, self.rows, self.full = rule, rows, rule.tokens + 1 if rule.evicts else sys.maxsize
         self.calls: list[AttentionCall] = []  # of the block's layers so far
         self.changed: list[StepBlock] = []  # by the pass under way
         moved: dict[Any, Any] = {}  # one rotation for all layers that share it
@@ -77,7 +79,7 @@ class EvictOne:
             block.grow(rows, slots)
 
     def reserve(self, held: int) -> None:
-        """Room for so many tokens of every KV head, and a 64th, but for what a full one has."""
+        """Make room for so many tokens of every KV head, and a 64th more, but no more than a full one has."""
         if self.blocks[0].shape.slots < min(held, self.full):
             self.grow(self.rows, min(held + held // GROWTH, self.full))
 
@@ -87,7 +89,7 @@ class EvictOne:
             block.put(row, [store[i] for i in block.shape.layers], length, source)
 
     def take(self, row: int, held: int) -> dict[int, list[Tokens]]:
-        """What a row holds, by layer, of each KV head. held: the tokens that it came with, and all since"""
+        """Gather what a row holds, by layer, of each KV head. held: the tokens that it came with, and all since"""
         kept: dict[int, list[Tokens]] = {}
         for block in self.blocks:
             kept |= dict(zip(block.shape.layers, block.take(row, min(held, self.full - 1)), strict=True))
@@ -115,7 +117,8 @@ class EvictOne:
 
     def rollback(self) -> None:
         """Undo a step that was cut short."""
-        self.undo(slice(None), self.changed)
+        with torch.inference_mode(torch.is_inference_mode_enabled() or not self.is_writable):
+            self.undo(slice(None), self.changed)
         self.begin()
 
     def attend(self, index: int, call: AttentionCall, rows: int) -> Tensor:

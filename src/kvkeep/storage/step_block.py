@@ -164,7 +164,7 @@ class StepBlock:
         rows.active[row], rows.lengths[row], rows.used[row], rows.free_slot[row] = 0, 0, 1, 0
 
     def take(self, row: int, held: int) -> list[list[Tokens]]:
-        """A row's tokens, so many of every KV head, in order of position: of each layer and KV head"""
+        """Gather a row's tokens, so many of every KV head, in order of position. -> of each layer and KV head"""
         free = self.rows.free_slot[row][..., None]  # perhaps the one after the last
         positions = pad(self.rows.token_positions[row], (0, 1), value=PAD_POSITION)
         positions = positions.scatter(-1, free, PAD_POSITION)[..., : held + 1]
@@ -175,7 +175,7 @@ class StepBlock:
         return taken
 
     def remember(self, rows: int) -> None:
-        """Before a step changes anything: what `undo` restores."""
+        """Save what `undo` restores, before a step changes anything."""
         for name, part in self.before.items():
             part[:rows].copy_(self.rows.parts[name][:rows])
 
