@@ -104,7 +104,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def decoding(engine: kvkeep.Engine) -> int:
     """Requests that have a row now."""
-    return sum(len(batch.requests) for batch in list(engine._driver.scheduler.batches.values()))
+    return sum(len(batch.requests) for batch in list(engine._driver.scheduler.held.batches.values()))
 
 
 class Run:
@@ -154,7 +154,7 @@ class Run:
             first_token_of_last_s=first[-1], answered=len(first),
             filled_s=start - min(each.began for each in streams),
         )  # fmt: skip
-        while engine._driver.scheduler.num_requests:  # their clients have gone
+        while engine._driver.scheduler.held.num_requests:  # their clients have gone
             time.sleep(0.01)
 
     def fill(self, engine: kvkeep.Engine, num_clients: int) -> int:

@@ -51,7 +51,7 @@ def test_device_memory_is_constant_in_the_length(spec):
         engine = kvkeep.Engine(model, words, spec, 256, prefill_chunk_size=64)
         engine.generate("".join(chr(97 + i * i % 23) for i in range(length)), max_new_tokens=2)
         report = engine.cache.report()
-        pools = [batch.pool for batch in engine._driver.scheduler.batches.values() if hasattr(batch, "pool")]
+        pools = [batch.pool for batch in engine._driver.scheduler.held.batches.values() if hasattr(batch, "pool")]
         copies = [layer.index_nbytes for pool in pools for layer in getattr(pool, "rows_of", {}).values()]
         most[length] = torch.cuda.max_memory_allocated() - report.index_bytes - sum(copies)
         assert all(block.keys.is_pinned() for block in engine.cache.backend.states[0][0].host.blocks)
@@ -114,7 +114,7 @@ def test_rows_come_and_go_in_graphs(storage):
     assert [engine.generate(prompt, max_new_tokens=12) for prompt in prompts] == want
     handles = [engine.submit(prompt, max_new_tokens=12) for prompt in prompts]
     assert [handle.result() for handle in handles] == want == engine.generate(prompts, max_new_tokens=12)
-    (batch,) = engine._driver.scheduler.batches.values()
+    (batch,) = engine._driver.scheduler.held.batches.values()
     assert batch.runners and all(runner.graph is not None for runner in batch.runners.values())
     assert engine.generate(prompts[0], max_new_tokens=12) == want[0] and engine.cache.seen == len(engine.token_ids)
 
@@ -146,7 +146,7 @@ def test_evicting_at_every_step_in_graphs_says_what_it_says_without(spec, kind, 
         said[graphs] = engine.generate(prompts, max_new_tokens=64)
         handles = [engine.submit(prompt, max_new_tokens=16, temperature=1.0, seed=3) for prompt in prompts]
         said[graphs] += [handle.result() for handle in handles]
-        (batch,) = engine._driver.scheduler.batches.values()
+        (batch,) = engine._driver.scheduler.held.batches.values()
         assert {runner.graph is not None for runner in batch.runners.values()} == {graphs}
         assert type(batch.pool).__name__ == "StepPool"
         monkeypatch.setattr(CudaGraphRunner, "_try", without_graph)
@@ -233,9 +233,9 @@ def test_a_retrieving_batch_in_a_graph_says_what_each_says_alone(spec, monkeypat
     pooled = kvkeep.Engine(model, words, spec, 64)
     pooled.warmup(rows=4)
     answers = pooled.generate(prompts, rows=3, max_new_tokens=60)
-    batches = pooled._driver.scheduler.batches.values()
+    batches = pooled._driver.scheduler.held.batches.values()
     assert any(runner.graph for batch in batches for runner in getattr(batch, "runners", {}).values())
-    monkeypatch.setattr("kvkeep.engine.scheduler.retrieval_plan", lambda cache: None)
+    monkeypatch.setattr("kvkeep.engine.batches.retrieval_plan", lambda cache: None)
     alone = kvkeep.Engine(model, words, spec, 64)
     assert answers == [alone.generate(prompt, max_new_tokens=60) for prompt in prompts]
 
@@ -254,10 +254,10 @@ def test_penalties_count_the_tokens_of_steps_that_are_launched_ahead(spec, monke
     with kvkeep.Engine(model, words, spec, 64, max_rows=3) as pooled:
         pooled.warmup(rows=3)
         found = answers(pooled)
-        batches = pooled._driver.scheduler.batches.values()
+        batches = pooled._driver.scheduler.held.batches.values()
         assert any(runner.graph for batch in batches for runner in getattr(batch, "runners", {}).values())
-    monkeypatch.setattr("kvkeep.engine.scheduler.retrieval_plan", lambda cache: None)
-    monkeypatch.setattr("kvkeep.engine.scheduler.can_pool", lambda sequence: False)
+    monkeypatch.setattr("kvkeep.engine.batches.retrieval_plan", lambda cache: None)
+    monkeypatch.setattr("kvkeep.engine.batches.can_pool", lambda sequence: False)
     with kvkeep.Engine(model, words, spec, 64) as alone:
         assert found == answers(alone)
         hows = [{}] * 4

@@ -51,7 +51,7 @@ def held_after_steps(engine):
 
     def watched():
         step()
-        held.append(scheduler.held_bytes)
+        held.append(scheduler.memory.held_bytes)
 
     scheduler.step = watched
     return held

@@ -334,9 +334,9 @@ def test_memory_of_an_engine_counts_the_buffers(chat, captures):
         handles = [engine.submit(prompt, **NEW) for prompt in prompts]
         assert [handle.result() for handle in handles] == want
         assert 0.5 * cap < max(held) <= cap
-        before, drafts = scheduler.held_bytes, draft_pool.held_bytes(model)
-        assert drafts and scheduler.draft_room() == cap - before + drafts
-        assert draft_pool.free_pool(model) and scheduler.held_bytes == before - drafts
+        before, drafts = scheduler.memory.held_bytes, draft_pool.held_bytes(model)
+        assert drafts and scheduler.memory.draft_room() == cap - before + drafts
+        assert draft_pool.free_pool(model) and scheduler.memory.held_bytes == before - drafts
         engine.generate(prompts[0], **NEW)
     assert not draft_pool.held_bytes(model)
 
@@ -352,7 +352,7 @@ def test_a_prompt_that_just_fits_reserves_its_draft(chat, captures, monkeypatch)
 
     def watched(caches):
         found = own(caches)
-        pools = [batch.pool.nbytes for batch in engine._driver.scheduler.batches.values()]
+        pools = [batch.pool.nbytes for batch in engine._driver.scheduler.held.batches.values()]
         taken.append(sum(cache.nbytes for cache in caches) + sum(pools) + draft_pool.held_bytes(model))
         return found
 

@@ -14,7 +14,7 @@ import tiny_chat
 import torch
 
 import kvkeep
-from kvkeep.engine import independent_batch, memory, pooled_batch, scheduler
+from kvkeep.engine import independent_batch, memory, pooled_batch, prefilling
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse
@@ -103,7 +103,7 @@ def test_who_does_not_fit_on_the_device_waits(spec, at_once, monkeypatch):
     want, scheduler = engine.generate(PROMPTS, max_new_tokens=5), engine._driver.scheduler
 
     def prefilling(self, chunks, *how):
-        held = len(scheduler.running) + len(scheduler.sampled) + len(chunks)
+        held = scheduler.held.num_rows + len(chunks)
         if any(len(ids) > 1 for _, ids in chunks) and held > 3:
             raise torch.OutOfMemoryError("no room")
         return forward(self, chunks, *how)
@@ -166,7 +166,7 @@ def test_a_batch_is_as_large_as_memory_allows(storage):
 def test_the_pool_lives_as_long_as_its_engine():
     engine = kvkeep.Engine(tiny_chat.model(), WORDS, "snapkv", 64)
     engine.generate(PROMPTS, max_new_tokens=4)
-    batch = engine._driver.scheduler.batches["pooled None"]
+    batch = engine._driver.scheduler.held.batches["pooled None"]
     pool, runners = weakref.ref(batch.pool), dict(batch.runners)
     for _ in range(3):
         engine.generate(PROMPTS[0], max_new_tokens=4)
@@ -192,14 +192,14 @@ def test_memory_is_flat_over_many_requests():
             for handle in handles:
                 handle.result()
             if number == 50:
-                size = engine._driver.scheduler.batches["pooled None"].pool.nbytes
+                size = engine._driver.scheduler.held.batches["pooled None"].pool.nbytes
     assert len(live) > 340 and sum(ref() is not None for ref in live) <= 4
-    assert engine._driver.scheduler.batches["pooled None"].pool.nbytes == size
+    assert engine._driver.scheduler.held.batches["pooled None"].pool.nbytes == size
 
 
 def test_a_stream_goes_on_while_a_long_prompt_is_prefilled(monkeypatch):
     """Every step decodes a token of the running answer beside a chunk."""
-    monkeypatch.setitem(scheduler.BESIDE_TOKENS, "cpu", 16)
+    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 16)
     engine = precise("snapkv")
     want = engine.generate(PROMPTS[0], max_new_tokens=60), engine.generate(TEXT, max_new_tokens=3)
     chunks, running = [], engine.stream(PROMPTS[0], max_new_tokens=60)
@@ -211,7 +211,7 @@ def test_a_stream_goes_on_while_a_long_prompt_is_prefilled(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::kvkeep.errors.QueryAwareWarning")
 def test_a_stream_goes_on_while_a_text_is_read(monkeypatch):
-    monkeypatch.setitem(scheduler.BESIDE_TOKENS, "cpu", 16)
+    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 16)
     engine, said = precise("snapkv"), []
     want = engine.generate(PROMPTS[0], max_new_tokens=60), engine.read(TEXT).ask("Why?", max_new_tokens=3)
     with engine._driver.lock:  # only this thread steps: the answer does not end before the text is read

@@ -85,7 +85,7 @@ def test_a_text_that_was_not_prefilled_to_its_end_is_no_context(chat):
     one = engine(chat, prefill_chunk_size=64, prefix_cache=10**8)
     driver = one._driver
     with pytest.raises(CacheMisuse, match="before the text was prefilled"):
-        one.pin(TEXT, progress=lambda progress: driver.cancel(driver.scheduler.requests))
+        one.pin(TEXT, progress=lambda progress: driver.cancel(driver.scheduler.held.requests))
     assert len(one.prefixes) == 0 and one.pin(TEXT)
 
 
@@ -135,7 +135,7 @@ class Odd(RuntimeError):
 @pytest.mark.parametrize("error", [RuntimeError("broken"), Odd("bro", "ken"), torch.OutOfMemoryError("broken")])
 def test_each_request_of_a_broken_step_has_an_error_of_its_own(chat, monkeypatch, error):
     with engine(chat) as one:
-        fails_once(monkeypatch, one._driver.scheduler, "_next_chunks", error)
+        fails_once(monkeypatch, one._driver.scheduler.prefilling, "next_chunks", error)
         with one._driver.lock:  # no step before all of them are there
             handles = [one.submit(TEXT, **NEW) for _ in range(3)]
         for handle in handles:
@@ -155,7 +155,7 @@ def test_a_key_that_is_no_text_is_refused_before_others_know_of_it(chat, key):
                 ask(TEXT, key=key)
         assert other.result()
         with one._driver.lock:  # the answer is there before its step is over
-            assert not one._driver.scheduler.busy
+            assert not one._driver.scheduler.held.num_requests
 
 
 @pytest.mark.parametrize("cancels", [False, True])
@@ -168,7 +168,7 @@ def test_requests_that_could_not_join_the_others_end_with_an_error(chat, monkeyp
             with pytest.raises(TypeError, match="broken"):
                 handles[0].cancel() if cancels else one._driver.step()
         assert [str(handle.request.error) for handle in handles] == ["broken"] * 3
-        assert not one._driver.scheduler.busy and one.submit(TEXT, **NEW).result()
+        assert not one._driver.scheduler.held.num_requests and one.submit(TEXT, **NEW).result()
 
 
 def test_what_is_submitted_while_all_others_fail_ends_too(chat):
@@ -184,5 +184,6 @@ def test_what_is_submitted_while_all_others_fail_ends_too(chat):
             finish(error)
 
         first.request.finish = slow
-        scheduler.abort(RuntimeError("broken"))
-        assert [str(each.request.error) for each in (first, *late)] == ["broken"] * 2 and not scheduler.busy
+        scheduler.held.abort(RuntimeError("broken"))
+        assert [str(each.request.error) for each in (first, *late)] == ["broken"] * 2
+        assert not scheduler.held.num_requests

@@ -76,7 +76,7 @@ def two(memory=None, store=10**8):
 
 def record(engine):
     """-> every request that joins, in their order"""
-    waiting, found = engine._driver.scheduler.waiting, []
+    waiting, found = engine._driver.scheduler.held.waiting, []
     append = waiting.append
     waiting.append = lambda request: (found.append(request), append(request))
     return found
@@ -169,8 +169,8 @@ def test_after_what_one_process_alone_meets_none_goes_on(place, monkeypatch):
         scheduler = leader._driver.scheduler
         handle = leader.submit(TEXT, max_new_tokens=600)
         if place == "decode":
-            wait_until(lambda: scheduler.running)
-        owner = scheduler if place == "prefill" else next(iter(scheduler.batches.values()))
+            wait_until(lambda: scheduler.held.batch_of)
+        owner = scheduler.prefilling if place == "prefill" else next(iter(scheduler.held.batches.values()))
 
         def full(*_, **__):
             raise torch.OutOfMemoryError("no memory")
@@ -199,12 +199,12 @@ def test_memory_is_what_the_process_that_holds_most_has_left(monkeypatch):
     with engine:
         engine.submit(TEXT, **HOW).result()
         scheduler = engine._driver.scheduler
-        (batch,) = scheduler.batches.values()
-        left, slots, entry = scheduler.memory.left, batch._slot_limit(), engine.prefixes.entry("", engine.pin(TEXT))
-        for place in ("held_requests", "pooled_batch", "prefix_store"):  # another one holds 1000 bytes more
+        (batch,) = scheduler.held.batches.values()
+        left, slots, entry = scheduler.memory.cap.left, batch._slot_limit(), engine.prefixes.entry("", engine.pin(TEXT))
+        for place in ("held_memory", "pooled_batch", "prefix_store"):  # another one holds 1000 bytes more
             monkeypatch.setattr(f"kvkeep.engine.{place}.agree_on_least", lambda model, number: number - 1000)
         more = engine.prefixes.entry("", engine.pin(TEXT, public=True))
         engine.unpin(entry.id)
         engine.unpin(more.id)
-        assert scheduler.memory.left == left - 1000 and more.nbytes == entry.nbytes + 1000
+        assert scheduler.memory.cap.left == left - 1000 and more.nbytes == entry.nbytes + 1000
         assert batch._slot_limit() < slots - 1000

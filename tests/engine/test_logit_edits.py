@@ -117,7 +117,7 @@ def test_answers_are_a_plain_loops_beside_others_and_after_them(model, spec, bud
     others = [request(model, spec, seed, 100 + 17 * seed, 6 + 3 * seed, budget) for seed in range(3)]
     work = Scheduler(model, {255}, max_rows=2)  # rows are used again
     run(work, [each for pair in zip(edited, others, strict=True) for each in pair])
-    assert kind in {type(batch) for batch in work.batches.values()}
+    assert kind in {type(batch) for batch in work.held.batches.values()}
     assert [one.answer.ids for one in others] == [alone(one) for one in others]
     assert [one.answer.ids for one in edited] == [plain_answer(one, {255}) for one in edited]
     assert all(one.answer.ids != other.answer.ids for one, other in zip(edited, others, strict=True))

@@ -39,7 +39,7 @@ def test_logprobs_are_those_of_a_solo_forward_pass(model, spec, budget, kind, ho
         for seed, most in enumerate(wanted)
     ]
     run(work, requests)
-    assert kind in {type(batch) for batch in work.batches.values()}
+    assert kind in {type(batch) for batch in work.held.batches.values()}
     for one, most in zip(requests, wanted, strict=True):
         if most is None:
             assert one.logprobs == []
@@ -86,7 +86,7 @@ def test_a_constraint_is_obeyed_and_others_beside_it_are_not_changed(model, spec
     for each in (free, bound):
         work = Scheduler(model, set(), max_rows=4)
         run(work, each)
-        assert kind in {type(batch) for batch in work.batches.values()}
+        assert kind in {type(batch) for batch in work.held.batches.values()}
     assert [one.answer.ids for one in bound[:3]] == [one.answer.ids for one in free[:3]]
     answer = bound[3].answer.ids
     assert len(answer) == 9 and set(answer) <= set(DIGITS) and answer != free[3].answer.ids
@@ -149,12 +149,12 @@ def test_a_constraint_knows_every_token_where_steps_are_launched_ahead(model, mo
         work.submit(one)
     for _ in range(4):
         work.step()
-    (batch,) = work.batches.values()
+    (batch,) = work.held.batches.values()
     assert len(batch.inflight) == 1
     work.run([bound])
     assert all(token in DIGITS[:-1] for token in bound.answer.ids[:4]) and bound.answer.ids[4:] == DIGITS[-1:] * 2
     assert [found.token for found in bound.logprobs] == bound.answer.ids
-    while work.busy:
+    while work.held.num_requests:
         work.step()
     assert all(one.answer.ids == alone(one) for one in others)
     assert all([found.token for found in one.logprobs] == one.answer.ids for one in others)
@@ -174,10 +174,11 @@ def test_a_restarted_answer_has_a_fresh_constraint_and_fresh_logprobs(model):  #
     for _ in range(3):
         work.step()
     assert len(one.logprobs) > 1
-    for batch in work.batches.values():
+    for batch in work.held.batches.values():
         batch.clear()
-    one.restart()
-    work.run([one])
+    work.held.restart([one])
+    while not one.done:
+        work.step()
     assert len(made) == 2 and made[1].told == one.answer.ids[:-1] and len(one.logprobs) == 8
 
 

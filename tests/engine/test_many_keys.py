@@ -87,7 +87,7 @@ def watch(engine):
 
     def watched():
         step()
-        most["held"] = max(most["held"], scheduler.held_bytes)
+        most["held"] = max(most["held"], scheduler.memory.held_bytes)
         most["stored"] = max(most["stored"], store.nbytes)
 
     scheduler.step = watched
@@ -112,7 +112,7 @@ def test_every_answer_is_that_of_an_engine_of_its_own(chat, tmp_path):
             each.join()
         assert not any(each.errors for each in talkers), [each.errors for each in talkers]
         with engine._driver.lock:  # the last answer is there before its step is over
-            assert not engine._driver.scheduler.busy and engine.num_waiting == 0
+            assert not engine._driver.scheduler.held.num_requests and engine.num_waiting == 0
             assert_free(engine._driver.scheduler)
         assert 0.5 * cap < most["held"] <= cap and 0.8 * stored < most["stored"] <= stored
         store.flush()

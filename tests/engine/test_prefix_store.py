@@ -238,7 +238,7 @@ def test_a_text_pinned_twice_is_there_until_both_are_withdrawn(chat, keys, publi
         one.withdraw(one.submit_pin(TALK[3], key=keys[1], public=public).request)
         assert one.prefixes.owned(keys[1], id)
         one.withdraw(both[1].request)
-        assert not len(one.prefixes) and not one._driver.scheduler.num_requests
+        assert not len(one.prefixes) and not one._driver.scheduler.held.num_requests
         one.unpin(max(one.pin(TALK[3], key=keys[0], public=public) for _ in range(2)), key=keys[0])
         assert not len(one.prefixes)
 

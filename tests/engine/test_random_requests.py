@@ -134,7 +134,7 @@ def follow(job, driver, configs, doomed):
         return handle.request.answer.ids
     assert handle.done
     with driver.lock:
-        assert handle.request not in driver.scheduler.requests and handle.request._sequence is None
+        assert handle.request not in driver.scheduler.held.requests and handle.request._sequence is None
     return None
 
 
@@ -161,7 +161,7 @@ def test_every_request_says_what_it_says_alone(configs, monkeypatch):
     monkeypatch.undo()
     assert not errors, errors
     with driver.lock:  # the last answer is there before its step is over
-        assert len(found) == REQUESTS and not driver.scheduler.busy
+        assert len(found) == REQUESTS and not driver.scheduler.held.num_requests
         assert_free(driver.scheduler)
     solo = {}
     for number, written in found.items():

@@ -1,5 +1,7 @@
 """Requests that come and go say what each says alone."""
 
+from unittest.mock import Mock
+
 import pytest
 import tiny_chat
 import torch
@@ -7,10 +9,10 @@ from conftest import EVICTING, RETRIEVING
 
 from kvkeep.cache.step_pool import StepPool
 from kvkeep.compress.parse import parse
-from kvkeep.engine import scheduler as scheduling
+from kvkeep.engine import prefilling
 from kvkeep.engine.memory import row_bytes
 from kvkeep.engine.pooled_batch import PooledBatch
-from kvkeep.engine.request import Request
+from kvkeep.engine.request import Request, State
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.retrieval_pool import RetrievalPool
 from kvkeep.engine.sampling import Generation
@@ -50,12 +52,12 @@ def alone(one):
 
 def run(work, requests):
     work.run(requests)
-    assert not work.busy
+    assert not work.held.num_requests
 
 
 def assert_free(work):
     """Nothing of the pool is held."""
-    for batch in work.batches.values():
+    for batch in work.held.batches.values():
         assert not list(batch.requests)
         if isinstance(pool := getattr(batch, "pool", None), StepPool):
             assert not pool.allocated and not any(int(block.rows.active.sum()) for block in pool.steps.blocks)
@@ -113,12 +115,12 @@ CHUNKED = [OWN_CHUNKS.get(name, name) for name in EVICTING if name != "full"]
 )
 def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spec, schedule, storage, monkeypatch):
     """The selection is exact: evicted from, and quantized, at the end alone."""
-    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
-    monkeypatch.setattr(scheduling, "attention_cost", lambda _: 0.0)
+    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 64)
+    monkeypatch.setattr(prefilling, "attention_cost", lambda _: 0.0)
     work = Scheduler(model, set(), memory=10**9)
     other = work.submit(request(model, spec, 1, 50, 400, schedule="prompt"))
     other.interactive = True
-    while not work.running:
+    while not work.held.batch_of:
         work.step()
     late = request(model, spec, 2, 333, 9, schedule=schedule, storage=storage)
     late.keeps_cache, chunks, held = True, [], []
@@ -126,7 +128,7 @@ def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spe
     work.submit(late)
     while not late.done:
         work.step()
-    work.release_finished()
+    work.decoding.release_finished()
     assert chunks == [64, 128, 192, 256, 320, 333] and late.selection == "exact"
     assert len(other.answer.ids) >= 6  # it was not kept waiting
     assert max(held) <= row_bytes(model, late.prefill_tokens + late.draft_tokens)  # what it reserved
@@ -141,8 +143,8 @@ def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spe
 
 def test_a_last_chunk_of_one_token_is_no_decode_step(model, monkeypatch):
     """Old: 321 = 5 × 64 + 1 tokens were all kept."""
-    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
-    monkeypatch.setattr(scheduling, "attention_cost", lambda _: 0.0)
+    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 64)
+    monkeypatch.setattr(prefilling, "attention_cost", lambda _: 0.0)
     work = Scheduler(model, set())
     other, late = work.submit(request(model, "snapkv", 1, 50, 400)), request(model, "snapkv", 2, 321, 3)
     other.interactive = late.keeps_cache = True
@@ -171,13 +173,13 @@ def test_with_too_little_memory_the_running_selection_takes_over(model, monkeypa
 
 def test_short_prompts_are_prefilled_in_one_pass(model):
     sizes, work = [], Scheduler(model, set())
-    forward = work.forward.__call__
+    forward = work.prefilling.forward.__call__
 
     def counted(chunks, *how):
         sizes.append([len(new) for _, new in chunks])
         return forward(chunks, *how)
 
-    work.forward, counted.shares_forward = counted, True
+    work.prefilling.forward, counted.shares_forward = counted, True
     requests = [request(model, "kvkeep", seed, 60 + seed, 4) for seed in range(6)]
     run(work, requests)
     assert sizes == [[60, 61, 62, 63, 64, 65]]
@@ -188,7 +190,7 @@ def test_short_prompts_are_prefilled_in_one_pass(model):
 def test_decode_steps_pass_between_the_layers_of_a_prefill(model, spec, monkeypatch):
     monkeypatch.setattr(PooledBatch, "replays", property(lambda batch: bool(batch.by_row)))
     monkeypatch.setattr(RetrievalBatch, "replays", PooledBatch.replays)
-    monkeypatch.setattr(scheduling, "STEP_TOKENS", 1)  # after every layer but the last
+    monkeypatch.setattr(prefilling, "STEP_TOKENS", 1)  # after every layer but the last
     work = Scheduler(model, set())
     quick, slow = (work.submit(request(model, spec, seed, 50 + seed, new)) for seed, new in ((1, 6), (2, 30)))
     quick.interactive = slow.interactive = quick.keeps_cache = True
@@ -203,7 +205,7 @@ def test_decode_steps_pass_between_the_layers_of_a_prefill(model, spec, monkeypa
         while not one.done:
             work.step()
         assert one.answer.ids == alone(one)
-    work.release_finished()
+    work.decoding.release_finished()
     assert quick.sequence.token_ids[len(quick.ids) :] == quick.answer.ids[:-1] and before[0] < 6
     assert_free(work)
 
@@ -211,7 +213,7 @@ def test_decode_steps_pass_between_the_layers_of_a_prefill(model, spec, monkeypa
 @pytest.mark.parametrize(("spec", "passes"), [("kvzip:chunk=50", 4), ("lookahead:tokens=5:window=16", 6)])
 def test_decode_steps_pass_between_the_passes_a_method_makes(model, spec, passes, monkeypatch):
     monkeypatch.setattr(PooledBatch, "replays", property(lambda batch: bool(batch.by_row)))
-    monkeypatch.setattr(scheduling, "STEP_TOKENS", 10**9)  # none between layers
+    monkeypatch.setattr(prefilling, "STEP_TOKENS", 10**9)  # none between layers
     work = Scheduler(model, set())
     running = work.submit(request(model, "snapkv", 1, 50, 40))
     running.interactive = True
@@ -222,7 +224,7 @@ def test_decode_steps_pass_between_the_passes_a_method_makes(model, spec, passes
     for _ in range(steps):
         work.step()
     assert len(running.answer.ids) == before + passes + steps
-    while work.busy:
+    while work.held.num_requests:
         work.step()
     assert [one.answer.ids for one in (running, late)] == [alone(one) for one in (running, late)]
 
@@ -237,7 +239,7 @@ def test_while_nobody_reads_prompts_are_prefilled_first(model):
     work.step()  # two rows: the third prompt has to wait, so they decode
     work.step()
     assert [len(one.answer.ids) > 1 for one in (first, *others)] == [True, True, False]
-    while work.busy:
+    while work.held.num_requests:
         work.step()
     assert [one.answer.ids for one in (first, *others)] == [alone(one) for one in (first, *others)]
 
@@ -254,7 +256,7 @@ def test_who_does_not_fit_waits_and_who_never_will_is_refused_with_numbers(model
 
 def test_memory_that_runs_out_in_a_prefill_costs_one_request(model):
     work = Scheduler(model, set())
-    forward = work.forward.__call__
+    forward = work.prefilling.forward.__call__
 
     def sometimes(chunks, *how):
         if any(len(new) == 99 for _, new in chunks):
@@ -262,7 +264,7 @@ def test_memory_that_runs_out_in_a_prefill_costs_one_request(model):
         return forward(chunks, *how)
 
     sometimes.shares_forward = True
-    work.forward = sometimes
+    work.prefilling.forward = sometimes
     good, bad, other = (request(model, "snapkv", 0, length) for length in (70, 99, 80))
     run(work, [good, bad, other])
     assert isinstance(bad.error, torch.OutOfMemoryError) and not bad.answer.ids
@@ -270,18 +272,18 @@ def test_memory_that_runs_out_in_a_prefill_costs_one_request(model):
 
 
 def test_memory_that_runs_out_beside_a_prompt_that_has_begun_is_tried_again(model, monkeypatch):
-    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
+    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 64)
     work, failed = Scheduler(model, set()), []
-    forward = work.forward.__call__
+    forward = work.prefilling.forward.__call__
 
     def short(chunks, *how):
-        if sum(each.started for each in work.waiting) > 1 and len(failed) < 9:
+        if sum(each.started for each in work.held.waiting) > 1 and len(failed) < 9:
             failed.append(chunks)
             raise torch.OutOfMemoryError("two prompts at a time")
         return forward(chunks, *how)
 
     short.shares_forward = True
-    work.forward = short
+    work.prefilling.forward = short
     both = [request(model, "snapkv", seed, 150 + seed) for seed in range(2)]
     for one in both:
         one.interactive, one.key = True, str(one.ids)
@@ -296,21 +298,51 @@ def test_memory_that_runs_out_while_a_pool_grows_restarts_its_requests_in_anothe
     first = work.submit(request(model, spec, 1, 80, 30, 64))
     while len(first.answer.ids) < 4:
         work.step()
-    pool = next(iter(work.batches.values())).pool
+    pool = next(iter(work.held.batches.values())).pool
 
     def fail(*_):
-        failed.append(len(work.running))
+        failed.append([one for one in work.held.batch_of if one.state is State.DECODING])
         raise torch.OutOfMemoryError("of one layer")
 
     monkeypatch.setattr(pool, "fits", lambda *_: False)
     monkeypatch.setattr(pool, "grow", fail)
     others = [request(model, spec, seed, 80 + seed, 6, 64) for seed in (2, 3)]
     work.run(others)
-    while work.busy:
+    while work.held.num_requests:
         work.step()
-    assert failed == [1] and pool not in [getattr(batch, "pool", None) for batch in work.batches.values()]
+    assert failed == [[first]] and pool not in [getattr(batch, "pool", None) for batch in work.held.batches.values()]
     assert [one.answer.ids for one in (first, *others)] == [alone(one) for one in (first, *others)]
     assert_free(work)
+
+
+def test_a_kept_cache_is_completed_before_its_pool_is_given_up(model, monkeypatch):
+    """Its answer ended in the step in which the pool fails: its row was not released yet."""
+    work = Scheduler(model, set())
+    quick, slow = (work.submit(request(model, "snapkv", seed, 80, new)) for seed, new in ((1, 6), (2, 30)))
+    quick.keeps_cache = quick.interactive = True
+    while len(quick.answer.ids) < 5:
+        work.step()
+    pool = work.held.batches["pooled None"].pool
+    monkeypatch.setattr(pool, "fits", lambda *_: False)
+    monkeypatch.setattr(pool, "grow", Mock(side_effect=torch.OutOfMemoryError("of one layer")))
+    late = work.submit(request(model, "snapkv", 3, 80, 6))
+    late.interactive = True  # it is admitted in the step that prefills it
+    work.step()
+    assert quick.done and slow.state is late.state is State.WAITING
+    while work.held.num_requests:
+        work.step()
+    assert quick.sequence.token_ids[len(quick.ids) :] == quick.answer.ids[:-1]
+    assert [one.answer.ids for one in (quick, slow, late)] == [alone(one) for one in (quick, slow, late)]
+    assert_free(work)
+
+
+def test_a_request_does_not_leave_out_a_state(model):
+    one = request(model, "snapkv", 1, 80)
+    with pytest.raises(AssertionError, match="a request that is WAITING cannot be DECODING"):
+        one.move(State.DECODING)
+    run(Scheduler(model, set()), [one])
+    with pytest.raises(AssertionError, match="DONE cannot be WAITING"):
+        one.restart()
 
 
 def test_an_end_ends_a_row_and_only_it(model):
@@ -357,10 +389,10 @@ def test_a_cancelled_request_that_waits_for_room_is_dropped(model):
     work = Scheduler(model, set(), max_tokens=100)
     stays, goes = (work.submit(request(model, "snapkv", seed, 80, 12, 64)) for seed in (1, 2))
     work.step(), work.step()
-    assert [each for each, _ in work.prefilled] == [goes]
+    assert work.held.prefilled == [goes]
     goes.cancelled = True
     work.drop_cancelled()
-    assert goes.done and len(goes.answer.ids) == 1 and not work.prefilled
+    assert goes.done and len(goes.answer.ids) == 1 and not work.held.prefilled
     while not stays.done:
         work.step()
     assert stays.answer.ids == alone(stays) and len(goes.answer.ids) == 1
@@ -383,11 +415,11 @@ def test_a_pool_grows_under_its_rows(model):
     first = work.submit(request(model, "snapkv", 1, 80, 30))
     for _ in range(5):
         work.step()
-    sizes = [(pool := work.batches["pooled None"].pool).tokens]
+    sizes = [(pool := work.held.batches["pooled None"].pool).tokens]
     later = [request(model, "full", seed, 100 + 50 * seed, 6) for seed in range(4)]
     work.run(later)
     while not first.done:
         work.step()
-    assert pool.tokens > sizes[0] and pool is work.batches["pooled None"].pool
+    assert pool.tokens > sizes[0] and pool is work.held.batches["pooled None"].pool
     assert [one.answer.ids for one in (first, *later)] == [alone(one) for one in (first, *later)]
     assert_free(work)

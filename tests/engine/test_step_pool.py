@@ -13,7 +13,7 @@ from kvkeep.cache.step_pool import StepPool, step_rule
 from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import METHODS, MODIFIERS
 from kvkeep.compress.step_rule import StepRule
-from kvkeep.engine import scheduler as scheduling
+from kvkeep.engine import batches
 from kvkeep.engine.independent_batch import IndependentBatch
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request
@@ -73,7 +73,7 @@ def alone(request):
 
 
 def pools(work):
-    return [batch.pool for batch in work.batches.values() if isinstance(batch, PooledBatch)]
+    return [batch.pool for batch in work.held.batches.values() if isinstance(batch, PooledBatch)]
 
 
 def test_the_registry_has_methods_that_evict_in_steps():
@@ -95,7 +95,7 @@ def test_together_is_alone_whoever_comes_and_goes(spec):
             work.step()
     gone.cancelled = True
     work.run([])
-    while work.busy:
+    while work.held.num_requests:
         work.step()
     assert [request.answer.ids for request in requests] == [alone(request)[1] for request in requests]
     (pool,) = pools(work)
@@ -108,10 +108,10 @@ def test_a_seed_samples_what_it_samples_alone(tiny, spec, monkeypatch):
         requests = [new_request(tiny, spec, n, 20 + 30 * n, temperature=1.0, seed=n, top_p=0.9) for n in range(4)]
         work = Scheduler(tiny, set(), max_rows=3)
         work.run(requests)
-        return [request.answer.ids for request in requests], [type(batch) for batch in work.batches.values()]
+        return [request.answer.ids for request in requests], [type(batch) for batch in work.held.batches.values()]
 
     together, kinds = said()
-    monkeypatch.setattr(scheduling, "step_rule", lambda cache: None)
+    monkeypatch.setattr(batches, "step_rule", lambda cache: None)
     assert (together, kinds) == (said()[0], [PooledBatch]) and said()[1] == [IndependentBatch]
 
 
@@ -124,12 +124,12 @@ def test_a_cache_comes_back_as_if_it_had_decoded(spec, length, new, ahead):
     one = new_request(model, spec, 3, length, new, keeps_cache=True)
     work = Scheduler(model, set())
     work.submit(one)
-    while not work.running:
+    while not work.held.batch_of:
         work.step()
-    (batch,) = work.batches.values()
+    (batch,) = work.held.batches.values()
     batch.lag = ahead
     work.run([])
-    while work.busy:
+    while work.held.num_requests:
         work.step()
     sequence, written = alone(one)
     mine, theirs = one.sequence.cache, sequence.cache
@@ -153,10 +153,10 @@ def test_a_capture_changes_nothing(tiny, spec):
     work = Scheduler(tiny, set())
     for request in requests:
         work.submit(request)
-    while len(work.running) < 3:
+    while len(work.held.batch_of) < 3:
         work.step()
-    (batch,) = work.batches.values()
-    while work.busy:
+    (batch,) = work.held.batches.values()
+    while work.held.num_requests:
         work.step()
         tokens, positions = batch.tokens.clone(), batch.positions.clone()
         with batch.pool.graph_capture_scratch(3), torch.inference_mode():
@@ -240,7 +240,7 @@ def test_methods_and_budgets_have_pools_of_their_own(tiny):
     together = [new_request(tiny, spec, 2, 60, budget=budget) for spec in ("h2o", "ahakv") for budget in (30, BUDGET)]
     work.run(together)
     assert [request.answer.ids for request in together] == [alone(request)[1] for request in together]
-    assert "independent" in work.batches and len(pools(work)) == 1
+    assert "independent" in work.held.batches and len(pools(work)) == 1
 
 
 def test_an_engine_uses_it(tiny):

@@ -8,13 +8,13 @@ import torch
 from conftest import EVICTING, RETRIEVING
 
 import kvkeep
-from kvkeep.engine import memory
-from kvkeep.engine import scheduler as scheduling
+from kvkeep.engine import memory, prefilling
 from kvkeep.engine.driver import Driver
 from kvkeep.engine.fair_queue import FairQueue
-from kvkeep.engine.request import Request
+from kvkeep.engine.prefilling import Prefilling
+from kvkeep.engine.request import Request, State
 from kvkeep.engine.sampling import Generation
-from kvkeep.engine.scheduler import PACKED_TOKENS, Scheduler
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse, QueueFull
 
 TOOLS_TEMPLATE = (
@@ -116,7 +116,7 @@ def test_keys_take_turns(chat):
         queue.append(each)
     a1, a2, a3, a4, b1, b2, c1 = requests
     assert list(queue) == [a1, b1, c1, a2, b2, a3, a4] and len(queue) == 7
-    a2.started = True  # of a key, those that have begun come first
+    a2.state = State.PREFILLING  # of a key, those that have begun come first
     queue.take_turn(a2)
     assert list(queue) == [b1, c1, a2, b2, a1, a3, a4]  # a turn is a chunk
     queue.take_turn(b1)
@@ -138,8 +138,8 @@ def test_keys_take_turns(chat):
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_second_request_of_a_key_waits_for_one_chunk_of_another(chat, reads, monkeypatch):
     """Whether an answer is decoded meanwhile, so that prompts are split, or not."""
-    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
-    monkeypatch.setitem(scheduling.PACKED_TOKENS, "cpu", 64)
+    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 64)
+    monkeypatch.setitem(prefilling.PACKED_TOKENS, "cpu", 64)
     one, chunks = engine(chat), []
     work = Scheduler(one.model, set())
 
@@ -158,7 +158,7 @@ def test_a_second_request_of_a_key_waits_for_one_chunk_of_another(chat, reads, m
         while not few.answer.ids:
             work.step()
         assert [key for key, _ in chunks[before:]].index("few") <= 1
-    assert len(chunks) > 7 and work.waiting  # the others were still there
+    assert len(chunks) > 7 and work.held.waiting  # the others were still there
 
 
 def test_a_key_with_one_request_does_not_wait_for_all_of_another(chat):
@@ -170,7 +170,7 @@ def test_a_key_with_one_request_does_not_wait_for_all_of_another(chat):
         each.how = Generation(4)
         each.notify = lambda each=each: each.done and done.append(each)
         work.submit(each)
-    while work.busy:
+    while work.held.num_requests:
         work.step()
     assert len(done) == 13 and done.index(few) < 3 and [each for each in done if each is not few] == many
 
@@ -196,7 +196,7 @@ def test_one_that_does_not_fit_is_not_overtaken_forever(chat):
     for _ in range(200):
         submit_small()
         work.step()
-        assert work.held_bytes <= room
+        assert work.memory.held_bytes <= room
     assert large.done and large.error is None and done.index(large) < 12 and len(done) > 20
 
 
@@ -213,7 +213,7 @@ def test_too_many_are_refused(chat):
             one.submit(TEXT, key=key, max_new_tokens=2)
         with pytest.raises(QueueFull):
             one.submit(TEXT, key="d")
-    one.submit(TEXT, max_new_tokens=2).result() if one._driver.scheduler.num_waiting < 3 else None
+    one.submit(TEXT, max_new_tokens=2).result() if one._driver.scheduler.held.num_waiting < 3 else None
     one.close()
     with pytest.raises(BadParameter, match="max_waiting=0"):
         engine(chat, max_waiting=0)
@@ -248,21 +248,21 @@ def test_chats_of_many_threads(chat):
             each.start()
         for each in threads:
             each.join()
-    assert found == want and not one._driver.scheduler.busy
+    assert found == want and not one._driver.scheduler.held.num_requests
 
 
 def test_a_text_nobody_waits_for_is_given_up_between_the_passes_over_it(chat, monkeypatch):
-    calls, scheduler = [], Scheduler._between_passes
+    calls, between_passes = [], Prefilling._between_passes
     with engine(chat, "kvzip", 64, prefix_cache=10**7) as one:
 
         def leave(self, requests, active):
             calls.append(requests)
             requests[0].cancelled = True
-            scheduler(self, requests, active)
+            between_passes(self, requests, active)
 
         whole = one.submit_pin(TEXT * 3)
         whole.result()
-        monkeypatch.setattr(Scheduler, "_between_passes", leave)
+        monkeypatch.setattr(Prefilling, "_between_passes", leave)
         handle = one.submit_pin(TEXT * 3 + "!")
         assert handle.result() == "" and handle.request.finish_reason == "cancelled" and not handle.request.pinned
         assert len(calls) == 1 and [each.id for each in one.prefixes.pinned_by("")] == [whole.request.pinned]
@@ -270,14 +270,14 @@ def test_a_text_nobody_waits_for_is_given_up_between_the_passes_over_it(chat, mo
 
 def test_a_submitted_prompt_lets_others_pass(chat, monkeypatch):
     """On a CPU, where a forward pass over a long prompt takes seconds."""
-    sizes, prefill = [], Scheduler._prefill
+    sizes, prefill = [], Prefilling.run
 
     def counted(self, chunks, active):
         sizes.extend(len(ids) for _, ids in chunks)
         prefill(self, chunks, active)
 
-    monkeypatch.setattr(Scheduler, "_prefill", counted)
-    monkeypatch.setitem(PACKED_TOKENS, "cpu", 64)
+    monkeypatch.setattr(Prefilling, "run", counted)
+    monkeypatch.setitem(prefilling.PACKED_TOKENS, "cpu", 64)
     with engine(chat, "snapkv", 64) as one:
         assert one.submit(TEXT, max_new_tokens=4).result() == engine(chat).generate([TEXT], max_new_tokens=4)[0]
     assert sizes[-1] > 300 > 64 >= max(sizes[:-1]) and sum(sizes[:-1]) == sizes[-1]

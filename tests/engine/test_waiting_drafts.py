@@ -8,7 +8,7 @@ from test_scheduler import request as prompt
 
 from kvkeep.cache.draft_pool import MOST_ROWS, DraftPool
 from kvkeep.compress.parse import parse
-from kvkeep.engine import scheduler as scheduling
+from kvkeep.engine import first_tokens, prefilling
 from kvkeep.engine.memory import row_bytes
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.request import Request
@@ -28,7 +28,7 @@ def request(model, seed, length=200, new=5, budget=40):
 @pytest.fixture
 def drafts(monkeypatch):
     """The rows of every draft, in order."""
-    monkeypatch.setitem(scheduling.PACKED_TOKENS, "cpu", 256)  # one prompt in a pass
+    monkeypatch.setitem(prefilling.PACKED_TOKENS, "cpu", 256)  # one prompt in a pass
     own, found = DraftPool.__call__, []
 
     def record(self, texts, *how):
@@ -67,7 +67,7 @@ def test_a_draft_waits_for_one_pass_where_answers_are_read_and_in_a_list_for_dra
     model, drafts, read, others, monkeypatch
 ):
     """However many prompts of other keys are prefilled meanwhile."""
-    monkeypatch.setitem(scheduling.BESIDE_TOKENS, "cpu", 64)
+    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 64)
     work, passes, one = Scheduler(model, set()), [], request(model, 1)
     forward = PackedForward.__call__
     monkeypatch.setattr(PackedForward, "__call__", lambda self, *given: passes.append(given) or forward(self, *given))
@@ -77,13 +77,13 @@ def test_a_draft_waits_for_one_pass_where_answers_are_read_and_in_a_list_for_dra
         other = request(model, seed) if others == "kvkeep_lookahead" else prompt(model, others, seed, 200)
         other.interactive = read
         work.submit(other)
-    while one not in [first.requests[0] for first in work.sampled]:
+    while one not in work.held.first_tokens:
         work.step()
     before = len(passes)
     while not drafts:
         work.step()
     assert len(passes) - before == (1 if read or others == "snapkv" else MOST_ROWS - 1)
-    while work.busy:
+    while work.held.num_requests:
         work.step()
     assert one.answer.ids == alone(one)
 
@@ -109,7 +109,7 @@ def test_a_prompt_alone_is_drafted_in_the_step_that_delivers_its_first_token(mod
     assert not drafts and not one.answer.ids
     work.step()
     assert drafts == [1] and len(one.answer.ids) == 1
-    while work.busy:
+    while work.held.num_requests:
         work.step()
     assert one.answer.ids == alone(one)
 
@@ -118,7 +118,7 @@ def test_they_do_not_wait_for_prompts_that_memory_keeps_out(model, drafts):
     requests = [request(model, seed) for seed in range(6)]
     total = Scheduler(model, set(), memory=10**9)
     run(total, requests[:1])
-    most = total.memory.largest_prompt
+    most = total.memory.cap.largest_prompt
     work = Scheduler(model, set(), memory=3 * most)
     run(work, requests[1:])
     assert sum(drafts) == 6 and max(drafts) < 5
@@ -127,7 +127,7 @@ def test_they_do_not_wait_for_prompts_that_memory_keeps_out(model, drafts):
 
 
 def test_nor_for_more_than_a_draft_can_hold(model, drafts, monkeypatch):
-    monkeypatch.setattr(scheduling, "most_held", lambda model: 1)
+    monkeypatch.setattr(first_tokens, "most_held", lambda model: 1)
     requests = [request(model, seed) for seed in range(3)]
     run(Scheduler(model, set()), requests)
     assert drafts == [1, 1, 1] and [one.answer.ids for one in requests] == [alone(one) for one in requests]
@@ -157,9 +157,9 @@ def test_one_that_is_cancelled_while_it_waits_is_gone(model, drafts):
     work = Scheduler(model, set())
     first, second, third = (work.submit(request(model, seed)) for seed in range(3))
     work.step(), work.step()
-    assert not drafts and len(work.sampled) == 2
+    assert not drafts and len(work.held.first_tokens) == 2
     first.cancelled = True
-    while work.busy:
+    while work.held.num_requests:
         work.step()
     assert first.done and len(first.answer.ids) == 1 and drafts == [2]
     assert [one.answer.ids for one in (second, third)] == [alone(one) for one in (second, third)]

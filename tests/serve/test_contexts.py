@@ -235,7 +235,7 @@ def test_a_context_whose_client_left_is_not_made(served):
     before = call(served, "alice")
     with held(served.engine):
         left(served, TEXT + "Left.")
-    serving.wait_until(lambda: not served.engine._driver.scheduler.num_requests)
+    serving.wait_until(lambda: not served.engine._driver.scheduler.held.num_requests)
     assert call(served, "alice") == before
 
 
@@ -245,7 +245,7 @@ def test_a_context_stored_when_its_client_left_is_removed_unless_the_key_had_it(
     method = {"method": "knorm"}  # no further passes, between which it would end
     if known:
         call(served, "alice", "POST", body={"text": text, **method})
-    before, store = call(served, "alice"), scheduler.store_pinned
+    before, store = call(served, "alice"), scheduler.memory.store_pinned
 
     def slow(request, pin):
         begun.set()
@@ -253,7 +253,7 @@ def test_a_context_stored_when_its_client_left_is_removed_unless_the_key_had_it(
         stored.append(store(request, pin))
         return stored[0]
 
-    monkeypatch.setattr(scheduler, "store_pinned", slow)
+    monkeypatch.setattr(scheduler.memory, "store_pinned", slow)
     left(served, text, begun.is_set, **method)
     gone.set()
     serving.wait_until(lambda: stored and call(served, "alice") == before)
@@ -264,7 +264,7 @@ def test_a_context_stored_when_its_client_left_is_removed_unless_the_key_had_it(
 def test_of_two_clients_that_make_one_context_one_may_leave(served, monkeypatch):
     """While the text that both gave is stored for the second time."""
     scheduler, begun, gone, stored, removed = served.engine._driver.scheduler, Event(), Event(), [], []
-    store, remove = scheduler.store_pinned, scheduler.store.remove
+    store, remove = scheduler.memory.store_pinned, scheduler.memory.store.remove
 
     def slow(request, pin):
         if stored:
@@ -273,8 +273,8 @@ def test_of_two_clients_that_make_one_context_one_may_leave(served, monkeypatch)
         stored.append(store(request, pin))
         return stored[-1]
 
-    monkeypatch.setattr(scheduler, "store_pinned", slow)
-    monkeypatch.setattr(scheduler.store, "remove", lambda *given: removed.append(remove(*given)))
+    monkeypatch.setattr(scheduler.memory, "store_pinned", slow)
+    monkeypatch.setattr(scheduler.memory.store, "remove", lambda *given: removed.append(remove(*given)))
     with held(served.engine):
         stays = asked(served, TEXT + "Both.", method="knorm")
         serving.wait_until(lambda: [True for each in served.live if each.answers] == [True])
@@ -314,5 +314,5 @@ def test_a_context_that_takes_too_long_is_given_up():
         with held(served.engine):
             status, said = call(served, "", "POST", body={"text": TEXT})
         assert status == 408 and said["error"]["code"] == "timeout"
-        serving.wait_until(lambda: not served.engine._driver.scheduler.num_requests)
+        serving.wait_until(lambda: not served.engine._driver.scheduler.held.num_requests)
         assert call(served, "")[1]["data"] == []

@@ -81,7 +81,7 @@ def test_a_full_disk_costs_no_answer_and_is_said(tmp_path):
 def test_out_of_memory_for_one_request_is_its_own(monkeypatch):
     """It is tried again when others are done, and then told; they do not notice."""
     engine = serving.engine()
-    forward = engine._driver.scheduler.forward
+    forward = engine._driver.scheduler.prefilling.forward
     too_much = torch.tensor(engine.tokenizer("#" * 20).input_ids[:20])
 
     def short_of_memory(chunks, *rest):
@@ -92,7 +92,7 @@ def test_out_of_memory_for_one_request_is_its_own(monkeypatch):
     short_of_memory.shares_forward, short_of_memory.compressed_layers = forward.shares_forward, ()
     with serving.thread(engine) as served, serving.client(served) as api:
         alone = [ask(api, number, max_tokens=80).choices for number in range(3)]
-        monkeypatch.setattr(engine._driver.scheduler, "forward", short_of_memory)
+        monkeypatch.setattr(engine._driver.scheduler.prefilling, "forward", short_of_memory)
         streams = [ask(api, number, max_tokens=80, stream=True) for number in range(3)]
         with pytest.raises(openai.InternalServerError) as caught:
             api.completions.create(model="tiny", prompt="#" * 100, max_tokens=5)

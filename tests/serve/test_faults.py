@@ -71,7 +71,7 @@ def endless(api):
 
 
 def idle(served):
-    return served.engine._driver.scheduler.num_requests == 0 and not served.live
+    return served.engine._driver.scheduler.held.num_requests == 0 and not served.live
 
 
 def post(served, body, key="alice", path="/v1/chat/completions", **headers):
@@ -112,7 +112,7 @@ def test_lists_without_an_end_are_refused_at_the_first_fault(messages, kind):
 def test_a_client_that_vanishes_frees_its_row_at_the_next_step(served, alice):
     scheduler = served.engine._driver.scheduler
     stream = endless(alice)
-    wait_until(lambda: scheduler.running)
+    wait_until(lambda: scheduler.held.batch_of)
     stream.close()
     wait_until(lambda: idle(served))
     connection = http.client.HTTPConnection(served.url.removeprefix("http://"))  # one that waits for the whole answer
@@ -194,7 +194,7 @@ def test_a_full_queue_is_said_so():
     engine = serving.engine(max_rows=1, max_waiting=1)
     with serving.thread(engine, max_tokens=3000) as served, serving.client(served) as api:
         streams = [endless(api)]
-        wait_until(lambda: engine._driver.scheduler.running)
+        wait_until(lambda: engine._driver.scheduler.held.batch_of)
         streams.append(endless(api))
         with pytest.raises(openai.RateLimitError) as caught:
             api.completions.create(model="tiny", prompt="x")
@@ -207,7 +207,7 @@ def test_a_full_queue_is_said_so():
 def test_a_slow_reader_holds_nobody_up(served, alice, bob):
     stream = endless(alice)  # nobody reads on
     assert bob.completions.create(model="tiny", prompt="x", max_tokens=30).usage.completion_tokens <= 30
-    assert served.engine._driver.scheduler.running  # hers is decoded all the same
+    assert served.engine._driver.scheduler.held.batch_of  # hers is decoded all the same
     stream.close()
     wait_until(lambda: idle(served))
 
@@ -577,7 +577,7 @@ def test_without_keys_addresses_take_turns():
                 )]  # fmt: skip
                 requests = [each.answers[0].request for each in places]
                 scheduler.drop_cancelled()  # those that were submitted join the queue
-                order = [requests.index(each) for each in scheduler.waiting]
+                order = [requests.index(each) for each in scheduler.held.waiting]
                 for each in places:
                     each.close()
             return order

@@ -52,7 +52,7 @@ class Driver:
             raise CacheMisuse("this engine is closed; make a new one.")
         request.config.check_length(len(request.ids), request.how.max_new_tokens)
         with self.submit_lock:
-            if max_waiting is not None and self.scheduler.num_waiting >= max_waiting:
+            if max_waiting is not None and self.scheduler.held.num_waiting >= max_waiting:
                 raise QueueFull(f"{max_waiting} requests wait already (max_waiting=); try again later.")
             if self.leader:
                 self.leader.prepare(request)
@@ -75,7 +75,7 @@ class Driver:
         try:
             change()
         except BaseException as error:
-            self.scheduler.abort(error)
+            self.scheduler.held.abort(error)
             self.failed(error)
             raise
 
@@ -98,7 +98,7 @@ class Driver:
     @property
     def _lets_others_pass(self) -> bool:
         """Whether decode steps of several requests are launched in the middle of prefill passes."""
-        return self.scheduler.device == "cuda" and self.scheduler.num_requests > 1
+        return self.scheduler.device == "cuda" and self.scheduler.held.num_requests > 1
 
     def run(self, requests: list[Request], rows: int) -> None:
         """Until all of these are done, at most `rows` of them at a time."""
@@ -139,7 +139,7 @@ class Driver:
 
         once: as in `PrefixStore.remove`
         """
-        store, leader = self.scheduler.store, self.leader
+        store, leader = self.scheduler.memory.store, self.leader
         assert store is not None
         if leader is None or self.closed:
             return store.remove(key, id, once)
@@ -154,7 +154,7 @@ class Driver:
         """Of a request that is done: complete its cache, if it is kept."""
         if request.keeps_cache and request.done:
             with self.lock:
-                self.scheduler.release_finished()
+                self.scheduler.decoding.release_finished()
 
     def start(self) -> None:
         with self.thread_lock:
@@ -175,7 +175,7 @@ class Driver:
 
     @property
     def _busy(self) -> bool:
-        return self.scheduler.busy or bool(self.leader and self.leader.unpinned)
+        return bool(self.scheduler.held.num_requests) or bool(self.leader and self.leader.unpinned)
 
     def follow(self) -> NoReturn:
         """Where another process leads: every step waits for its word."""
@@ -198,8 +198,8 @@ class Driver:
             if draft := config.method.draft:
                 kept = config.budget if isinstance(config.budget, int) else USUAL_BUDGET
                 longest = draft.kept(kept, context_length(config.model))
-                draft_pool.warmup(config.model, rows, longest, self.scheduler.draft_room())
-            for batch in self.scheduler.batches.values():
+                draft_pool.warmup(config.model, rows, longest, self.scheduler.memory.draft_room())
+            for batch in self.scheduler.held.batches.values():
                 batch.warmup(config.budget, rows, progress)
 
     def close(self) -> None:
@@ -208,8 +208,8 @@ class Driver:
         with self.lock:
             if self.leader:
                 self.leader.open = False
-            self.cancel(self.scheduler.requests)
-            self.scheduler.batches.clear()
+            self.cancel(self.scheduler.held.requests)
+            self.scheduler.held.batches.clear()
             draft_pool.free_pool(self.scheduler.model)
 
 

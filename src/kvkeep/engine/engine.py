@@ -143,12 +143,12 @@ class Engine:
     def held_bytes(self) -> int:
         """Keys and values of all requests and stored prefixes, as `memory=` counts them."""
         with self._driver.lock:
-            return self._driver.scheduler.held_bytes
+            return self._driver.scheduler.memory.held_bytes
 
     @property
     def num_waiting(self) -> int:
         """Requests whose prompts are not prefilled to the end."""
-        return self._driver.scheduler.num_waiting
+        return self._driver.scheduler.held.num_waiting
 
     @property
     def sequence(self) -> Sequence:
@@ -374,7 +374,7 @@ class Engine:
         progress: told what is being done
         """
         check_value("progress", progress, Callable)
-        most = self._driver.scheduler.max_rows
+        most = self._driver.scheduler.held.max_rows
         check_count("rows", most if rows is None else rows, 1, "use a whole number, at least one")
         reading = self._reading_config(None, None, pinned=self.prefixes is not None)
         self._driver.warmup(self.config, reading, min(rows or most, most), progress)

@@ -109,7 +109,7 @@ class Follower:
 
 def _join(scheduler: Scheduler, store: PrefixStore | None, seed: bytes, agree: Callable[[News], News]) -> None:
     """seed: of the names of stored texts, which are the same in every process"""
-    scheduler.agree, scheduler.check_alike = agree, _check_alike
+    scheduler.agree, scheduler.held.check_alike = agree, _check_alike
     if store is not None:
         numbers = count()
         store.new_id = lambda: _named(seed + next(numbers).to_bytes(8, "big"))
@@ -133,9 +133,11 @@ def _unpin(store: PrefixStore | None, texts: list[Unpinned]) -> None:
 
 def _state(scheduler: Scheduler) -> int:
     """A number that differs as soon as two processes do."""
-    requests = [(len(each.ids), len(each.answer.ids), each.answer.ids[-1:]) for each in scheduler.taken]
-    stored = None if scheduler.store is None else [entry.nbytes for entry in scheduler.store.entries.values()]
-    return zlib.crc32(repr((requests, [len(each.requests) for each in scheduler.batches.values()], stored)).encode())
+    held, store = scheduler.held, scheduler.memory.store
+    requests = [(len(each.ids), len(each.answer.ids), each.answer.ids[-1:]) for each in held.taken]
+    rows = [len(each.requests) for each in held.batches.values()]
+    stored = None if store is None else [entry.nbytes for entry in store.entries.values()]
+    return zlib.crc32(repr((requests, rows, stored)).encode())
 
 
 class RequestPickler:

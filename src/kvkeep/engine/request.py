@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import pairwise
 
 from torch import Tensor
@@ -20,6 +21,31 @@ from kvkeep.errors import BadInput
 from kvkeep.model.hf_cache import vocabulary_size
 from kvkeep.storage.offload.malloc_trim import trim
 from kvkeep.storage.ragged import GROWTH
+
+
+class State(Enum):
+    """How far a request is."""
+
+    WAITING = auto()  # nothing of its prompt is prefilled
+    PREFILLING = auto()  # it has a sequence
+    DRAFTING = auto()  # its first token is sampled, and its draft is due
+    SAMPLED = auto()  # its first token is sampled, and perhaps not on the host yet
+    PREFILLED = auto()  # its first token is delivered, and it waits for a row
+    DECODING = auto()  # it has a row
+    DONE = auto()  # answered, failed or cancelled; an answer has its row until the end of the step
+
+
+IN_QUEUE = State.WAITING, State.PREFILLING
+ENDS = {State.WAITING, State.DONE}  # of any state: out of memory, a request begins again
+NEXT = {
+    State.WAITING: {State.PREFILLING} | ENDS,
+    State.PREFILLING: {State.DRAFTING, State.SAMPLED} | ENDS,
+    State.DRAFTING: {State.SAMPLED} | ENDS,
+    State.SAMPLED: {State.PREFILLED} | ENDS,
+    State.PREFILLED: {State.DECODING} | ENDS,
+    State.DECODING: ENDS,
+    State.DONE: {State.DONE},  # with an error: a step was cut short before its cache was complete
+}
 
 
 def nothing_stored() -> Sequence | None:
@@ -60,7 +86,7 @@ class Request:
         self.client = self.client or self.key
         self._sequence = self.continues
         self.deltas: deque[str] = deque()  # text to be streamed
-        self.started = self.done = self.cancelled = False
+        self.state, self.cancelled = State.WAITING, False
         self.pinned = ""  # the id of a text that is stored
         self.eos_token_ids: set[int] = set()  # as the scheduler has them
         self.num_cached = 0  # tokens of the prompt that its sequence had seen before
@@ -83,6 +109,18 @@ class Request:
         self.steps = 0  # decode steps so far: tokens of the answer that went through the model
         self._stops_from = 0  # characters of the answer in which no stop text is looked for
 
+    def move(self, state: State) -> None:
+        assert state in NEXT[self.state], f"a request that is {self.state.name} cannot be {state.name}"
+        self.state = state
+
+    @property
+    def started(self) -> bool:
+        return self.state not in ENDS
+
+    @property
+    def done(self) -> bool:
+        return self.state is State.DONE
+
     @property
     def text(self) -> str:
         return self.answer.text
@@ -103,7 +141,8 @@ class Request:
         sequence = self.continues or self.find_stored() or self.config.new_sequence()
         if self.question is not None:
             sequence.set_question(self.question, len(self.ids))
-        self._sequence, self.started = sequence, True
+        self._sequence = sequence
+        self.move(State.PREFILLING)
         self._prefill_began, self.num_cached = time.perf_counter(), len(sequence.token_ids)
         at_once = self.begin_part() or len(sequence.next_chunk(self.ids)) == self._to_prefill
         if self.config.method.scorer is not None:
@@ -229,14 +268,16 @@ class Request:
 
     @property
     def own_bytes(self) -> int:
-        """Of its own cache, as long as that is not in a pool."""
-        return max(self.reserved, self._sequence.cache.nbytes) if self._sequence and self.started else 0
+        """Bytes of its own cache, as long as that is not in a pool."""
+        if self._sequence is None or self.state is State.WAITING:
+            return 0
+        return max(self.reserved, self._sequence.cache.nbytes)
 
     def restart(self) -> None:
         """Drop the answer so far; text that was streamed is not streamed again."""
         self._begin_answer()
-        self.started, self.reserved = False, 0
-        self._sequence = self.continues
+        self._sequence, self.reserved = self.continues, 0
+        self.move(State.WAITING)
 
     def count_kept(self) -> None:
         """When the prompt is prefilled."""
@@ -280,7 +321,8 @@ class Request:
     def finish(self, error: BaseException | None = None) -> None:
         self.drop_sequence()
         self.finish_reason = "error" if error else self.finish_reason or ("cancelled" if self.cancelled else "stop")
-        self.error, self.done = error, True
+        self.error = error
+        self.move(State.DONE)
         self.done_s = time.perf_counter() - self.created_s
         self._notify()
 

@@ -1,0 +1,110 @@
+"""From the last chunk of a prompt to a row: the first token is sampled, a draft decoded, the cache settled."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.cache.draft_pool import MOST_ROWS, most_held
+from kvkeep.cache.passes import between_passes, run_passes
+from kvkeep.engine.decode_batch import DecodeBatch
+from kvkeep.engine.decoding import Decoding
+from kvkeep.engine.held_memory import HeldMemory
+from kvkeep.engine.held_requests import HeldRequests
+from kvkeep.engine.pooled_batch import InflightStep
+from kvkeep.engine.request import Request, State
+from kvkeep.engine.sampling import SamplingRows
+from kvkeep.storage.upload import upload
+
+
+class FirstTokens:
+    """The end of a prefill may wait for the next pass: the device has that to do meanwhile."""
+
+    def __init__(
+        self, model: Any, eos_token_ids: set[int], held: HeldRequests, memory: HeldMemory, decoding: Decoding
+    ) -> None:
+        self.model, self.eos_token_ids = model, eos_token_ids
+        self.held, self.memory, self.decoding = held, memory, decoding
+
+    def begin(self, request: Request, logits: Tensor) -> None:
+        """Sample the first token of a prompt that is prefilled. logits [vocabulary]"""
+        request.eos_token_ids = self.eos_token_ids
+        rows, row = SamplingRows.of([request.how], logits.device, [request.edit]), logits[None]
+        token = _sample(request, rows, row)
+        first, cache = InflightStep.of({0: request}, token, rows.logprobs(row, token)), request.sequence.cache
+        self.held.waiting.remove(request)
+        self.held.first_tokens[request] = first
+        request.move(State.DRAFTING if cache.passes_later else State.SAMPLED)
+        if not (cache.settles_later or cache.passes_later):
+            self._end(request)
+
+    def end(self, sampled: list[Request], prefilled: list[Request], active: list[DecodeBatch]) -> None:
+        """End the prefills of these that have a sampled token, from before the pass that `prefilled` were in."""
+        due = [each for each in self.held.first_tokens if each.state is State.DRAFTING]
+        is_read = any(request.interactive for request in sampled)
+        begins = bool(due) and (is_read or not self._may_wait(due, prefilled))
+        for request in list(self.held.first_tokens) if begins else sampled:
+            self._deliver(request)
+        if begins:
+            self._run_passes(due, active)
+        for request in sampled:
+            if request.state is State.SAMPLED:
+                self._end(request)
+
+    def _deliver(self, request: Request) -> None:
+        """Deliver a token before the draft: it does not depend on what is evicted, but an end has to wait."""
+        if request.state is not State.DRAFTING:
+            return
+        for _, token, logprobs in self.held.first_tokens[request].wait():
+            if not request.answer.ids and request.goes_on_after(token):
+                request.add(token, logprobs)
+
+    def _may_wait(self, due: list[Request], prefilled: list[Request]) -> bool:
+        """Whether drafts wait for those of the prompts prefilled just now; where somebody reads, for one pass."""
+        more = any(request.can_draft_later for request in prefilled)
+        held = sum(request.sequence.cache.nbytes for request in due)
+        return more and len(due) < MOST_ROWS and held < most_held(self.model)
+
+    def _run_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
+        """Decode drafts that have waited: together or, where that fails, one by one."""
+        caches = [request.sequence.cache for request in requests]
+        for cache in caches:
+            cache.passes_later = False
+        with between_passes(caches, partial(self.decoding.replay, active), self.memory.draft_room):
+            try:
+                run_passes(caches)
+            except Exception as error:
+                self.held.check_alike(error)
+            for request, cache in zip(requests, caches, strict=True):
+                try:
+                    run_passes([cache])  # nothing, if it was one of those that did not fail
+                    request.reserved = 0
+                    request.move(State.SAMPLED)
+                except Exception as error:
+                    self.held.check_alike(error)
+                    self.held.fail(request, error)
+
+    def _end(self, request: Request) -> None:
+        """Deliver a first token, and find a row for the request."""
+        for _, token, logprobs in self.held.first_tokens[request].wait():
+            with self.held.fails_alone(request):
+                request.sequence.cache.settle()
+                request.count_kept()
+                if not request.answer.ids:
+                    request.add(token, logprobs)
+                if request.done:
+                    self.held.remove(request)
+                else:
+                    self.decoding.place(request)
+        self.decoding.admit()
+
+
+def _sample(request: Request, rows: SamplingRows, logits: Tensor) -> Tensor:
+    """logits [1, vocabulary] -> [1]"""
+    if request.banned_first:
+        banned = upload(list(request.banned_first), logits.device)
+        logits = logits.index_fill(-1, banned, float("-inf"))
+    position = upload([len(request.ids)], logits.device)
+    return rows.sample(logits, position, {0: request.allowed()} if request.how.constraint else None)

@@ -1,0 +1,122 @@
+"""The memory that a scheduler's requests, pools and stored prefixes hold, and who may have more of it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from kvkeep.cache import draft_pool
+from kvkeep.cache.report import format_bytes
+from kvkeep.engine.decode_batch import DecodeBatch
+from kvkeep.engine.held_requests import HeldRequests
+from kvkeep.engine.memory import MemoryCap, row_bytes
+from kvkeep.engine.pooled_batch import PooledBatch
+from kvkeep.engine.prefix_store import PrefixStore, nbytes_of
+from kvkeep.engine.request import Pin, Request
+from kvkeep.errors import BadInput
+from kvkeep.model.head_shards import agree_on_least
+
+
+class HeldMemory:
+    """Where there is a cap, a prompt reserves what its prefill takes at most, and waits until that is free."""
+
+    def __init__(self, model: Any, held: HeldRequests, memory: int | None, store: PrefixStore | None) -> None:
+        """memory: bytes of keys and values of all requests and stored prefixes"""
+        self.model, self.held, self.store = model, held, store
+        self.cap = MemoryCap(memory, self._most_held, self._free_some) if memory else None
+
+    def reserve(self, request: Request) -> bool:
+        """Reserve memory for its prefill; raise BadInput if that does not fit alone. -> False: others hold it"""
+        if self.cap is None:
+            return True
+        needed = row_bytes(self.model, request.prefill_tokens + request.draft_tokens)
+        self.cap.largest_prompt = max(self.cap.largest_prompt, min(needed, self.cap.total))
+        if not self.cap.make_room(needed):
+            if self.held.num_rows or self.held.begun:
+                return False
+            raise BadInput(
+                f"keys and values of this prompt take {format_bytes(needed)} in prefill, and "
+                f"{format_bytes(self.cap.left)} of memory= are left; use a shorter prompt, prefill_chunk_size=, or "
+                "more memory."
+            )
+        request.reserved = needed
+        return True
+
+    @property
+    def held_bytes(self) -> int:
+        """Keys and values of pools and drafts, of caches of their own, and of stored prefixes."""
+        pools = [batch.pool.nbytes for batch in self.held.batches.values() if isinstance(batch, PooledBatch)]
+        pools.append(draft_pool.held_bytes(self.model))
+        stored = 0 if self.store is None else self.store.nbytes
+        return stored + sum(pools) + sum(request.own_bytes for request in self.held.requests)
+
+    def draft_room(self) -> int:
+        """Bytes that drafts may take: what they have, and what is left. For one row, each prompt reserves them."""
+        return self.cap.left + draft_pool.held_bytes(self.model) if self.cap else sys.maxsize
+
+    def _most_held(self) -> int:
+        """The most bytes that any process holds, where several share the model."""
+        return -agree_on_least(self.model, -self.held_bytes)
+
+    def _free_some(self) -> bool:
+        """Free the oldest stored prefix, a pool that nobody is in, or the drafts'. -> whether there was one"""
+        if self.store is not None and self.store.evict_oldest():
+            return True
+        pools = [kind for kind in self.held.idle if isinstance(self.held.batches[kind], PooledBatch)]
+        for kind in pools[:1]:
+            del self.held.batches[kind]
+        return bool(pools) or draft_pool.free_pool(self.model)
+
+    def store_prefix(self, request: Request) -> None:
+        """Store what its sequence is after a part of the prompt, if there is memory for a copy."""
+        if self.store is None or (self.cap and not self._room_for_copy(nbytes_of(request.sequence))):
+            return
+        try:
+            self.store.add(request.key, request.sequence.fork())
+        except torch.OutOfMemoryError as error:
+            self.held.check_alike(error)
+            self.store.evict_oldest()
+
+    def store_pinned(self, request: Request, pin: Pin) -> str:
+        """Store a text that is prefilled, until it is removed. -> its id"""
+        assert self.store is not None
+        sequence = request.sequence
+        sequence.cache.tracker.mark_context()
+        return self.store.add(request.key, sequence, True, public=pin.public, text=pin.text)
+
+    def _room_for_copy(self, size: int) -> bool:
+        """Evict older copies, and nothing else. -> whether so many bytes are left"""
+        assert self.cap is not None and self.store is not None
+        while self.cap.left < size and self.store.evict_oldest():
+            pass
+        return self.cap.left >= size
+
+    def has_room(self, request: Request, batch: DecodeBatch, between_steps: bool) -> bool:
+        """Whether a batch has room for a prefilled request. -> False: others have to end first
+
+        between_steps: others may be restarted for it. Raises BadInput where nothing would help.
+        """
+        if self.cap is None:
+            return batch.has_room(request, self.held.waiting)
+        while True:
+            with suppress(BadInput):
+                if batch.has_room(request, self.held.waiting):
+                    return True
+            if self.held.answering or not between_steps:
+                return False
+            if not (self.cap.free_some() or self._restart_another(request)):
+                raise BadInput(
+                    f"keys and values of this sequence take {format_bytes(request.own_bytes)}, a row for it and "
+                    f"{request.how.max_new_tokens} new tokens come to that, and memory= is "
+                    f"{format_bytes(self.cap.total)}; use a smaller budget, fewer new tokens, or more memory."
+                )
+
+    def _restart_another(self, request: Request) -> bool:
+        """Restart one that waits behind it, and holds what it needs. -> whether there was one"""
+        others = [each for each in (*self.held.begun, *self.held.prefilled) if each is not request]
+        last = [each for each in others if not each.continues][-1:]
+        self.held.restart(last)
+        return bool(last)

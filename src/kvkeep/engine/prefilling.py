@@ -1,0 +1,159 @@
+"""Prefill: which prompts come next, how much of each, and one forward pass over all of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.cache.passes import between_passes
+from kvkeep.engine.decode_batch import DecodeBatch
+from kvkeep.engine.decoding import Decoding
+from kvkeep.engine.first_tokens import FirstTokens
+from kvkeep.engine.held_memory import HeldMemory
+from kvkeep.engine.held_requests import HeldRequests
+from kvkeep.engine.independent_batch import fits_host
+from kvkeep.engine.packed_forward import AfterLayer, PackedForward
+from kvkeep.engine.request import Request
+from kvkeep.model.hf_cache import attention_cost, execution_device
+
+Chunk = tuple[Request, Tensor]  # a request, and those of its ids that are prefilled next
+PACKED_TOKENS = {"cuda": 8192, "cpu": 1024}  # of several prompts in one forward pass
+BESIDE_TOKENS = {"cuda": 8192, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
+STEP_TOKENS = 2048  # of these, between two decode steps that are replayed
+EVICTION_TOKENS = 6144  # that could be prefilled while a prompt is evicted from
+MIN_CHUNK = 16  # tokens
+
+
+class Abandoned(Exception):
+    """All requests of a forward pass were cancelled while the model ran again over their prompts."""
+
+
+class Prefilling:
+    def __init__(
+        self, model: Any, held: HeldRequests, memory: HeldMemory, decoding: Decoding, first_tokens: FirstTokens
+    ) -> None:
+        self.held, self.memory, self.decoding, self.first_tokens = held, memory, decoding, first_tokens
+        self.forward = PackedForward(model)
+        self.attention_cost, self.device = attention_cost(model), execution_device(model).type
+
+    def next_chunks(self) -> Iterator[Chunk]:
+        """The next chunk of the prompts whose turn it is, as many as fit into one forward pass."""
+        waiting = self.held.waiting
+        others = len(waiting) > 1 and any(request.interactive for request in waiting)
+        beside, first = self.held.is_read or others, True
+        limit: float = (BESIDE_TOKENS if beside else PACKED_TOKENS)[self.device]
+        for request in self._turns():
+            if request.logits is not None and request.is_prefilled:
+                with self.held.fails_alone(request):
+                    self.first_tokens.begin(request, request.logits)
+                continue
+            cost = self._cost(request)
+            in_parts = beside or request.is_split or (request.is_submitted and self.device == "cpu")
+            whole = request.next_chunk(None)
+            ids = request.next_chunk(chunk_size(limit / cost)) if in_parts else whole
+            if not first and not (request.packs and len(ids) == len(whole) and len(ids) * cost <= limit):
+                return
+            waiting.take_turn(request)
+            yield request, ids
+            limit, first = limit - len(ids) * cost, False
+            if limit < 1 or not (request.packs and self.forward.shares_forward):
+                return
+
+    def _turns(self) -> Iterator[Request]:
+        """Prompts that can be prefilled now. Behind one that does not fit, none begins."""
+        held = self.held
+        rows = 0 if held.prefilled else held.row_limit - held.num_rows
+        waiting = list(held.waiting) if rows > 0 else []
+        begun, fits = sum(each.started for each in waiting), True
+        for request in waiting:
+            if not request.started:
+                fits = fits and begun < rows and self._start(request, alone=not (begun or held.num_rows))
+                begun += fits
+            if request.started:
+                yield request
+
+    def _cost(self, request: Request) -> float:
+        """The cost of its next token, where one that attends to nothing costs 1."""
+        return 1 + self.attention_cost * request.sequence.cache.seen
+
+    def _start(self, request: Request, alone: bool) -> bool:
+        """Make its sequence. -> False: it failed, or has to wait until others are done"""
+        try:
+            if not (alone or fits_host(request)) or not self.memory.reserve(request):
+                return False
+            request.start()
+        except Exception as error:
+            self.held.check_alike(error)
+            self.held.fail(request, error)
+            return False
+        return True
+
+    def run(self, chunks: list[Chunk], active: list[DecodeBatch]) -> None:
+        """Make one forward pass; between the layers of a long one, captured decode steps of the active batches pass."""
+        if not chunks:
+            return
+        for request, ids in chunks:
+            cache, ends = request.sequence.cache, request.ends_with(ids)
+            cache.settles_later = ends and request.can_settle_later
+            cache.passes_later = ends and request.can_draft_later
+        try:
+            passing, caches = self._decode_between_layers(chunks, active), [one.sequence.cache for one, _ in chunks]
+            meanwhile = partial(self._between_passes, [request for request, _ in chunks], active)
+            with between_passes(caches, meanwhile, self.memory.draft_room):
+                logits = self.forward([(request.sequence, ids) for request, ids in chunks], 1, passing)
+        except Exception as error:
+            self.held.check_alike(error)
+            if len(chunks) == 1 and not isinstance(error, Abandoned):
+                return self.held.fail(chunks[0][0], error)
+            for request, _ in chunks:  # alone, it will be seen whose error it is
+                request.packs = False
+            self.held.restart([request for request, _ in chunks])
+        else:
+            for (request, _), after in zip(chunks, logits, strict=True):
+                with self.held.fails_alone(request):
+                    self._advance(request, after[-1])
+
+    def _between_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
+        """Let others decode. Raise `Abandoned` where nobody waits for any of the requests: the next step drops them."""
+        self.decoding.replay(active)
+        if all(request.cancelled for request in requests):
+            raise Abandoned
+
+    def _decode_between_layers(self, chunks: list[Chunk], active: list[DecodeBatch]) -> AfterLayer | None:
+        """What a pass calls after every layer, if it is a long one."""
+        batches = [batch for batch in active if batch.replays]
+        if not batches:
+            return None
+        cost = sum(len(ids) * self._cost(request) for request, ids in chunks)
+        cost += EVICTION_TOKENS * sum(request.ends_with(ids) for request, ids in chunks)
+        layers = len(self.forward.compressed_layers)
+        every = max(1, int(layers * STEP_TOKENS / cost))
+        replay = self.decoding.replay
+        return lambda index: replay(batches) if index % every == every - 1 and index < layers - 1 else None
+
+    def _advance(self, request: Request, logits: Tensor) -> None:
+        """After a chunk, report progress; after the last, begin the answer."""
+        request.report_progress()
+        if request.ends_part:
+            request.sequence.cache.tracker.mark_prompt()
+        if request.ends_part and not request.is_prefilled:
+            self.memory.store_prefix(request)
+            request.begin_part()
+        if request.is_prefilled:
+            if not request.sequence.cache.passes_later:
+                request.reserved = 0
+            if request.pin is not None:
+                request.pinned = self.memory.store_pinned(request, request.pin)
+            if request.prefill_only:
+                self.held.end(request)
+            else:
+                self.first_tokens.begin(request, logits)
+
+
+def chunk_size(most: float) -> int:
+    """At most so many tokens: a power of two, or one and a half. Kernels plan for every new size."""
+    power = 1 << int(max(MIN_CHUNK, most)).bit_length() - 1
+    return power * 3 // 2 if most >= power * 3 / 2 else power
