@@ -84,9 +84,7 @@ class CacheState(Protocol):
     tracker: PaddingTracker
     tokenizer: Any
     unreplayed: Any
-    between_passes: Any
-    draft_room: Any
-    passes_later: bool
+    pass_end: Any
     in_forward: bool
     counts_guesses: bool
     bits: int | None

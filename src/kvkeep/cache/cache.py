@@ -21,13 +21,12 @@ from torch import Tensor
 from kvkeep.cache import captured_decode, serialize
 from kvkeep.cache.backend import CacheBackend
 from kvkeep.cache.captured_decode import ROOM, CapturedDecode, can_capture
-from kvkeep.cache.draft import unlimited
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.gathered_heads import check_shards
 from kvkeep.cache.padding import BatchLayout, PaddingTracker
-from kvkeep.cache.passes import run_passes
+from kvkeep.cache.passes import PassEnd, run_passes
 from kvkeep.cache.reach import budget_within
-from kvkeep.cache.replay import LayerRows, Unreplayed, check_can_replay, no_call
+from kvkeep.cache.replay import LayerRows, Unreplayed, check_can_replay
 from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.self_check import AttentionCheck
@@ -108,11 +107,8 @@ class Cache(HFCacheAdapter):
         self.in_forward = False  # from the mask, or the first layer, to the last
         self.capture_room = ROOM  # tokens; 0: decode steps are not captured
         self.croppable = 0  # tokens of the last forward pass that can be taken back
-        self.settles_later = False  # the next forward pass does not wait for the device: `settle` does
-        self.passes_later = False  # after a prompt the model does not run again at once: whoever set this has it run
+        self.pass_end = PassEnd()  # of the next forward pass, as `ending` sets it
         self.unreplayed = Unreplayed()  # the text after which the model runs again, before it is evicted from
-        self.between_passes: Callable[[], None] = no_call  # for others who use the model meanwhile
-        self.draft_room: Callable[[], int] = unlimited  # bytes for drafts of several caches
         self.backend = self._new_backend()
 
     @property
@@ -234,10 +230,10 @@ class Cache(HFCacheAdapter):
 
     def _commit(self, call: AttentionCall) -> None:
         """After the last compressed layer: count the tokens of this forward pass."""
-        if not self.settles_later:
+        if not self.pass_end.settles_later:
             self._raise_if_failed()
         self.backend.commit()
-        if not self.settles_later:
+        if not self.pass_end.settles_later:
             self.backend.settle()
         self.croppable = self.layout.guesses.counts[0] if self.layout.guesses else 0
         known = call.split(self.croppable)[0] if self.croppable else call
@@ -256,8 +252,7 @@ class Cache(HFCacheAdapter):
             raise
 
     def settle(self) -> None:
-        """Wait for the device after a forward pass with `settles_later`, before anything else uses the cache."""
-        self.settles_later = False
+        """Wait for the device after a forward pass that did not, before anything else uses the cache."""
         self._raise_if_failed()
         self.backend.settle()
 
@@ -274,7 +269,7 @@ class Cache(HFCacheAdapter):
     def before_forward(self) -> None:
         """The same, where it was cut short after that prefill, or while it waited."""
         if self.unreplayed.due:
-            self.passes_later = False
+            self.pass_end = replace(self.pass_end, passes_later=False)
             run_passes([self])
 
     def evict_held(self, scores: LayerRows, queries: LayerRows) -> None:

@@ -51,7 +51,7 @@ def draft_queries(caches: Sequence[CacheState]) -> list[LayerRows]:
     """Of each cache, the queries of every layer and row that has a draft. [heads, tokens, dim]"""
     found: dict[int, LayerRows] = {id(cache): {} for cache in caches}
     rows = [each for cache in caches for each in _rows(cache)]
-    most = min([draft_pool.most_held(caches[0].model), *(cache.draft_room() for cache in caches)])
+    most = min([draft_pool.most_held(caches[0].model), *(cache.pass_end.draft_room() for cache in caches)])
     stores: dict[int, dict[int, RaggedLayer]] = {}  # by cache
     for group in _groups(rows, most):
         _draft(group, stores, most, found)
@@ -94,7 +94,7 @@ def _draft(
         with pool_for(model, sum(each.nbytes for each in group)) as pool:
             stop = all(each.draft.predicting for each in group)
             eos = eos_token_ids(model, group[0].cache.tokenizer)
-            drafted = pool(texts, steps, group[0].cache.between_passes, most, eos, stop)
+            drafted = pool(texts, steps, group[0].cache.pass_end.between_passes, most, eos, stop)
     except torch.OutOfMemoryError:
         if len(group) == 1:
             raise

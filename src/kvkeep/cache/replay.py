@@ -184,7 +184,8 @@ def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
     for memory, storage, scores in known:
         if (memory, storage) == (replay, cache.storage):
             return scores
-    forward = ReplayForward(cache.model, replay, cache.backend.store, cache.tokenizer, cache.between_passes)
+    between = cache.pass_end.between_passes
+    forward = ReplayForward(cache.model, replay, cache.backend.store, cache.tokenizer, between)
     known.append((replay, cache.storage, forward(cache.unreplayed.rows)))
     return known[-1][2]
 

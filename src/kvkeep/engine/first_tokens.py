@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.cache.draft_pool import MOST_ROWS, most_held
-from kvkeep.cache.passes import between_passes, run_passes
+from kvkeep.cache.passes import PassEnd, ending, run_passes
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.decoding import Decoding
 from kvkeep.engine.held_memory import HeldMemory
@@ -28,16 +28,20 @@ class FirstTokens:
         self.model, self.eos_token_ids = model, eos_token_ids
         self.held, self.memory, self.decoding = held, memory, decoding
 
-    def begin(self, request: Request, logits: Tensor) -> None:
-        """Sample the first token of a prompt that is prefilled. logits [vocabulary]"""
+    def begin(self, request: Request, logits: Tensor, at_once: bool = False) -> None:
+        """Sample the first token of a prompt that is prefilled. logits [vocabulary]
+
+        at_once: nothing of its prefill was left for later
+        """
         request.eos_token_ids = self.eos_token_ids
         rows, row = SamplingRows.of([request.how], logits.device, [request.edit]), logits[None]
         token = _sample(request, rows, row)
-        first, cache = InflightStep.of({0: request}, token, rows.logprobs(row, token)), request.sequence.cache
+        first = InflightStep.of({0: request}, token, rows.logprobs(row, token))
         self.held.waiting.remove(request)
         self.held.first_tokens[request] = first
-        request.move(State.DRAFTING if cache.passes_later else State.SAMPLED)
-        if not (cache.settles_later or cache.passes_later):
+        drafts = request.can_draft_later and not at_once
+        request.move(State.DRAFTING if drafts else State.SAMPLED)
+        if at_once or not (drafts or request.can_settle_later):
             self._end(request)
 
     def end(self, sampled: list[Request], prefilled: list[Request], active: list[DecodeBatch]) -> None:
@@ -70,9 +74,8 @@ class FirstTokens:
     def _run_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
         """Decode drafts that have waited: together or, where that fails, one by one."""
         caches = [request.sequence.cache for request in requests]
-        for cache in caches:
-            cache.passes_later = False
-        with between_passes(caches, partial(self.decoding.replay, active), self.memory.draft_room):
+        end = PassEnd(between_passes=partial(self.decoding.replay, active), draft_room=self.memory.draft_room)
+        with ending(caches, [end] * len(caches)):
             try:
                 run_passes(caches)
             except Exception as error:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from kvkeep.cache.passes import between_passes
+from kvkeep.cache.passes import PassEnd, ending
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.decoding import Decoding
 from kvkeep.engine.first_tokens import FirstTokens
@@ -48,7 +48,7 @@ class Prefilling:
         for request in self._turns():
             if request.logits is not None and request.is_prefilled:
                 with self.held.fails_alone(request):
-                    self.first_tokens.begin(request, request.logits)
+                    self.first_tokens.begin(request, request.logits, at_once=True)
                 continue
             cost = self._cost(request)
             in_parts = beside or request.is_split or (request.is_submitted and self.device == "cpu")
@@ -95,26 +95,30 @@ class Prefilling:
         """Make one forward pass; between the layers of a long one, captured decode steps of the active batches pass."""
         if not chunks:
             return
-        for request, ids in chunks:
-            cache, ends = request.sequence.cache, request.ends_with(ids)
-            cache.settles_later = ends and request.can_settle_later
-            cache.passes_later = ends and request.can_draft_later
+        requests = [request for request, _ in chunks]
+        meanwhile = partial(self._between_passes, requests, active)
         try:
-            passing, caches = self._decode_between_layers(chunks, active), [one.sequence.cache for one, _ in chunks]
-            meanwhile = partial(self._between_passes, [request for request, _ in chunks], active)
-            with between_passes(caches, meanwhile, self.memory.draft_room):
+            passing = self._decode_between_layers(chunks, active)
+            ends = [self._pass_end(request, ids, meanwhile) for request, ids in chunks]
+            with ending([request.sequence.cache for request in requests], ends):
                 logits = self.forward([(request.sequence, ids) for request, ids in chunks], 1, passing)
         except Exception as error:
             self.held.check_alike(error)
             if len(chunks) == 1 and not isinstance(error, Abandoned):
-                return self.held.fail(chunks[0][0], error)
-            for request, _ in chunks:  # alone, it will be seen whose error it is
+                return self.held.fail(requests[0], error)
+            for request in requests:  # alone, it will be seen whose error it is
                 request.packs = False
-            self.held.restart([request for request, _ in chunks])
+            self.held.restart(requests)
         else:
-            for (request, _), after in zip(chunks, logits, strict=True):
+            for request, after in zip(requests, logits, strict=True):
                 with self.held.fails_alone(request):
                     self._advance(request, after[-1])
+
+    def _pass_end(self, request: Request, ids: Tensor, meanwhile: Callable[[], None]) -> PassEnd:
+        """How a pass over these ids ends; what may wait after a prompt's last chunk is left to `FirstTokens`."""
+        last = request.ends_with(ids)
+        later = last and request.can_settle_later, last and request.can_draft_later
+        return PassEnd(*later, meanwhile, self.memory.draft_room)
 
     def _between_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
         """Let others decode. Raise `Abandoned` where nobody waits for any of the requests: the next step drops them."""
@@ -143,7 +147,7 @@ class Prefilling:
             self.memory.store_prefix(request)
             request.begin_part()
         if request.is_prefilled:
-            if not request.sequence.cache.passes_later:
+            if not request.can_draft_later:
                 request.reserved = 0
             if request.pin is not None:
                 request.pinned = self.memory.store_pinned(request, request.pin)
