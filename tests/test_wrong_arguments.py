@@ -67,13 +67,13 @@ def calls(chat, tmp_path_factory):
         "Engine.stream": (engine.stream, {"prompt": TEXT, "question": "What?", **asked}),
         "Engine.chat": (engine.chat, {"messages": CHAT, **asked}),
         "Engine.submit": (engine.submit, {
-            "prompt": TEXT, "question": "What?", "key": "me", "client": "a", "cache_prefix": True, **kept, **asked,
+            "prompt": TEXT, "question": "What?", "owner": "me", "client": "a", "cache_prefix": True, **kept, **asked,
         }),
         "Engine.submit, chat": (engine.submit, {"prompt": CHAT, "tools": None, **how}),
-        "Engine.submit, context": (engine.submit, {"prompt": "What?", "key": "", "context": engine.pin(TEXT), **how}),
+        "Engine.submit, context": (engine.submit, {"prompt": "What?", "owner": "", "context": engine.pin(TEXT), **how}),
         "Engine.read": (engine.read, {"text": TEXT, "question": "What?", "progress": None, **kept}),
-        "Engine.pin": (engine.pin, {"text": TEXT, "key": "", "public": False, "progress": None, **kept}),
-        "Engine.unpin": (engine.unpin, {"id": "x", "key": ""}),
+        "Engine.pin": (engine.pin, {"text": TEXT, "owner": "", "public": False, "progress": None, **kept}),
+        "Engine.unpin": (engine.unpin, {"id": "x", "owner": ""}),
         "Engine.warmup": (engine.warmup, {"rows": 1, "progress": lambda _: None}),
         "Engine.load_context": (engine.load_context, {"path": folder / "context"}),
         "Engine.prefill": (lambda **given: prefilled().prefill(**given), {"ids": [5, 6, 7], "progress": None}),
@@ -153,7 +153,7 @@ def test_wrong_arguments_are_refused_with_an_error_of_kvkeep(calls, group, tmp_p
         ("Engine.generate", {"progress": 5}, "progress=5: use a function, or True or False, or None"),
         ("Engine.submit, chat", {"tools": 5}, "tools=5: give a list of JSON schemas"),
         ("Engine.submit, chat", {"prompt": [{"content": "a"}]}, "role of message 0=None is a NoneType; give a text"),
-        ("Engine.submit", {"key": []}, r"key=\[\]: use a text"),  # the thread that answers died of it
+        ("Engine.submit", {"owner": []}, r"owner=\[\]: use a text"),  # the thread that answers died of it
         ("Engine.load_context", {"path": 5}, "path=5: use a text, or a path"),
         ("Cache.load", {"path": None}, "path=None: use a text, or a path"),
         ("Cache.show, empty", {"row": 0}, "row=0: this cache has 0 rows, counted from 0; show it after a forward pass"),

@@ -151,8 +151,8 @@ def test_a_key_that_is_no_text_is_refused_before_others_know_of_it(chat, key):
     with engine(chat, prefix_cache=10**8) as one:
         other = one.submit(TEXT, **NEW)
         for ask in (one.submit, one.pin):
-            with pytest.raises(BadParameter, match="key=.*a text"):
-                ask(TEXT, key=key)
+            with pytest.raises(BadParameter, match="owner=.*a text"):
+                ask(TEXT, owner=key)
         assert other.result()
         with one._driver.lock:  # the answer is there before its step is over
             assert not one._driver.scheduler.held.num_requests

@@ -93,12 +93,12 @@ def test_the_follower_answers_what_the_leader_is_asked():
     """Methods, budgets, seeds, keys, chats with stored prefixes, contexts and constraints of many threads."""
     with two(memory=900_000) as (leader, follower, parts, raised, failed):
         asked, told = record(leader), record(follower)
-        text = leader.pin(TEXT, key="a", method="snapkv+adakv", budget=50)
+        text = leader.pin(TEXT, owner="a", method="snapkv+adakv", budget=50)
         wait_until(lambda: raised or list(follower.prefixes.entries) == [text])
         how = [
-            {"key": key, **more} for key in "ab" for more in ({"method": "h2o"}, {"budget": 32}, {"cache_prefix": True})
+            {"owner": key, **more} for key in "ab" for more in ({"method": "h2o"}, {"budget": 32}, {"cache_prefix": True})
         ]
-        how += [{"context": text, "key": "a"}, {"method": "quest"}, {"constraint": parts[0].every_tenth}]
+        how += [{"context": text, "owner": "a"}, {"method": "quest"}, {"constraint": parts[0].every_tenth}]
         prompts = [TALK if each.get("cache_prefix") else TEXT for each in how]
         handles = [
             leader.submit(prompt, seed=seed, **each, **HOW)
@@ -117,7 +117,7 @@ def test_the_follower_answers_what_the_leader_is_asked():
 def test_the_cancelled_are_dropped_and_texts_removed_by_all():
     with two() as (leader, follower, _, raised, failed):
         told, shared = record(follower), {"public": True, "method": "snapkv"}
-        text, again = (leader.pin(TEXT, key=key, **shared) for key in "ab")
+        text, again = (leader.pin(TEXT, owner=key, **shared) for key in "ab")
         handle = leader.submit(TEXT, max_new_tokens=600)
         stream = iter(handle)
         next(stream)
@@ -125,14 +125,14 @@ def test_the_cancelled_are_dropped_and_texts_removed_by_all():
         wait_until(lambda: raised or (handle.done and told[-1].done))
         assert 0 < len(told[-1].answer.ids) == len(handle.request.answer.ids) < 600 and not told[-1].cancelled
         assert text == again
-        leader.withdraw(leader.submit_pin(TEXT, key="a", **shared).request)
+        leader.withdraw(leader.submit_pin(TEXT, owner="a", **shared).request)
         assert [len(leader.prefixes.pinned_by(key)) for key in "ab"] == [1, 1]
-        leader.unpin(text, key="a")
+        leader.unpin(text, owner="a")
         assert len(leader.prefixes) == 1
-        leader.unpin(text, key="b")
+        leader.unpin(text, owner="b")
         assert len(leader.prefixes) == 0
         with pytest.raises(UnknownName):
-            leader.unpin(text, key="b")
+            leader.unpin(text, owner="b")
         wait_until(lambda: raised or len(follower.prefixes) == 0)
         assert leader.submit(TEXT, **HOW).result() and not raised and not failed
 

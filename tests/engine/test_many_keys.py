@@ -57,7 +57,7 @@ class Talker(threading.Thread):
         said = [{"role": "user", "content": message(self.luck)}]
         for _ in range(self.luck.randint(1, TURNS)):
             if self.luck.random() < 0.2:
-                self.leave(self.engine.submit(said, key=key, **how))
+                self.leave(self.engine.submit(said, owner=key, **how))
             request = self.ask(said, key, how)
             self.cached += request.num_cached
             said = [*said, {"role": "assistant", "content": request.text}]
@@ -74,7 +74,7 @@ class Talker(threading.Thread):
         assert handle.done
 
     def ask(self, prompt, key, how):
-        handle = self.engine.submit(prompt, key=key, **how)
+        handle = self.engine.submit(prompt, owner=key, **how)
         handle.result()
         self.found.append((prompt, key, how, handle.request.answer.ids, handle.request.logprobs))
         return handle.request
@@ -104,7 +104,7 @@ def test_every_answer_is_that_of_an_engine_of_its_own(chat, tmp_path):
     texts = {key: message(luck) * 3 + "the text" for key in keys}
     with kvkeep.Engine(*chat, "snapkv", 64, memory=cap, prefix_cache=store, max_rows=6) as engine:
         most = watch(engine)
-        pinned = {key: engine.pin(text, key=key, method="h2o", budget=60) for key, text in texts.items()}
+        pinned = {key: engine.pin(text, owner=key, method="h2o", budget=60) for key, text in texts.items()}
         talkers = [Talker(engine, number, pinned) for number in range(THREADS)]
         for each in talkers:
             each.start()

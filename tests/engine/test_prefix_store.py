@@ -119,13 +119,13 @@ def test_parts_end_where_the_tokens_before_say(monkeypatch):
 
 @pytest.mark.parametrize(
     "other",
-    [{"key": "b"}, {"method": "h2o"}, {"budget": 65}, {"method": "snapkv:window=16"}, {"cache_prefix": False}],
+    [{"owner": "b"}, {"method": "h2o"}, {"budget": 65}, {"method": "snapkv:window=16"}, {"cache_prefix": False}],
 )
 def test_other_keys_methods_and_budgets_find_nothing(chat, other):
     with engine(chat) as one:
-        answered(one, say(*TALK[:3]), key="a")
-        assert answered(one, say(*TALK[:3]), key="a").num_cached > 0
-        assert answered(one, say(*TALK[:3]), **{"key": "a"} | other).num_cached == 0
+        answered(one, say(*TALK[:3]), owner="a")
+        assert answered(one, say(*TALK[:3]), owner="a").num_cached > 0
+        assert answered(one, say(*TALK[:3]), **{"owner": "a"} | other).num_cached == 0
 
 
 def test_another_storage_finds_nothing(chat):
@@ -146,7 +146,7 @@ def test_what_a_request_does_with_a_stored_prefix_does_not_change_it(chat):
 def prefixes(one, count, key=""):
     """Store so many."""
     for number in range(count):
-        answered(one, say(f"{number:03d}" + TALK[0]), key=key)
+        answered(one, say(f"{number:03d}" + TALK[0]), owner=key)
 
 
 def test_the_least_recently_used_leave_within_the_bytes(chat):
@@ -191,36 +191,36 @@ def test_pinned_ones_stay(chat):
 @pytest.mark.parametrize("spec", ["kvkeep_context", "snapkv", "full", "tokenselect", "qllm"])
 def test_a_question_about_a_pinned_text_is_contexts_answer(chat, spec):
     with engine(chat, spec, 96) as one:
-        id = one.pin(TALK[3], key="a", method=spec)
+        id = one.pin(TALK[3], owner="a", method=spec)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvkeep.engine.context.Context._warn", lambda *_: None)
             want = [one.read(TALK[3]).ask(question, **SHORT) for question in ("which?", "and why?")]
         for _ in range(2):
-            found = [answered(one, question, key="a", context=id) for question in ("which?", "and why?")]
+            found = [answered(one, question, owner="a", context=id) for question in ("which?", "and why?")]
             assert [each.text for each in found] == want
             assert found[0].num_cached == len(one.read(TALK[3]))
-        assert answered(one, say("which?"), key="a", context=id).text == want[0]
-        for wrong in ({"key": "b", "context": id}, {"key": "a", "context": id + "x"}):
+        assert answered(one, say("which?"), owner="a", context=id).text == want[0]
+        for wrong in ({"owner": "b", "context": id}, {"owner": "a", "context": id + "x"}):
             with pytest.raises(UnknownName, match=f"no context '{wrong['context']}'"):
                 one.submit("which?", **wrong)
         with pytest.raises(UnknownName):
-            one.unpin(id, key="b")
+            one.unpin(id, owner="b")
         with pytest.raises(BadParameter, match="one message"):
-            one.submit(say(*TALK[:3]), key="a", context=id)
+            one.submit(say(*TALK[:3]), owner="a", context=id)
 
 
 def test_a_public_text_is_everybodys_and_goes_with_its_last_claim(chat):
     """Whoever stored it has a claim, removes that alone, and has it among its own."""
     with engine(chat) as one:
-        id, again = (one.pin(TALK[3], key=key, public=True) for key in "ab")
+        id, again = (one.pin(TALK[3], owner=key, public=True) for key in "ab")
         assert id == again and [len(one.prefixes.pinned_by(key)) for key in "abc"] == [1, 1, 0]
         for key in "ab":
-            assert answered(one, "which?", key="c", context=id).num_cached > 0
+            assert answered(one, "which?", owner="c", context=id).num_cached > 0
             with pytest.raises(UnknownName):
-                one.unpin(id, key="c")
-            one.unpin(id, key=key)
+                one.unpin(id, owner="c")
+            one.unpin(id, owner=key)
             with pytest.raises(UnknownName):
-                one.unpin(id, key=key)
+                one.unpin(id, owner=key)
         assert len(one.prefixes) == 0
 
 
@@ -229,17 +229,17 @@ def test_a_text_pinned_twice_is_there_until_both_are_withdrawn(chat, keys, publi
     """Also where one is withdrawn before the other, or its first step, is done; what is removed is gone at once."""
     with engine(chat) as one:
         with one._driver.lock:
-            both = [one.submit_pin(TALK[3], key=key, public=public) for key in keys]
+            both = [one.submit_pin(TALK[3], owner=key, public=public) for key in keys]
         for handle in both:
             handle.result()
         id = both[0].request.pinned
         one.withdraw(both[0].request)
         assert both[1].request.pinned == id and one.prefixes.owned(keys[1], id)
-        one.withdraw(one.submit_pin(TALK[3], key=keys[1], public=public).request)
+        one.withdraw(one.submit_pin(TALK[3], owner=keys[1], public=public).request)
         assert one.prefixes.owned(keys[1], id)
         one.withdraw(both[1].request)
         assert not len(one.prefixes) and not one._driver.scheduler.held.num_requests
-        one.unpin(max(one.pin(TALK[3], key=keys[0], public=public) for _ in range(2)), key=keys[0])
+        one.unpin(max(one.pin(TALK[3], owner=keys[0], public=public) for _ in range(2)), owner=keys[0])
         assert not len(one.prefixes)
 
 
@@ -268,15 +268,15 @@ def test_a_restarted_engine_finds_what_was_saved(chat, spec, tmp_path):
 
 def test_a_pinned_text_is_found_after_a_restart_by_its_key_alone(chat, tmp_path):
     with engine(chat, "kvkeep_context", 64, PrefixStore(PLENTY, tmp_path)) as one:
-        id = one.pin(TALK[3], key="secret-a", method="snapkv", budget=48)
-        want = answered(one, "which?", key="secret-a", context=id)
+        id = one.pin(TALK[3], owner="secret-a", method="snapkv", budget=48)
+        want = answered(one, "which?", owner="secret-a", context=id)
     with engine(chat, "kvkeep_context", 64, PrefixStore(PLENTY, tmp_path)) as one:
-        found = answered(one, "which?", key="secret-a", context=id)
+        found = answered(one, "which?", owner="secret-a", context=id)
         assert found.answer.ids == want.answer.ids and found.config.method.name == "snapkv"
         assert found.kept_tokens == want.kept_tokens and found.config.budget == 48
         with pytest.raises(UnknownName):
-            one.submit("which?", key="secret-b", context=id)
-        one.unpin(id, key="secret-a")
+            one.submit("which?", owner="secret-b", context=id)
+        one.unpin(id, owner="secret-a")
     assert not list(tmp_path.iterdir())
 
 
@@ -285,15 +285,15 @@ def pinned_after_restart(chat, folder, **removed):
     with engine(chat, store=PrefixStore(PLENTY, folder)) as one:
         found = {key: {entry.id for entry in one.prefixes.pinned_by(key)} for key in "abc"}
         for key, id in removed.items():
-            one.unpin(id, key=key)
+            one.unpin(id, owner=key)
     return found
 
 
 def test_claims_to_a_public_text_are_found_after_a_restart(chat, tmp_path):
     with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
-        id = one.pin(TALK[3], key="a", public=True)
+        id = one.pin(TALK[3], owner="a", public=True)
     with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
-        assert one.pin(TALK[3], key="b", public=True) == one.pin(TALK[3], key="c", public=True) == id
+        assert one.pin(TALK[3], owner="b", public=True) == one.pin(TALK[3], owner="c", public=True) == id
     assert pinned_after_restart(chat, tmp_path, b=id) == {"a": {id}, "b": {id}, "c": {id}}
     assert pinned_after_restart(chat, tmp_path, a=id) == {"a": {id}, "b": set(), "c": {id}}
     assert pinned_after_restart(chat, tmp_path, c=id) == {"a": set(), "b": set(), "c": {id}}
@@ -303,14 +303,14 @@ def test_claims_to_a_public_text_are_found_after_a_restart(chat, tmp_path):
 def test_a_public_text_that_two_processes_stored_is_both_keys_after_a_restart(chat, tmp_path):
     one, two = (engine(chat, store=PrefixStore(PLENTY, tmp_path)) for _ in range(2))
     with one, two:
-        ids = [one.pin(TALK[3], key="a", public=True), two.pin(TALK[3], key="b", public=True)]
+        ids = [one.pin(TALK[3], owner="a", public=True), two.pin(TALK[3], owner="b", public=True)]
     assert pinned_after_restart(chat, tmp_path) == {"a": {ids[0]}, "b": {ids[1]}, "c": set()}
 
 
 def test_a_folder_with_one_owner_of_a_text_is_read(chat, tmp_path):
     """As it was written before texts had claims."""
     with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
-        id = one.pin(TALK[3], key="a", public=True)
+        id = one.pin(TALK[3], owner="a", public=True)
     tensors, facts = checkpoint.read(tmp_path / id)
     owners = facts["prefix"].pop("owners")
     checkpoint.write(tmp_path / id, tensors, facts | {"prefix": facts["prefix"] | {"owner": owners[0]}})
@@ -321,13 +321,13 @@ def test_what_another_process_saved_since_is_found_by_its_id(chat, tmp_path):
     """By its owner alone; removed there, it is gone here."""
     with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
         early = engine(chat, store=PrefixStore(PLENTY, tmp_path))
-        id = one.pin(TALK[0] * 3, key="alice")
+        id = one.pin(TALK[0] * 3, owner="alice")
         one.prefixes.flush()
-        expected = one.submit("why", context=id, key="alice", **SHORT).result()
+        expected = one.submit("why", context=id, owner="alice", **SHORT).result()
         with early as other:
             with pytest.raises(UnknownName):
-                other.submit("why", context=id, key="bob", **SHORT)
-            assert other.submit("why", context=id, key="alice", **SHORT).result() == expected
+                other.submit("why", context=id, owner="bob", **SHORT)
+            assert other.submit("why", context=id, owner="alice", **SHORT).result() == expected
             with pytest.raises(KeyError):
                 other.prefixes.entry("alice", "../" + id)
 
@@ -363,7 +363,7 @@ def test_a_disk_is_read_before_a_step_and_the_device_is_nobody_elses_meanwhile(c
 
 def test_no_key_is_written(chat, tmp_path):
     with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
-        one.pin(TALK[3], key="sk-verysecret")
+        one.pin(TALK[3], owner="sk-verysecret")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) == 2 and not any(b"verysecret" in path.read_bytes() for path in files)
 

@@ -286,7 +286,7 @@ def test_memory_that_runs_out_beside_a_prompt_that_has_begun_is_tried_again(mode
     work.prefilling.forward = short
     both = [request(model, "snapkv", seed, 150 + seed) for seed in range(2)]
     for one in both:
-        one.interactive, one.key = True, str(one.ids)
+        one.interactive, one.owner = True, str(one.ids)
     run(work, both)
     assert failed and [one.answer.ids for one in both] == [alone(one) for one in both]
 

@@ -106,7 +106,7 @@ def test_one_config_for_all_requests_with_the_same_method_and_budget(chat, monke
 
 
 def waiting(config, keys, length=4):
-    return [Request(config, torch.arange(5, 5 + length), Generation(1), key=key) for key in keys]
+    return [Request(config, torch.arange(5, 5 + length), Generation(1), owner=key) for key in keys]
 
 
 def test_keys_take_turns(chat):
@@ -180,11 +180,11 @@ def test_one_that_does_not_fit_is_not_overtaken_forever(chat):
     one = engine(chat, "full", None)
     room = memory.row_bytes(one.model, 320)
     work = Scheduler(one.model, set(), max_rows=8, memory=room)
-    large = Request(one.config, torch.arange(5, 155), Generation(4), key="large", interactive=True)
+    large = Request(one.config, torch.arange(5, 155), Generation(4), owner="large", interactive=True)
     done, small = [], []
 
     def submit_small():
-        each = Request(one.config, torch.arange(5, 30), Generation(6), key=f"small {len(small)}", interactive=True)
+        each = Request(one.config, torch.arange(5, 30), Generation(6), owner=f"small {len(small)}", interactive=True)
         each.notify = lambda: each.done and done.append(each)
         small.append(work.submit(each))
 
@@ -210,9 +210,9 @@ def test_too_many_are_refused(chat):
     driver.submit(*waiting(one.config, "d"))  # a list of prompts is not refused
     with one._driver.lock:  # nothing is stepped
         for key in "abc":
-            one.submit(TEXT, key=key, max_new_tokens=2)
+            one.submit(TEXT, owner=key, max_new_tokens=2)
         with pytest.raises(QueueFull):
-            one.submit(TEXT, key="d")
+            one.submit(TEXT, owner="d")
     one.submit(TEXT, max_new_tokens=2).result() if one._driver.scheduler.held.num_waiting < 3 else None
     one.close()
     with pytest.raises(BadParameter, match="max_waiting=0"):
@@ -229,7 +229,8 @@ def test_memory_is_a_hard_cap_over_pools_and_prefills(chat, spec):
     cap = memory.row_bytes(model, 450)
     with engine(chat, spec, 64, memory=cap) as one:
         held = tiny_chat.held_after_steps(one)
-        handles = [one.submit(prompt, method=others[n % 4], key=str(n % 3), **how) for n, prompt in enumerate(prompts)]
+        asked = [(prompt, {"method": others[n % 4], "owner": str(n % 3)}) for n, prompt in enumerate(prompts)]
+        handles = [one.submit(prompt, **each, **how) for prompt, each in asked]
         assert [handle.result() for handle in handles] == want
     assert 0.3 * cap < max(held) <= cap
 
@@ -241,7 +242,7 @@ def test_chats_of_many_threads(chat):
         found = [""] * 6
 
         def work(n):
-            found[n] = one.submit(talks[n], key=str(n % 2), max_new_tokens=5).result().strip()
+            found[n] = one.submit(talks[n], owner=str(n % 2), max_new_tokens=5).result().strip()
 
         threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
         for each in threads:

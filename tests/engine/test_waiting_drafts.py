@@ -71,7 +71,7 @@ def test_a_draft_waits_for_one_pass_where_answers_are_read_and_in_a_list_for_dra
     work, passes, one = Scheduler(model, set()), [], request(model, 1)
     forward = PackedForward.__call__
     monkeypatch.setattr(PackedForward, "__call__", lambda self, *given: passes.append(given) or forward(self, *given))
-    one.interactive, one.key = read, "one"
+    one.interactive, one.owner = read, "one"
     work.submit(one)
     for seed in range(2, 20):
         other = request(model, seed) if others == "kvkeep_lookahead" else prompt(model, others, seed, 200)

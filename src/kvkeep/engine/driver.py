@@ -134,19 +134,19 @@ class Driver:
         if not (request.pinned if request.pin else request.is_prefilled):
             raise CacheMisuse("this engine was closed before the text was prefilled; make a new one.")
 
-    def unpin(self, key: str, id: str, once: bool = False) -> None:
-        """Take back a key's claim to a stored text; where other processes store it, too, in the next step.
+    def unpin(self, owner: str, id: str, once: bool = False) -> None:
+        """Take back an owner's claim to a stored text; where other processes store it, too, in the next step.
 
         once: as in `PrefixStore.remove`
         """
         store, leader = self.scheduler.memory.store, self.leader
         assert store is not None
         if leader is None or self.closed:
-            return store.remove(key, id, once)
-        store.owned(key, id)  # raises where it is not
-        leader.unpinned.append((key, id, once))
+            return store.remove(owner, id, once)
+        store.owned(owner, id)  # raises where it is not
+        leader.unpinned.append((owner, id, once))
         self.start()
-        while (key, id, once) in leader.unpinned and not self.closed:
+        while (owner, id, once) in leader.unpinned and not self.closed:
             with self.stepped:
                 self.stepped.wait(PATIENCE)
 

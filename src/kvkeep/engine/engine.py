@@ -205,7 +205,7 @@ class Engine:
         tools: list[dict[str, Any]] | None = None,
         method: str | Method | None = None,
         budget: int | float | None = None,
-        key: str = "",
+        owner: str = "",
         client: str = "",
         context: str | None = None,
         cache_prefix: bool | None = None,
@@ -216,8 +216,8 @@ class Engine:
 
         prompt: a text, the messages of a chat (tools: functions the model may call in it), or token ids [n]
         method, budget: for this request, in the place of the engine's
-        key: whose it is. Keys continue prefixes of their own, or public ones.
-        client: who asks. Clients take turns in the queue; by default, keys do.
+        owner: whose it is. Owners continue prefixes of their own, or public ones.
+        client: who asks. Clients take turns in the queue; by default, owners do.
         context: the id of a text (`pin`) that the prompt, a text or one message, is a question about
         cache_prefix: prefill the prompt in parts that later requests can continue, long texts included, as
         engine/prefix_store.py says; False: all at once. None: chats in parts that end with messages, where the engine
@@ -230,16 +230,16 @@ class Engine:
                 "--tensor-parallel."
             )
         how = Generation.of(options)
-        check_value("key", key, str)
+        check_value("owner", owner, str)
         check_value("client", client, str)
         check_value("cache_prefix", cache_prefix, bool | None)
         check_value("progress", progress, Callable | None)
         if context is not None:
             check_value("context", context, str)
-            request = self._about_context(key, client, context, only_text(prompt), how)
+            request = self._about_context(owner, client, context, only_text(prompt), how)
         else:
             ids, config = prompt_ids(self.config, prompt, question, tools), self._config_for(method, budget)
-            request = Request(config, ids, how, question=question, key=key, client=client)
+            request = Request(config, ids, how, question=question, owner=owner, client=client)
             self._share_prefix(request, cache_prefix, is_chat(prompt))
         request.progress = progress
         return self._submit(request)
@@ -262,7 +262,7 @@ class Engine:
             end = end_of_turn(self.tokenizer, template) if isinstance(template, str) else None
             request.cuts = () if asked else cuts_of(request.ids, end, bool(cache_prefix))
             if store is not None and request.cuts:
-                which = request.key, request.config, request.ids, request.cuts
+                which = request.owner, request.config, request.ids, request.cuts
                 store.prepare(*which)
                 request.find_stored = partial(store.longest, *which)
 
@@ -270,7 +270,7 @@ class Engine:
         self,
         text: str,
         *,
-        key: str = "",
+        owner: str = "",
         public: bool = False,
         method: str | Method | None = None,
         budget: int | float | None = None,
@@ -278,11 +278,11 @@ class Engine:
     ) -> str:
         """Prefill a text once and store it. -> an id, for `submit(question, context=…)`
 
-        public: for requests with any key; method, budget: in the place of the engine's. Its method is taken if it
+        public: for requests of any owner; method, budget: in the place of the engine's. Its method is taken if it
         needs no question, else that of an engine without a method: no question is known here.
         """
         check_value("progress", progress, Callable | None)
-        request = self._pin_request(text, key, public, method, budget)
+        request = self._pin_request(text, owner, public, method, budget)
         request.progress = progress
         self._driver.prefill(request)
         return request.pinned
@@ -297,7 +297,7 @@ class Engine:
     def withdraw(self, request: Request) -> None:
         """Give up a request of `submit_pin`; what the step under way stores is removed again.
 
-        A text that its key has pinned before, or meanwhile, stays.
+        A text that its owner has pinned before, or meanwhile, stays.
         """
         ended = threading.Event()
         request.notify = ended.set
@@ -306,12 +306,12 @@ class Engine:
             ended.wait()
         if request.pinned:
             with suppress(KeyError):  # removed meanwhile
-                self._driver.unpin(request.key, request.pinned, once=True)
+                self._driver.unpin(request.owner, request.pinned, once=True)
 
     def _pin_request(
         self,
         text: str,
-        key: str = "",
+        owner: str = "",
         public: bool = False,
         method: str | Method | None = None,
         budget: int | float | None = None,
@@ -321,33 +321,33 @@ class Engine:
         self._check_holds_text()
         config = self._reading_config(method, budget, pinned=True)
         check_text("text", text)
-        check_value("key", key, str)
+        check_value("owner", owner, str)
         check_value("public", public, bool)
         ids = torch.tensor(config.context_ids(text))
-        return Request(config, ids, Generation(1), prefill_only=True, key=key, client=client, pin=Pin(text, public))
+        return Request(config, ids, Generation(1), prefill_only=True, owner=owner, client=client, pin=Pin(text, public))
 
-    def unpin(self, id: str, *, key: str = "") -> None:
-        """Remove a stored text of this key; a public one stays as long as another key has stored it, too."""
+    def unpin(self, id: str, *, owner: str = "") -> None:
+        """Remove a stored text of this owner; a public one stays as long as another owner has stored it, too."""
         self._store()
         check_value("id", id, str)
-        check_value("key", key, str)
+        check_value("owner", owner, str)
         with _known(id):
-            self._driver.unpin(key, id)
+            self._driver.unpin(owner, id)
 
     def _store(self) -> PrefixStore:
         if self.prefixes is None:
             raise BadParameter("this engine stores no prefixes; make it with prefix_cache=, a number of bytes.")
         return self.prefixes
 
-    def _about_context(self, key: str, client: str, id: str, question: str, how: Generation) -> Request:
+    def _about_context(self, owner: str, client: str, id: str, question: str, how: Generation) -> Request:
         """A request that goes on with a stored text."""
         store = self._store()
         with _known(id):
-            entry, config = store.entry(key, id), store.config_of(key, id)
+            entry, config = store.entry(owner, id), store.config_of(owner, id)
         check_text("question", question)
         ids = torch.tensor(entry.ids + config.question_ids(entry.text, question, entry.ids))
-        request = Request(config, ids, how, question=question, key=key, client=client)
-        request.find_stored = partial(store.get, key, id)
+        request = Request(config, ids, how, question=question, owner=owner, client=client)
+        request.find_stored = partial(store.get, owner, id)
         return request
 
     def _config_for(self, method: str | Method | None, budget: int | float | str | None) -> SequenceConfig:

@@ -75,7 +75,7 @@ class HeldMemory:
         if self.store is None or (self.cap and not self._room_for_copy(nbytes_of(request.sequence))):
             return
         try:
-            self.store.add(request.key, request.sequence.fork())
+            self.store.add(request.owner, request.sequence.fork())
         except torch.OutOfMemoryError as error:
             self.held.check_alike(error)
             self.store.evict_oldest()
@@ -85,7 +85,7 @@ class HeldMemory:
         assert self.store is not None
         sequence = request.sequence
         sequence.cache.tracker.mark_context()
-        return self.store.add(request.key, sequence, True, public=pin.public, text=pin.text)
+        return self.store.add(request.owner, sequence, True, public=pin.public, text=pin.text)
 
     def _room_for_copy(self, size: int) -> bool:
         """Evict older copies, and nothing else. -> whether so many bytes are left"""

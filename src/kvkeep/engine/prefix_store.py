@@ -65,7 +65,7 @@ class Entry:
     """A stored prefix."""
 
     id: str
-    owners: Counter[str]  # how often each key pinned it, by its hash; of one key, unless it is public
+    owners: Counter[str]  # how often each owner pinned it, by hash; one owner, unless it is public
     public: bool  # all find it, and it is dropped when its last owner removes it
     place: str  # the hash of its tokens, parts, method, budget and storage
     nbytes: int
@@ -79,7 +79,7 @@ class Entry:
     saved: bool = False
 
     @property
-    def key(self) -> tuple[str, str]:
+    def found_at(self) -> tuple[str, str]:
         """Who finds it, and where."""
         return PUBLIC if self.public else next(iter(self.owners)), self.place
 
@@ -227,15 +227,15 @@ class PrefixStore:
         return True
 
     def _insert(self, entry: Entry) -> None:
-        older = self.by_place.get(entry.key)  # saved by another process
+        older = self.by_place.get(entry.found_at)  # saved by another process
         if older and not older.pinned:
             self._drop(older)
-        self.entries[entry.id] = self.by_place[entry.key] = entry
+        self.entries[entry.id] = self.by_place[entry.found_at] = entry
 
     def _drop(self, entry: Entry) -> None:
         del self.entries[entry.id]
-        if self.by_place.get(entry.key) is entry:
-            del self.by_place[entry.key]
+        if self.by_place.get(entry.found_at) is entry:
+            del self.by_place[entry.found_at]
         if self.folder and entry.saved:
             shutil.rmtree(self.folder / entry.id, ignore_errors=True)
 
@@ -277,7 +277,7 @@ class PrefixStore:
             with suppress(BadCacheFile), self.lock:
                 entry = _described(self.folder / id, self.config)
                 if entry and self._make_room(entry.nbytes):
-                    self.by_place.setdefault(entry.key, entry)
+                    self.by_place.setdefault(entry.found_at, entry)
                     return self.entries.setdefault(id, entry)
         raise KeyError(id)
 
@@ -392,7 +392,7 @@ def _places(config: SequenceConfig, ids: Tensor, cuts: Iterable[int], frozen: bo
 
 
 def _hashed(owner: str) -> str:
-    """So that no folder tells a key."""
+    """Hash an owner, so that no folder tells an API key."""
     return hashlib.sha256(owner.encode()).hexdigest()
 
 

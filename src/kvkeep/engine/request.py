@@ -74,8 +74,8 @@ class Request:
     prefill_only: bool = False  # without an answer
     keeps_cache: bool = False  # the sequence's cache holds the answer, too, when the request is done
     banned_first: tuple[int, ...] = ()  # tokens the answer must not begin with
-    key: str = ""  # whose it is
-    client: str = ""  # who asks: clients take turns in the queue; empty: its key
+    owner: str = ""  # whose it is
+    client: str = ""  # who asks: clients take turns in the queue; empty: its owner
     cuts: tuple[int, ...] = ()  # ends of parts of the prompt, each of which is evicted from by itself
     find_stored: Callable[[], Sequence | None] = nothing_stored  # a copy of a stored sequence to go on with
     pin: Pin | None = None  # the prompt is a text to be stored
@@ -83,7 +83,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.how.check_vocabulary(vocabulary_size(self.config.model))
-        self.client = self.client or self.key
+        self.client = self.client or self.owner
         self._sequence = self.continues
         self.deltas: deque[str] = deque()  # text to be streamed
         self.state, self.cancelled = State.WAITING, False

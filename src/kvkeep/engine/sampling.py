@@ -18,8 +18,9 @@ from kvkeep.storage.upload import upload
 
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
 
-OTHER_NAMES = {  # names other libraries use
+OTHER_NAMES = {  # names that other libraries use, or that this one used
     "do_sample": " Leave it out: an answer is sampled where temperature is above 0.",
+    "key": " It is called owner= here.",
     "max_length": " max_new_tokens= counts the answer alone.",
     "max_tokens": " It is called max_new_tokens= here.",
     "min_new_tokens": " It is called min_tokens= here.",

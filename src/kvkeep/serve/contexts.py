@@ -53,7 +53,7 @@ def find(server: Server, owner: str, name: str) -> dict[str, Any]:
 def remove(server: Server, owner: str, name: str) -> dict[str, Any]:
     server.find_context(owner, name)
     try:
-        server.engine.unpin(name, key=owner)
+        server.engine.unpin(name, owner=owner)
     except UnknownName:
         raise Failure(403, f"the context {name!r} is public, and not yours to remove.", "not_owner") from None
     return {"id": name, "object": "context.deleted", "deleted": True}

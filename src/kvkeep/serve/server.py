@@ -132,7 +132,8 @@ class Server:
         if job.context is not None:
             job.check_context()
             self.find_context(owner, job.context)
-        options = job.options | self._constraint(job) | {"key": owner, "client": answers.owner, "context": job.context}
+        whose = {"owner": owner, "client": answers.owner, "context": job.context}
+        options = job.options | self._constraint(job) | whose
         first = secrets.randbits(62) if job.seed is None else job.seed
         handles: list[Handle] = []
         try:
@@ -158,7 +159,7 @@ class Server:
         """A text that is stored without an answer."""
         text = only_text(job.prompts[0])
         self.check_characters(text, job)
-        return self.engine.submit_pin(text, key=owner, client=client, public=job.stores == "public", **job.options)
+        return self.engine.submit_pin(text, owner=owner, client=client, public=job.stores == "public", **job.options)
 
     def _encode(self, prompt: Prompt, job: Job) -> Prompt:
         """Once for all its answers; but a question about a context is the engine's to put behind it."""
@@ -193,7 +194,7 @@ class Server:
         """Of an answer that asks for no number: what the context length leaves, within the limit."""
         length = len(prompt)
         if options["context"] is not None:
-            entry = self.store().entry(options["key"], options["context"])
+            entry = self.store().entry(options["owner"], options["context"])
             question = self.engine.config.question_ids(entry.text, only_text(prompt), entry.ids)
             length = len(entry.ids) + len(question)
         left = self.max_model_len - length

@@ -1,4 +1,4 @@
-"""A thread whose work is done key by key in turn."""
+"""A thread that works for its owners in turn."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 
 
 class TurnThread:
-    """Runs one piece of work of every key, then the next of every key. What is cancelled before is skipped."""
+    """Runs one piece of work of every owner, then the next of every owner. What is cancelled before is skipped."""
 
     def __init__(self, name: str) -> None:
-        self.by_key: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # the key whose turn it is first
+        self.by_owner: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # the owner whose turn it is first
         self.changed = threading.Condition()
         self.closed = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def submit(self, key: str, work: Callable[[], Any]) -> Future[Any]:
+    def submit(self, owner: str, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         with self.changed:
-            self.by_key.setdefault(key, deque()).append((future, work))
+            self.by_owner.setdefault(owner, deque()).append((future, work))
             self.changed.notify()
         return future
 
     def _run(self) -> None:
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.by_key or self.closed)
-                if not self.by_key:
+                self.changed.wait_for(lambda: self.by_owner or self.closed)
+                if not self.by_owner:
                     return
                 future, work = self._next()
             if not future.set_running_or_notify_cancel():
@@ -41,12 +41,12 @@ class TurnThread:
                 future.set_exception(error)
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]]:
-        """Take the first of the key whose turn it is, which then is the last one."""
-        key = next(iter(self.by_key))
-        queue = self.by_key.pop(key)
+        """Take the first of the owner whose turn it is, which then is the last one."""
+        owner = next(iter(self.by_owner))
+        queue = self.by_owner.pop(owner)
         found = queue.popleft()
         if queue:
-            self.by_key[key] = queue
+            self.by_owner[owner] = queue
         return found
 
     def close(self) -> None:
