@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """Copy a tensor, or numbers, to a device. A copy of memory that is not pinned would wait for all that runs there."""
+    """Copy a tensor, or numbers, to a device. Copying what is not pinned would wait for all that runs there."""
     host = torch.as_tensor(values)
     if device.type != "cuda" or host.device.type != "cpu":
         return host.to(device)
