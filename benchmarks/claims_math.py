@@ -27,7 +27,7 @@ from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.load import load, quiet_transformers
 
 METHODS = (
-    "full", "streamingllm", "h2o", "tova", "ahakv", "snapkv:window=32", "chunkkv", "protokv", "protokv:votes=softmax",
+    "full", "streamingllm", "h2o", "tova", "ahakv", "ahakv:recent=64", "snapkv:window=32", "chunkkv", "protokv",
     "rkv", "keep_prompt_random",
 )  # fmt: skip
 BUFFER = 128

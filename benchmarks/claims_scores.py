@@ -30,8 +30,7 @@ from kvkeep.evaluate.results import Results
 from kvkeep.evaluate.summary import normalized_score
 from kvkeep.model.load import load_tokenizer
 
-MATH = "math"  # rows of claims_math.py
-PROTO_MATH = "snapkv:window=32", "chunkkv", "h2o", "streamingllm"
+MATH, LONG_MATH = "math", "math_long"  # rows of claims_math.py: --budget 256 --tokens 512, --budget 128 --tokens 1024
 FOLDERS = "data", "haystack", "squad", "hotpotqa"
 DRAWS = 20_000  # of signs
 INTENT = "intentkv:boundary=first"
@@ -54,7 +53,7 @@ RETRIEVED = tuple(
 )  # fmt: skip
 
 
-def each(budgets: Sequence[int], *methods: str) -> tuple[Config, ...]:
+def each(budgets: Sequence[float], *methods: str) -> tuple[Config, ...]:
     return tuple((method, budget) for budget in budgets for method in methods)
 
 
@@ -81,8 +80,8 @@ RUNS = {
         each(
             (4096, 1024), INTENT, f"{INTENT}:block=1", f"{INTENT}:block=4", f"{INTENT}:block=8", f"{INTENT}:block=64",
             f"{INTENT}:block=256", f"{INTENT}:window=32", f"{INTENT}:window=128", f"{INTENT}:intention=false",
-            f"{INTENT}:intention=false:block=1", SUBSEQUENT, "snapkv", "snapkv:pool=1", "streamingllm:sinks=128",
-            "random", "kvkeep",
+            f"{INTENT}:intention=false:block=1", f"{INTENT}:window=128:intention=false", SUBSEQUENT, "snapkv",
+            "snapkv:pool=1", "streamingllm:sinks=128", "random", "kvkeep",
         ),
         length=16_384,
         limit=8,
@@ -117,10 +116,10 @@ RUNS = {
         max_length=16_384,
     ),
     "recall": Run(
-        LONGBENCH,
+        RETRIEVED,
         each((512,), "protokv", "protokv+recall", "clusterkv", "squeezed", "sentencekv"),
-        limit=8,
-        max_length=16_384,
+        limit=6,
+        max_length=8192,
     ),
     "actqkv": Run(
         RETRIEVED,
@@ -137,6 +136,11 @@ RUNS = {
         limit=8,
         beyond_window=True,
     ),
+    "short": Run(
+        ("openbookqa", "arc_easy", "wic", "winogrande"),
+        each((0.2, 0.04), "ahakv", "h2o", "snapkv", "streamingllm"),
+        limit=50,
+    ),
 }  # fmt: skip
 
 
@@ -146,12 +150,12 @@ class Pair:
 
     where: str  # in the paper
     claim: str
-    run: str  # one of RUNS, or MATH
+    run: str  # one of RUNS, or MATH, LONG_MATH
     first: Config
     second: Config
 
 
-def pairs(run: str, budgets: Sequence[int], *claims: tuple[str, str, str, str]) -> list[Pair]:
+def pairs(run: str, budgets: Sequence[float], *claims: tuple[str, str, str, str]) -> list[Pair]:
     """claims: where in the paper, what it says, the method that should be ahead, the other one."""
     return [
         Pair(where, claim, run, (first, budget), (second, None if second == "full" else budget))
@@ -173,12 +177,14 @@ INTENTION = (
 WINDOWS = (
     ("t. 6", "a window of 32 is level", f"{INTENT}:window=32", INTENT),
     ("t. 6", "a window of 128 is level", f"{INTENT}:window=128", INTENT),
+    ("t. 6", "the intention helps in a window of 128", f"{INTENT}:window=128", f"{INTENT}:window=128:intention=false"),
     ("t. 7", "without blocks ahead of SnapKV without pooling", f"{INTENT}:block=1", "snapkv:pool=1"),
 )
 AHA_PARTS = "recent_only", "step_gain", "value_prior"
+AHA_OTHERS = "h2o", "snapkv", "streamingllm"
 AHA = (
     *(("t. 2", f"{part} helps", "ahakv", f"ahakv:{part}=false") for part in AHA_PARTS),
-    *(("t. 1, 3", f"ahead of {other}", "ahakv", other) for other in ("h2o", "snapkv", "streamingllm")),
+    *(("t. 1, 3", f"ahead of {other}", "ahakv", other) for other in AHA_OTHERS),
     ("ours", "gain as derived, not as printed", "ahakv", "ahakv:gain=multiply"),
 )
 PROTO = (
@@ -209,6 +215,14 @@ RECALL = tuple(
     ("t. 3", f"recall ahead of {other}", "protokv+recall", other)
     for other in ("clusterkv", "squeezed", "sentencekv", "protokv")
 )
+PROTO_MATH = tuple(
+    ("t. 8", f"ahead of {other}", "protokv", other) for other in ("snapkv:window=32", "chunkkv", "h2o", "streamingllm")
+)
+AHA_MATH = (
+    ("sec. 4", "ahead of h2o", "ahakv", "h2o"),
+    ("sec. 4", "ahead of streamingllm", "ahakv", "streamingllm"),
+    ("ours", "half of the budget is recent, as h2o's", "ahakv:recent=64", "ahakv"),
+)
 PAIRS = (
     *pairs("ruler_16k", (4096, 1024), *INTENTION, *WINDOWS),
     *pairs("ruler_32k", (4096, 1024), *INTENTION),
@@ -218,8 +232,9 @@ PAIRS = (
     *pairs("recall", (512,), *RECALL),
     *pairs("actqkv", (2048,), *ACT),
     *pairs("beyond", (2048,), *ACT[1:3], ACT[-1]),
-    *pairs(MATH, (256,), *(("t. 8", f"ahead of {other}", "protokv", other) for other in PROTO_MATH)),
-    *pairs(MATH, (256,), *(("sec. 4", f"ahead of {other}", "ahakv", other) for other in ("h2o", "streamingllm"))),
+    *pairs("short", (0.2, 0.04), *(("fig. 4", f"ahead of {other}", "ahakv", other) for other in AHA_OTHERS)),
+    *pairs(MATH, (256,), *PROTO_MATH, *AHA_MATH),
+    *pairs(LONG_MATH, (128,), *PROTO_MATH, *AHA_MATH),
 )
 
 
@@ -314,7 +329,7 @@ def main() -> None:
     for name in options.run:
         answer(name, options)
     if options.tables:
-        done = [name for name in (*RUNS, MATH) if (options.out / name / "rows.jsonl").exists()]
+        done = [name for name in (*RUNS, MATH, LONG_MATH) if (options.out / name / "rows.jsonl").exists()]
         scores = {name: scores_of(Results(options.out / name / "rows.jsonl").rows) for name in done}
         for name in done:
             print(*table_of_scores(name, scores[name]), sep="\n")

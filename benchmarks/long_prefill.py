@@ -15,17 +15,16 @@ import pstats
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from characters import Characters
 
 import kvkeep
 from kvkeep.model.random_models import random_model
 
 WARM = 8192  # tokens of an untimed prefill, which compiles the kernels
 CHUNKS = {"warm": 8, "timed": 6, "kernels": 2, "python": 2}  # prefill chunks of --profile, one after the other
-WORDS = SimpleNamespace(decode=lambda ids, **_: "", convert_ids_to_tokens=list, eos_token_id=None)
 
 
 def main() -> None:
@@ -42,7 +41,7 @@ def main() -> None:
     device = torch.device(options.device)
     model = random_model(options.shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     chunk = {"prefill_chunk_size": options.prefill_chunk_size}
-    engine, first = (kvkeep.Engine(model, WORDS, options.method, options.budget, **chunk) for _ in range(2))
+    engine, first = (kvkeep.Engine(model, Characters(), options.method, options.budget, **chunk) for _ in range(2))
     if options.profile:
         return profile(engine)
     warm = run(first, noise(first, min(options.length, WARM)), 4, quiet=True)

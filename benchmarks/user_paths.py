@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from characters import Characters
 
 import kvkeep
 from kvkeep.model.random_models import random_model
@@ -26,22 +26,6 @@ READ = (
     "streamingllm,kvkeep,kvkeep_context,random,knorm,keydiff,lagkv,expected_attention+adakv,compactor+adakv,snapkv+adakv,"
     "lookahead,echo+shared,kvzip:local=true,kvzip"
 )
-
-
-class Characters:
-    """A tokenizer of one token per character."""
-
-    chat_template = eos_token_id = bos_token = bos_token_id = None
-
-    def __call__(self, text: str, return_tensors: str | None = None, **_: Any) -> Any:
-        ids = [ord(character) % 200 for character in text]
-        return SimpleNamespace(input_ids=torch.tensor([ids]) if return_tensors else ids)
-
-    def decode(self, ids: Any, **_: Any) -> str:
-        return "x" * len(ids)
-
-    def convert_ids_to_tokens(self, ids: Any) -> list[str]:
-        return list(map(str, ids))
 
 
 def text(tokens: int, seed: int = 0) -> str:

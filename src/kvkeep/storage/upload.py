@@ -9,8 +9,9 @@ from torch import Tensor
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """A tensor, or numbers, on a device. A copy from memory that is not pinned would wait for all that runs there."""
+    """Copy a tensor, or numbers, to a device. Copying what is not pinned would wait for all that runs there."""
     host = torch.as_tensor(values)
     if device.type != "cuda" or host.device.type != "cpu":
         return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
+    pinned = host.contiguous().pin_memory()  # an expanded tensor cannot be pinned
+    return pinned.to(device, non_blocking=True)
