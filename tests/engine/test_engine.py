@@ -101,8 +101,8 @@ def test_a_stream_is_the_answer_in_pieces(chat):
 
 
 def test_an_answer_is_copied_from_the_pool_when_its_cache_is_asked_for(chat, monkeypatch):
-    copied, copy_decoded = [], RowPool.copy_decoded
-    monkeypatch.setattr(RowPool, "copy_decoded", lambda *given: copied.append(given[3]) or copy_decoded(*given))
+    copied, complete = [], RowPool.complete
+    monkeypatch.setattr(RowPool, "complete", lambda *given: copied.append(given[3]) or complete(*given))
     mine = engine(chat)
     for prompt in (TEXT, TEXT + " again"):
         mine.generate(prompt, max_new_tokens=6)

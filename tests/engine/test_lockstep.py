@@ -96,7 +96,9 @@ def test_the_follower_answers_what_the_leader_is_asked():
         text = leader.pin(TEXT, owner="a", method="snapkv+adakv", budget=50)
         wait_until(lambda: raised or list(follower.prefixes.entries) == [text])
         how = [
-            {"owner": key, **more} for key in "ab" for more in ({"method": "h2o"}, {"budget": 32}, {"cache_prefix": True})
+            {"owner": key, **more}
+            for key in "ab"
+            for more in ({"method": "h2o"}, {"budget": 32}, {"cache_prefix": True})
         ]
         how += [{"context": text, "owner": "a"}, {"method": "quest"}, {"constraint": parts[0].every_tenth}]
         prompts = [TALK if each.get("cache_prefix") else TEXT for each in how]

@@ -176,7 +176,7 @@ def test_a_row_that_was_full_is_as_good_as_new(tiny, spec):
     used, fresh = (StepPool(caches[0]) for _ in range(2))
     for pool in (used, fresh):
         pool.grow(1, pool.slots, 0)
-        pool.set_active_rows(1)
+        pool.active_rows = 1
     used.admit(0, caches[0], 60)
     for position in range(90, 95):
         tiny(torch.tensor([[7]]), position_ids=torch.tensor([[position]]), past_key_values=used)

@@ -8,14 +8,14 @@ something else is done with them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.cache_steps import CacheSteps
-from kvkeep.cache.evictor import Evictor, gather_kept
+from kvkeep.cache.evictor import EvictionCandidate, Evictor, gather_kept
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.cache.query_buffer import Found, OutputWeight, QueryBuffer
 from kvkeep.cache.reach import KeyReach
@@ -30,7 +30,7 @@ from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
-from kvkeep.types import Budget, Softmax
+from kvkeep.types import Budget, Softmax, Tokens
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,25 @@ class EvictingBackend:
             self.query_buffer.append_chunk(index, call.query, layout)
         else:
             self.query_buffer.append_step(index, call.query, layout)
+
+    @torch.no_grad()
+    def evict_decoded(
+        self, held: Callable[[int], Tokens], queries: dict[int, Tensor], how: dict[int, Softmax], seen: int
+    ) -> None:
+        """Evict from the one row, of which a layer's tokens are held elsewhere, as its last decode step would have."""
+        for index, layer in self.store.items():
+            tokens, lengths = held(index), layer.row_lengths(0)
+            observed = self.query_buffer.decoded(index, queries[index], how[index], tokens, lengths, seen)
+            self.evictor.evict(index, [EvictionCandidate(observed, tokens, lengths, True)], may_wait=True)
+        self.evictor.store_all()
+        self.evictor.end_pass()
+        self.query_buffer.commit()
+
+    def fill_decoded(self, held: Callable[[int], Tokens], queries: dict[int, Tensor]) -> None:
+        """Bring the tokens of the one row back, which were held elsewhere."""
+        for index, layer in self.store.items():
+            layer.fill([gather_kept(held(index), layer.row_lengths(0), None)])
+        self.query_buffer.keep_decoded(queries)
 
     def commit(self) -> None:
         self.steps.commit()

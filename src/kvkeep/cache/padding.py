@@ -128,12 +128,18 @@ class PaddingTracker:
 
     def _should_evict(self, row: int, count: int) -> bool:
         """After a prefill always, after a decode step when the schedule says so."""
-        seen = self.seen[row] + count
-        if self.frozen or seen < self.deferred_until or seen <= self.whole:
-            return False
         if count == 1 and self.seen[row]:
-            return self.schedule.evict_now(self.kept[row] + 1, self.budget.tokens(self.seen[row] + 1))
-        return count > 0
+            return self.is_due(row, 1)
+        return count > 0 and not self._keeps_all(self.seen[row] + count)
+
+    def _keeps_all(self, seen: int) -> bool:
+        """Whether nothing is evicted from a row of so many tokens."""
+        return self.frozen or seen < self.deferred_until or seen <= self.whole
+
+    def is_due(self, row: int, count: int) -> bool:
+        """Whether a row is evicted from when the last of `count` more tokens is decoded."""
+        seen, kept = self.seen[row] + count, self.kept[row] + count
+        return not self._keeps_all(seen) and self.schedule.evict_now(kept, self.budget.tokens(seen))
 
     def _token_columns(self, padding: Tensor | None, q: int) -> list[Tensor] | None:
         if padding is None:

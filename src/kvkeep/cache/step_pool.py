@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
+from kvkeep.cache.decode_pool import DecodePool
 from kvkeep.cache.evict_one import EvictOne
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.compress.step_rule import StepRule
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import HFCacheAdapter, execution_device, key_shape, layer_devices, query_heads
+from kvkeep.model.hf_cache import execution_device, key_shape, layer_devices, query_heads
 from kvkeep.storage.ragged import LayerKind
 
 
@@ -27,11 +28,8 @@ def step_rule(cache: CacheState) -> StepRule | None:
     return backend.steps.rule if backend.steps.rule.evicts and backend.steps.is_possible() else None
 
 
-class StepPool(HFCacheAdapter):
+class StepPool(DecodePool):
     """A cache of many rows of one size, decoded one token at a time."""
-
-    mixed = False  # all rows are of one method and budget
-    seen = 1  # not empty; every row has position ids of its own
 
     def __init__(self, like: CacheState) -> None:
         """like: a cache such as those it is for"""
@@ -55,6 +53,9 @@ class StepPool(HFCacheAdapter):
     @property
     def tokens(self) -> int:
         return self.rows * self.slots
+
+    def room_for(self, cache: CacheState, answer: int) -> int:
+        return answer
 
     def slots_of(self, tokens: int) -> int:
         """Of a row, however many tokens it will have."""
@@ -85,7 +86,7 @@ class StepPool(HFCacheAdapter):
         for block in self.steps.blocks:
             block.release(row)
 
-    def copy_decoded(self, row: int, cache: CacheState, count: int) -> None:
+    def complete(self, row: int, cache: CacheState, count: int) -> None:
         """Bring the cache of an admitted row to what it is after `count` decoded tokens: a step more is taken back."""
         if int(self.steps.blocks[0].rows.lengths[row]) > cache.seen + count:
             self.steps.undo(slice(row, row + 1), self.steps.blocks)
@@ -95,16 +96,12 @@ class StepPool(HFCacheAdapter):
     @contextmanager
     def graph_capture_scratch(self, rows: int) -> Iterator[None]:
         """Within, forward passes change nothing: no row is in use."""
-        self.set_active_rows(rows)
+        self.active_rows = rows
         with self.steps.no_row_in_use():
             yield
 
     def begin_forward(self) -> None:
         self.steps.begin()
-
-    def set_active_rows(self, rows: int) -> None:
-        """The next forward passes are of the first `rows` rows."""
-        self.active_rows = rows
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """One token for every row; rows not in use write to a slot of their own."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.step_pool import StepPool, step_rule
+from kvkeep.engine.buffered_pool import BufferedPool, can_buffer
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.held_requests import HeldRequests
 from kvkeep.engine.independent_batch import IndependentBatch
@@ -17,7 +18,7 @@ from kvkeep.engine.retrieval_pool import retrieval_plan
 from kvkeep.engine.sequence import Sequence
 from kvkeep.model.hf_cache import execution_device
 
-INDEPENDENT, POOLED, STEPS, RETRIEVAL = "independent", "pooled", "steps", "retrieval"  # families of batches
+INDEPENDENT, POOLED, STEPS, BUFFERED, RETRIEVAL = "independent", "pooled", "steps", "buffered", "retrieval"  # families
 
 
 class Batches:
@@ -47,7 +48,13 @@ class Batches:
         cache = sequence.cache
         if can_pool(sequence):
             return f"{POOLED} {cache.storage}"
-        family = STEPS if step_rule(cache) else RETRIEVAL if retrieval_plan(cache) else INDEPENDENT
+        family = INDEPENDENT
+        if step_rule(cache):
+            family = STEPS
+        elif can_buffer(cache):
+            family = BUFFERED
+        elif retrieval_plan(cache):
+            family = RETRIEVAL
         kind = f"{family} {cache.method} {cache.budget}"
         if family == INDEPENDENT or (execution_device(self.model).type != "cuda" and self._others_busy(kind, family)):
             return INDEPENDENT
@@ -67,4 +74,5 @@ class Batches:
             del self.held.batches[idle]  # its memory is needed
         if family == RETRIEVAL:
             return RetrievalBatch(cache, *self.pool_sizes)
-        return PooledBatch(self.model, cache.storage, *self.pool_sizes, StepPool(cache))
+        pool = StepPool(cache) if family == STEPS else BufferedPool(cache)
+        return PooledBatch(self.model, cache.storage, *self.pool_sizes, pool)

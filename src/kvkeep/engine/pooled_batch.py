@@ -35,7 +35,7 @@ USUAL_ANSWER, USUAL_BUDGET = 256, 2048  # tokens, where a warm-up has no others
 def can_pool(sequence: Sequence) -> bool:
     """Nothing is retrieved or evicted while the answer is decoded, and every layer is compressed."""
     cache = sequence.cache
-    appends_only = cache.tracker.frozen or cache.method.schedule.every is None
+    appends_only = cache.tracker.frozen or cache.method.schedule.every is None or cache.method.scorer is None
     return cache.method.retrieval is None and appends_only and not cache.hf_layers
 
 
@@ -92,7 +92,7 @@ class PooledBatch:
     ) -> None:
         """max_tokens: per key head, of all rows together, allocated at once; None: as needed, within `memory`
 
-        pool: for methods that evict in every step, a `StepPool`
+        pool: of a method that evicts in decode, a `StepPool` or `BufferedPool`
         """
         self.model, self.storage, self.max_rows, self.memory = model, storage, max_rows, memory
         self.device, self.kv_heads = execution_device(model), key_shape(model)[0]
@@ -114,7 +114,8 @@ class PooledBatch:
         """The pool grows for this one and those that wait, as far as memory allows."""
         if len(self.by_row) >= self.max_rows:
             return False
-        cache, room = request.sequence.cache, request.how.max_new_tokens
+        cache = request.sequence.cache
+        room = self.pool.room_for(cache, request.how.max_new_tokens)
         if not (self._fits(cache, room) and len(self.by_row) < self.pool.rows):
             slots = -agree_on_least(self.model, -self.pool.slots_needed(cache, room))
             soon = [each.expected_tokens for each in waiting if self.pool.mixed or each.config is request.config]
@@ -178,8 +179,8 @@ class PooledBatch:
     def release(self, request: Request) -> None:
         row = next(row for row, mine in self.by_row.items() if mine is request)
         del self.by_row[row]
-        if request.keeps_cache and request.steps:
-            self.pool.copy_decoded(row, request.sequence.cache, request.steps)
+        if request.keeps_cache and (request.steps or self.pool.moves):
+            self.pool.complete(row, request.sequence.cache, request.steps)
             request.sequence.token_ids += request.answer.ids[: request.steps]
         self.pool.release(row)
         self.sampling.set(row, None)
@@ -204,6 +205,9 @@ class PooledBatch:
         if self._ends:
             return
         rows = self._rows
+        with torch.inference_mode(False), torch.no_grad():
+            if self.pool.begin_step():
+                self.runners.clear()  # they have the old buffers
         with torch.inference_mode():
             logits, tokens = self.runner(rows)(), self.tokens[:rows, 0]
             allowed = {row: each.allowed() for row, each in self.by_row.items() if each.how.constraint}
@@ -235,14 +239,16 @@ class PooledBatch:
 
     def clear(self) -> None:
         self.inflight.clear()
-        for row in list(self.by_row):
+        for row, request in self.by_row.items():
             self.pool.release(row)
             self.sampling.set(row, None)
+            if request.keeps_cache and not request.sequence.cache.seen:  # its tokens were in the pool alone
+                request.sequence.token_ids = []
         self.by_row = {}
 
     def runner(self, rows: int) -> CudaGraphRunner:
         """A decode step that replaces every row's token by the likeliest next one."""
-        self.pool.set_active_rows(rows)
+        self.pool.active_rows = rows
         if rows not in self.runners:
             self.runners[rows] = self._new_runner(rows)
         return self.runners[rows]

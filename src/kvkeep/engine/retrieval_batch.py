@@ -83,10 +83,6 @@ class RetrievalBatch(PooledBatch):
     def replays(self) -> bool:
         return super().replays and self.pool.offloader is not None
 
-    def launch(self) -> None:
-        self.pool.begin_step()
-        super().launch()
-
 
 def _rounded(sizes: RowSizes) -> RowSizes:
     """Up to an eighth more, so that a pool seldom grows."""

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
+from kvkeep.cache.decode_pool import DecodePool
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.retrieval_rows import LayerRows, RetrievalPlan, RowSizes, RowStep
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import HFCacheAdapter, execution_device, layer_devices
+from kvkeep.model.hf_cache import execution_device, layer_devices
 from kvkeep.storage.offload.layer_state import LayerState
 from kvkeep.storage.upload import upload
 
@@ -56,7 +57,7 @@ def backend_of(cache: Cache) -> RetrievalBackend:
     return cache.backend
 
 
-class RetrievalPool(HFCacheAdapter):
+class RetrievalPool(DecodePool):
     """A cache of many rows of any lengths."""
 
     def __init__(self, like: Cache) -> None:
@@ -81,10 +82,6 @@ class RetrievalPool(HFCacheAdapter):
         self.base, self.begin, self.units, self.started, active = self.counts
         self.active = active[:, None]  # 1 where the row is in use
         self.offloader: CudaGraphRunner | None = None
-
-    @property
-    def seen(self) -> int:
-        return 1  # not empty; every row has position ids of its own
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +137,7 @@ class RetrievalPool(HFCacheAdapter):
         numbers = [state.near_start, 0, units, int(units > 0), 1]
         self.counts[:, row] = upload(numbers, self.device)
 
-    def copy_decoded(self, row: int, cache: Cache, count: int) -> None:
+    def complete(self, row: int, cache: Cache, count: int) -> None:
         """Bring the cache of an admitted row to what it is after `count` decoded tokens."""
         self.offload_ready()
         here, states = self.by_row[row], backend_of(cache).states
@@ -163,11 +160,12 @@ class RetrievalPool(HFCacheAdapter):
 
     # decode
 
-    def begin_step(self) -> None:
-        """Before every step: offload what the new token pushes out of the near window."""
+    def begin_step(self) -> bool:
+        """Offload what the new token pushes out of the near window."""
         self.offload_ready()
         for row in self.by_row.values():
             row.end += 1
+        return False
 
     def offload_ready(self) -> None:
         """In rows beyond the budget, every complete unit leaves the near window."""
@@ -212,17 +210,13 @@ class RetrievalPool(HFCacheAdapter):
     @contextmanager
     def graph_capture_scratch(self, rows: int) -> Iterator[None]:
         """Within, forward passes change nothing: no row is in use."""
-        self.set_active_rows(rows)
+        self.active_rows = rows
         before = self.active.clone()
         self.active.zero_()
         try:
             yield
         finally:
             self.active.copy_(before)
-
-    def set_active_rows(self, rows: int) -> None:
-        """The next forward passes are of the first `rows` rows."""
-        self.active_rows = rows
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """One token for every row."""

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
+from kvkeep.cache.decode_pool import DecodePool
 from kvkeep.compress.method import STORAGE
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import HFCacheAdapter, execution_device, key_shape, layer_devices
+from kvkeep.model.hf_cache import execution_device, key_shape, layer_devices
 from kvkeep.storage.free_list import FreeList
 from kvkeep.storage.pool import QuantizedBuffer, RaggedBuffer, new_buffer
 from kvkeep.storage.upload import upload
@@ -44,7 +45,7 @@ class SlotTable:
         return self.starts, self.lengths, self.active
 
 
-class RowPool(HFCacheAdapter):
+class RowPool(DecodePool):
     """A cache of many rows of any lengths, decoded one token at a time."""
 
     mixed = True  # rows of any methods and budgets
@@ -89,6 +90,10 @@ class RowPool(HFCacheAdapter):
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
+    def room_for(self, cache: Cache, answer: int) -> int:
+        """Tokens per KV head that a cache needs room for, beside its own, for an answer of so many."""
+        return answer
+
     def slots_of(self, tokens: int) -> int:
         """Of a row of so many tokens per key head, where all key heads have as many."""
         return tokens * key_shape(self.model)[0]
@@ -113,10 +118,6 @@ class RowPool(HFCacheAdapter):
                 new[:, used] = old[:, used]
             table.active[used] = 1
         return True
-
-    @property
-    def seen(self) -> int:
-        return 1  # not empty; every row has position ids of its own
 
     def sizes(self, cache: Cache, layer: int, room: int) -> list[int]:
         """Slots each key head needs for a cache of one row and `room` more tokens."""
@@ -151,7 +152,7 @@ class RowPool(HFCacheAdapter):
         for i, (table, number) in self.table_of.items():
             self.buffers[i].put(row, starts[i], table.starts[number, row], cache.backend.store[i])
 
-    def copy_decoded(self, row: int, cache: Cache, count: int) -> None:
+    def complete(self, row: int, cache: Cache, count: int) -> None:
         """Append the first `count` tokens a row has decoded to the cache it was admitted from."""
         sizes = {i: self.sizes(cache, i, self.room[row]) for i in self.compressed_layers}
         starts = dict(zip(self.compressed_layers, (start for start, _ in self.allocated[row]), strict=True))
@@ -173,7 +174,7 @@ class RowPool(HFCacheAdapter):
     @contextmanager
     def graph_capture_scratch(self, rows: int) -> Iterator[None]:
         """Within, forward passes change nothing: no row is in use."""
-        self.set_active_rows(rows)
+        self.active_rows = rows
         saved = [(table, [part.clone() for part in table.parts]) for table in self.slot_tables.values()]
         for table, _ in saved:
             table.starts.fill_(self.tokens), table.lengths.zero_(), table.active.zero_()
@@ -183,10 +184,6 @@ class RowPool(HFCacheAdapter):
             for table, parts in saved:
                 for part, before in zip(table.parts, parts, strict=True):
                     part.copy_(before)
-
-    def set_active_rows(self, rows: int) -> None:
-        """The next forward passes are of the first `rows` rows."""
-        self.active_rows = rows
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """One token for every row; rows not in use write to an unused slot."""

@@ -1,0 +1,71 @@
+"""Rows that evict every so many steps, decoded together: each as it is alone."""
+
+import pytest
+import tiny_chat
+from conftest import EVICTING
+
+import kvkeep
+from kvkeep.engine import batches
+from kvkeep.engine.buffered_pool import BufferedPool, can_buffer
+from kvkeep.engine.pooled_batch import PooledBatch
+
+PROMPTS = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(40 + 30 * seed)) for seed in range(4)]
+OTHERS = ["snapkv+adakv", "snapkv+pyramid", "snapkv+shared"]
+
+
+def pools(engine):
+    return [batch.pool for batch in engine._driver.scheduler.held.batches.values() if hasattr(batch, "pool")]
+
+
+def answers(spec, buffered, monkeypatch, budget=48, every=6):
+    model, words = tiny_chat.model().double(), tiny_chat.tokenizer()
+    if not buffered:
+        monkeypatch.setattr(batches, "can_buffer", lambda cache: False)
+    engine = kvkeep.Engine(model, words, spec, budget, schedule=every)
+    said = engine.generate(PROMPTS, rows=3, max_new_tokens=40)
+    assert buffered == any(isinstance(pool, BufferedPool) for pool in pools(engine))
+    chat = [{"role": "user", "content": PROMPTS[3]}]
+    for more in PROMPTS[:2]:  # the second turn goes on with the cache of the first
+        said.append(engine.chat(chat, max_new_tokens=30))
+        chat += [{"role": "assistant", "content": said[-1]}, {"role": "user", "content": more}]
+    cache = engine.cache
+    return said, [cache.kept(layer) for layer in cache.compressed_layers], cache.seen
+
+
+@pytest.mark.parametrize("spec", [*EVICTING, *OTHERS])
+def test_rows_with_a_buffer_decode_as_each_does_alone(spec, monkeypatch):
+    cache = kvkeep.Cache(tiny_chat.model(), spec, 48, schedule=6)
+    if not can_buffer(cache):
+        pytest.skip("it changes something at every step, or moves keys")
+    assert answers(spec, True, monkeypatch) == answers(spec, False, monkeypatch)
+
+
+@pytest.mark.parametrize("cut", [3, 20])  # before and after an eviction
+def test_a_chat_that_is_cut_short_begins_anew(cut, monkeypatch):
+    model, words, chat = tiny_chat.model(), tiny_chat.tokenizer(), [{"role": "user", "content": PROMPTS[3]}]
+    engine = kvkeep.Engine(model, words, "rkv", 48, schedule=6)
+    steps, launch = iter(range(cut)), PooledBatch.launch
+
+    def few(batch):
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        launch(batch)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(PooledBatch, "launch", few)
+        engine.chat(chat, max_new_tokens=30)
+    expected = kvkeep.Engine(model, words, "rkv", 48, schedule=6).chat(chat, max_new_tokens=30)
+    assert engine.chat(chat, max_new_tokens=30) == expected
+
+
+def test_keys_and_values_are_in_the_pool_alone():
+    engine = kvkeep.Engine(tiny_chat.model(), tiny_chat.tokenizer(), "rkv", 48, schedule=6, max_rows=2)
+    handles = [engine.submit(prompt, max_new_tokens=40) for prompt in PROMPTS[2:]]
+    for _ in range(12):
+        engine._driver.step()
+    (pool,) = pools(engine)
+    assert len(pool.used) == 2 and all(row.cache.nbytes == 0 for row in pool.used.values())
+    heads = 2 * (48 + 6)  # of each layer
+    assert all(sum(size for _, size in spans) == len(spans) * heads for spans in pool.allocated.values())
+    for handle in handles:
+        handle.cancel()
