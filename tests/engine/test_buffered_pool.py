@@ -40,6 +40,10 @@ def test_rows_with_a_buffer_decode_as_each_does_alone(spec, monkeypatch):
     assert answers(spec, True, monkeypatch) == answers(spec, False, monkeypatch)
 
 
+def test_a_budget_may_be_a_fraction(monkeypatch):
+    assert answers("snapkv", True, monkeypatch, 0.5) == answers("snapkv", False, monkeypatch, 0.5)
+
+
 @pytest.mark.parametrize("cut", [3, 20])  # before and after an eviction
 def test_a_chat_that_is_cut_short_begins_anew(cut, monkeypatch):
     model, words, chat = tiny_chat.model(), tiny_chat.tokenizer(), [{"role": "user", "content": PROMPTS[3]}]
