@@ -21,7 +21,7 @@ INDEPENDENT, POOLED, STEPS, RETRIEVAL = "independent", "pooled", "steps", "retri
 
 
 class Batches:
-    """Make a batch of a kind when the first request needs it."""
+    """Makes a batch of a kind when the first request needs it."""
 
     def __init__(self, model: Any, held: HeldRequests, max_tokens: int | None, cap: MemoryCap | None) -> None:
         """max_tokens: as in `PooledBatch`"""

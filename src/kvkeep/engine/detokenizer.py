@@ -64,7 +64,7 @@ class IncrementalDetokenizer:
         self.text = self.text[: min(at for at in found if at >= 0)]
 
     def held_from(self, stops: Sequence[str]) -> int:
-        """Where a text at the end may be the beginning of a stop: it is not to be shown yet."""
+        """Find where the end of the text may begin a stop, and is not to be shown yet."""
         return len(self.text) - max((overlap(self.text, stop) for stop in stops), default=0)
 
     def _decode(self, first: int) -> str:
@@ -88,7 +88,7 @@ class Answer:
 
 
 class SentenceBoundaries:
-    """Which tokens end a sentence, by their own text."""
+    """Tell which tokens end a sentence, by their own text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

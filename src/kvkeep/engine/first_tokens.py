@@ -1,4 +1,4 @@
-"""From the last chunk of a prompt to a row: the first token is sampled, a draft decoded, the cache settled."""
+"""From a prompt's last chunk to a row: its first token is sampled, its draft decoded, its cache settled."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class JsonConstraint:
 
 
 class Grammars:
-    """Of one tokenizer, whose tables are made when the first grammar is asked for."""
+    """Makes grammars for one tokenizer; its tables are made for the first of them."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: list[int]) -> None:
         """vocabulary: how many logits the model has"""

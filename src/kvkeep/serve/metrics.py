@@ -64,7 +64,7 @@ class Metrics:
         answers.observe = observe
 
     def count(self, answers: Answers) -> None:
-        """When its client has it, or is gone."""
+        """Count answers when their client has them, or is gone."""
         if answers.answers:
             usage = answers.usage
             self.prompt_tokens.inc(usage.prompt)
@@ -88,7 +88,7 @@ class Metrics:
 
 
 class FrontMetrics:
-    """Of the way in to several replicas."""
+    """Counts at the way in to several replicas."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -21,7 +21,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """In memory, for the event loop's thread."""
+    """Keeps responses in memory, for the event loop's thread."""
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
         self.most, self.most_bytes = most, most_bytes
