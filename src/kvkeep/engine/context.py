@@ -46,7 +46,7 @@ class Context:
     def read(
         cls, driver: Driver, sequence: Sequence, text: str, question: str | None, progress: ProgressOption
     ) -> Context:
-        """sequence: an empty one; a question takes part in the selection, and is removed again"""
+        """Prefill a text. sequence: an empty one; a question takes part in the selection, and is removed again"""
         check_text("text", text)
         ids, rest = sequence.config.context_ids(text), []
         sequence.config.check_length(len(ids), 1)

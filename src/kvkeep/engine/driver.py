@@ -84,16 +84,14 @@ class Driver:
         while not (request.deltas or request.done):
             if self._lets_others_pass:
                 self.start()  # whoever is in a long pass cannot read what it lets pass
-                with self.stepped:
-                    self.stepped.wait(POLL_S)
             elif self.lock.acquire(blocking=False):
                 try:
                     self.step()
                 finally:
                     self.lock.release()
-            else:
-                with self.stepped:
-                    self.stepped.wait(POLL_S)
+                continue
+            with self.stepped:
+                self.stepped.wait(POLL_S)
 
     @property
     def _lets_others_pass(self) -> bool:

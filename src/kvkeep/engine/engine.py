@@ -87,7 +87,7 @@ class Engine:
 
         prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
 
-        max_rows: answers decoded at a time; max_tokens: per key head, of all of them, allocated once; None: the pool
+        max_rows: answers decoded at a time; max_tokens: per KV head, of all of them, allocated once; None: the pool
         grows as needed, by default within 80 % of what is free. memory: bytes of keys and values at a time, of all
         requests, in prefill and decode; who does not fit waits. max_waiting: more are refused by `submit`.
         prefix_cache: a store of compressed prefixes that `submit` continues, or its bytes. allow_special_tokens: a

@@ -105,7 +105,7 @@ class FirstTokens:
 
 
 def _sample(request: Request, rows: SamplingRows, logits: Tensor) -> Tensor:
-    """logits [1, vocabulary] -> [1]"""
+    """Sample the first token. logits [1, vocabulary] -> [1]"""
     if request.banned_first:
         banned = upload(list(request.banned_first), logits.device)
         logits = logits.index_fill(-1, banned, float("-inf"))

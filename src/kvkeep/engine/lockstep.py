@@ -1,4 +1,4 @@
-"""One engine in several processes, each with some of the key heads: all make the same steps, in the same order.
+"""One engine in several processes, each with some of the KV heads: all make the same steps, in the same order.
 
 Requests come to the first process, the leader, at any time and from any thread. When a step begins, it tells the
 others, its followers, what has happened since the last one, and each applies that at the same point of its own step.
@@ -108,7 +108,7 @@ class Follower:
 
 
 def _join(scheduler: Scheduler, store: PrefixStore | None, seed: bytes, agree: Callable[[News], News]) -> None:
-    """seed: of the names of stored texts, which are the same in every process"""
+    """Join the other processes. seed: of the names of stored texts, which are the same in all of them"""
     scheduler.agree, scheduler.held.check_alike = agree, _check_alike
     if store is not None:
         numbers = count()

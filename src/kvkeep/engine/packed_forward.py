@@ -34,7 +34,7 @@ class PackedForward(HFCacheAdapter):
         self.shares_forward = len(self.compressed_layers) == len(self.layers)  # others would mix the sequences
 
     def __call__(self, chunks: Seq[NextTokens], keep: int = 1, after_layer: AfterLayer | None = None) -> list[Tensor]:
-        """-> for each chunk the logits of its last `keep` tokens, 0: of all [keep, vocabulary]
+        """Run one pass. -> for each chunk the logits of its last `keep` tokens, 0: of all [keep, vocabulary]
 
         after_layer: called with the layer's number where something else has to be launched between layers
         """

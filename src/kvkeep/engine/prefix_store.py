@@ -80,12 +80,12 @@ class Entry:
 
     @property
     def found_at(self) -> tuple[str, str]:
-        """Who finds it, and where."""
+        """The owner who finds it, or PUBLIC, and its place."""
         return PUBLIC if self.public else next(iter(self.owners)), self.place
 
 
 class PrefixStore:
-    """Keyed by owner, method, budget, storage and tokens. The least recently used go first. From any thread."""
+    """Stores sequences by owner, method, budget, storage and tokens. The least recently used go first."""
 
     def __init__(self, max_bytes: int, folder: str | Path | None = None) -> None:
         """folder: where prefixes are saved, to be found again after a restart, or by id by another process"""
@@ -118,13 +118,13 @@ class PrefixStore:
         return None
 
     def _matching(self, owner: str, config: SequenceConfig, ids: Tensor, cuts: Seq[int]) -> Iterator[Entry]:
-        """The longest first."""
+        """Give the entries that match, the longest first."""
         for place in reversed(list(_places(config, ids, cuts))):
             found = [self.by_place.get((who, place)) for who in (_hashed(owner), PUBLIC)]
             yield from (entry for entry in found if entry)
 
     def get(self, owner: str, id: str) -> Sequence:
-        """A copy; KeyError: there is none of this owner."""
+        """Copy a sequence. KeyError: there is none of this owner"""
         with self.device_lock, self.lock:
             if not (found := self._copy(self.entry(owner, id))):
                 raise KeyError(id)
@@ -146,7 +146,7 @@ class PrefixStore:
                 return
 
     def entry(self, owner: str, id: str) -> Entry:
-        """KeyError: there is none of this owner, or public."""
+        """Find an entry of this owner, or a public one. KeyError: there is none"""
         entry = self.entries.get(id) or self._saved_since(id)
         if not entry.public and _hashed(owner) not in entry.owners:
             raise KeyError(id)

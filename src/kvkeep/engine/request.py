@@ -62,7 +62,7 @@ class Pin:
 
 @dataclass(eq=False)
 class Request:
-    """Scheduled from `submit` until it is done: answered, failed or cancelled."""
+    """A scheduler has it from `submit` until it is done: answered, failed or cancelled."""
 
     config: SequenceConfig
     ids: Tensor  # [n] the prompt; what the sequence has seen already is not prefilled again
@@ -221,17 +221,11 @@ class Request:
         how = self.how
         if not how.edits_logits:
             return None
-        return Edit(
-            how.logit_bias,
-            how.repetition_penalty,
-            how.frequency_penalty,
-            how.presence_penalty,
-            0 if how.constraint else how.min_tokens,
-            self.ids,
-            self.answer.ids,
-            sorted(self.eos_token_ids.union(how.stop_token_ids)),
-            vocabulary_size(self.config.model),
-        )
+        penalties = how.repetition_penalty, how.frequency_penalty, how.presence_penalty
+        ends = sorted(self.eos_token_ids.union(how.stop_token_ids))
+        early = 0 if how.constraint else how.min_tokens
+        vocabulary = vocabulary_size(self.config.model)
+        return Edit(how.logit_bias, *penalties, early, self.ids, self.answer.ids, ends, vocabulary)
 
     def report_progress(self) -> None:
         """Report how far the prompt is prefilled, after a chunk."""

@@ -107,7 +107,7 @@ class TokenLogprobs:
 
     @classmethod
     def of(cls, found: Tensor, most: int) -> TokenLogprobs:
-        """found [2, 1 + most or more]: a row of `SamplingRows.logprobs`"""
+        """Read a row of `SamplingRows.logprobs`: found [2, 1 + most or more]"""
         tokens, each = found[0].long().tolist(), found[1].tolist()
         return cls(tokens[0], each[0], list(zip(tokens[1 : most + 1], each[1:], strict=False)))
 
@@ -207,7 +207,7 @@ class SamplingRows:
 
     @classmethod
     def of(cls, hows: Sequence[Generation], device: Any, edits: Sequence[Edit | None] = ()) -> SamplingRows:
-        """edits: of each row, if any has one"""
+        """Make rows that are sampled in these ways. edits: of each row, if any has one"""
         rows = cls(len(hows), device)
         for row, how in enumerate(hows):
             rows.set(row, how, edits[row] if edits else None)

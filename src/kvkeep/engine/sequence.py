@@ -192,7 +192,7 @@ class Sequence:
         return torch.cat(logits)[-keep:]
 
     def forward(self, ids: Tensor, keep: int = 1) -> Tensor:
-        """One forward pass."""
+        """Run one forward pass. ids [q] -> logits of the last `keep` of them [keep, vocabulary]"""
         model = self.config.model
         self.before_forward(ids)
         shown = 0 if self.needs_all_logits else keep

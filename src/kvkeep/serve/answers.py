@@ -77,7 +77,7 @@ class Kept:
 
     method: str
     budget: int | float | None
-    kept_tokens: float  # per key head
+    kept_tokens: float  # per KV head
     kept_bytes: int
 
     def as_dict(self) -> dict[str, Any]:

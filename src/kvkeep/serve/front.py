@@ -147,7 +147,7 @@ async def _whole(receive: Any) -> bytes:
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """Empty if it is none: the replica says what is wrong."""
+    """Parse an object; empty if it is none: the replica says what is wrong."""
     try:
         found = json.loads(body or b"{}")
     except (ValueError, RecursionError):

@@ -54,7 +54,7 @@ class JsonConstraint:
         self.matcher, self.size = matcher, size
 
     def allowed(self) -> Tensor:
-        """[vocabulary] bool; after the end of the JSON, EOS alone. BadParameter: the grammar went too far"""
+        """The tokens that may follow [vocabulary]; after the JSON, EOS alone. BadParameter: the grammar went too far"""
         packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         _check(self.matcher, "followed")  # one that failed allows EOS, as if the JSON were complete
         bits = torch.from_numpy(np.unpackbits(packed, bitorder="little")[: self.size].astype(bool))

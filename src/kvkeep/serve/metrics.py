@@ -97,7 +97,7 @@ class FrontMetrics:
         self.lost = Counter("kvkeep_lost_replicas", "Requests whose replica died.", **how)
 
     def page(self, replicas: Iterable[tuple[int, str]]) -> bytes:
-        """replicas: number and page of each"""
+        """Join the pages of all replicas. replicas: number and page of each"""
         merged = CollectorRegistry()
         merged.register(_Merged(replicas))
         return generate_latest(merged) + generate_latest(self.registry)

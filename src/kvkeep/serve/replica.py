@@ -96,7 +96,7 @@ class Replica:
             gone.set()
 
     async def metrics(self) -> tuple[int, str]:
-        """Its number, and the page."""
+        """The replica's number, and its page."""
         from ray import serve
 
         return serve.get_replica_context().rank.rank, self.server.metrics.page().decode()

@@ -36,7 +36,7 @@ class ResponseStore:
             found.popitem(last=False)
 
     def get(self, owner: str, id: str, param: str | None = None) -> StoredResponse:
-        """param: the field that names it, if one does"""
+        """Find a response. param: the field that names it, if one does"""
         found = self.by_owner.get(owner, OrderedDict())
         if id not in found:
             said = f"there is no response {id!r}, or it is not yours; it may have expired: send the whole conversation."

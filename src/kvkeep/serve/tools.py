@@ -78,7 +78,7 @@ class ToolParser:
         self.parallel, self.called = parallel, 0
 
     def feed(self, text: str, done: bool) -> tuple[str, list[ToolCall]]:
-        """-> text to show, and calls that are complete"""
+        """Take more text. -> text to show, and calls that are complete"""
         self.held += text
         text, calls = self._tagged(done) if self.form.begin else self._bare(done)
         calls = calls if self.parallel else calls[: 1 - self.called]
