@@ -235,7 +235,7 @@ def test_a_retrieving_batch_in_a_graph_says_what_each_says_alone(spec, monkeypat
     answers = pooled.generate(prompts, rows=3, max_new_tokens=60)
     batches = pooled._driver.scheduler.held.batches.values()
     assert any(runner.graph for batch in batches for runner in getattr(batch, "runners", {}).values())
-    monkeypatch.setattr("kvkeep.engine.batches.retrieval_plan", lambda cache: None)
+    monkeypatch.setattr("kvkeep.engine.decoding.retrieval_plan", lambda cache: None)
     alone = kvkeep.Engine(model, words, spec, 64)
     assert answers == [alone.generate(prompt, max_new_tokens=60) for prompt in prompts]
 
@@ -256,8 +256,8 @@ def test_penalties_count_the_tokens_of_steps_that_are_launched_ahead(spec, monke
         found = answers(pooled)
         batches = pooled._driver.scheduler.held.batches.values()
         assert any(runner.graph for batch in batches for runner in getattr(batch, "runners", {}).values())
-    monkeypatch.setattr("kvkeep.engine.batches.retrieval_plan", lambda cache: None)
-    monkeypatch.setattr("kvkeep.engine.batches.can_pool", lambda sequence: False)
+    monkeypatch.setattr("kvkeep.engine.decoding.retrieval_plan", lambda cache: None)
+    monkeypatch.setattr("kvkeep.engine.decoding.can_pool", lambda sequence: False)
     with kvkeep.Engine(model, words, spec, 64) as alone:
         assert found == answers(alone)
         hows = [{}] * 4

@@ -16,8 +16,8 @@ import kvkeep
 from kvkeep.cache import draft, draft_pool, passes
 from kvkeep.cache.draft_pool import DraftPool
 from kvkeep.engine import memory
-from kvkeep.engine.shared_prefill import prefill_shared
 from kvkeep.errors import BadInput
+from kvkeep.evaluate.shared_prefill import prefill_shared
 from kvkeep.model.cuda_graph import WARMUP_PASSES, CudaGraphRunner
 
 WINDOW, COUNT, DEVICE = 8, 3, "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,7 @@ import tiny_chat
 from conftest import EVICTING
 
 import kvkeep
-from kvkeep.engine import batches
+from kvkeep.engine import decoding
 from kvkeep.engine.buffered_pool import BufferedPool, can_buffer
 from kvkeep.engine.pooled_batch import PooledBatch
 
@@ -20,7 +20,7 @@ def pools(engine):
 def answers(spec, buffered, monkeypatch, budget=48, every=6):
     model, words = tiny_chat.model().double(), tiny_chat.tokenizer()
     if not buffered:
-        monkeypatch.setattr(batches, "can_buffer", lambda cache: False)
+        monkeypatch.setattr(decoding, "can_buffer", lambda cache: False)
     engine = kvkeep.Engine(model, words, spec, budget, schedule=every)
     said = engine.generate(PROMPTS, rows=3, max_new_tokens=40)
     assert buffered == any(isinstance(pool, BufferedPool) for pool in pools(engine))

@@ -95,11 +95,8 @@ def test_the_follower_answers_what_the_leader_is_asked():
         asked, told = record(leader), record(follower)
         text = leader.pin(TEXT, owner="a", method="snapkv+adakv", budget=50)
         wait_until(lambda: raised or list(follower.prefixes.entries) == [text])
-        how = [
-            {"owner": key, **more}
-            for key in "ab"
-            for more in ({"method": "h2o"}, {"budget": 32}, {"cache_prefix": True})
-        ]
+        others = {"method": "h2o"}, {"budget": 32}, {"cache_prefix": True}
+        how = [{"owner": owner, **more} for owner in "ab" for more in others]
         how += [{"context": text, "owner": "a"}, {"method": "quest"}, {"constraint": parts[0].every_tenth}]
         prompts = [TALK if each.get("cache_prefix") else TEXT for each in how]
         handles = [

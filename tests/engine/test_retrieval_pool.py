@@ -9,7 +9,7 @@ from conftest import RETRIEVING, make_llama
 
 import kvkeep
 from kvkeep.compress.parse import parse
-from kvkeep.engine import batches
+from kvkeep.engine import decoding
 from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.retrieval_pool import retrieval_plan
@@ -147,7 +147,7 @@ def test_answers_through_an_engine_are_those_of_rows_alone(model, spec, how, mon
     for pools in (True, False):
         with monkeypatch.context() as here:
             if not pools:
-                here.setattr(batches, "retrieval_plan", lambda cache: None)
+                here.setattr(decoding, "retrieval_plan", lambda cache: None)
             engine = kvkeep.Engine(model, Words(), spec, 64)
             each = [engine.submit(text, max_new_tokens=30 + 10 * number, **how) for number, text in enumerate(texts)]
             answers.append([handle.result() for handle in each])
@@ -164,7 +164,7 @@ def test_a_conversation_goes_on(model, spec, monkeypatch):
     for pools in (True, False):
         with monkeypatch.context() as here:
             if not pools:
-                here.setattr(batches, "retrieval_plan", lambda cache: None)
+                here.setattr(decoding, "retrieval_plan", lambda cache: None)
             engine = kvkeep.Engine(model, Words(), spec, 64)
             context = engine.read("".join(map(chr, prompt(LONG).tolist())))
             said.append([context.ask(chr(410 + n) + chr(420 + n), max_new_tokens=12) for n in range(3)])
@@ -187,16 +187,16 @@ def test_one_pool_at_a_time(model):
     """Another method's pool takes the place of one that is not used."""
     made = Scheduler(model, set())
     for spec in ("infllm", "quest", "infllm"):
-        batch = made.decoding.batches.batch_for(prefilled(model, spec, LONG))
+        batch = made.decoding.batch_for(prefilled(model, spec, LONG))
         assert [type(each) for each in made.held.batches.values()] == [RetrievalBatch]
     made.held.batch_of[prefilled(model, "infllm", LONG)] = batch
-    made.decoding.batches.batch_for(prefilled(model, "quest", LONG))
+    made.decoding.batch_for(prefilled(model, "quest", LONG))
     assert len(made.held.batches) == 2
 
 
 def test_what_does_not_fit_is_decoded_alone(model):
     made = Scheduler(model, set(), 4, None, 100_000)
-    assert type(made.decoding.batches.batch_for(prefilled(model, "quest", LONG, 90))).__name__ == "IndependentBatch"
+    assert type(made.decoding.batch_for(prefilled(model, "quest", LONG, 90))).__name__ == "IndependentBatch"
 
 
 def test_a_layer_never_gets_more_than_it_has_room_for(model):

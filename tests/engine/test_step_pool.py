@@ -13,7 +13,7 @@ from kvkeep.cache.step_pool import StepPool, step_rule
 from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import METHODS, MODIFIERS
 from kvkeep.compress.step_rule import StepRule
-from kvkeep.engine import batches
+from kvkeep.engine import decoding
 from kvkeep.engine.independent_batch import IndependentBatch
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request
@@ -111,7 +111,7 @@ def test_a_seed_samples_what_it_samples_alone(tiny, spec, monkeypatch):
         return [request.answer.ids for request in requests], [type(batch) for batch in work.held.batches.values()]
 
     together, kinds = said()
-    monkeypatch.setattr(batches, "step_rule", lambda cache: None)
+    monkeypatch.setattr(decoding, "step_rule", lambda cache: None)
     assert (together, kinds) == (said()[0], [PooledBatch]) and said()[1] == [IndependentBatch]
 
 

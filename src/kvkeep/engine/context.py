@@ -46,7 +46,7 @@ class Context:
     def read(
         cls, driver: Driver, sequence: Sequence, text: str, question: str | None, progress: ProgressOption
     ) -> Context:
-        """sequence: an empty one; a question takes part in the selection, and is removed again"""
+        """Prefill a text. sequence: an empty one; a question takes part in the selection, and is removed again"""
         check_text("text", text)
         ids, rest = sequence.config.context_ids(text), []
         sequence.config.check_length(len(ids), 1)
@@ -66,7 +66,7 @@ class Context:
 
     @property
     def sequence(self) -> Sequence:
-        """With the text prefilled; others than this context must not change it."""
+        """The sequence with the text prefilled; others than this context must not change it."""
         return self._sequence
 
     def ask(self, question: str, **options: Any) -> str:
@@ -110,7 +110,7 @@ class Context:
                 self.answer, self._report = handle.request.answer, handle.cache.report()
 
     def _warn(self, question: str) -> None:
-        """Once, where tokens were evicted without knowing this question."""
+        """Warn once, where tokens were evicted without knowing this question."""
         method, kept = self._sequence.config.method, self._report.kept["context"]
         if self._warned or not method.query_aware or kept >= self.tokens or question.strip() in self.known_questions:
             return

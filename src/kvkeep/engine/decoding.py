@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from kvkeep.engine.batches import Batches
+from kvkeep.cache.cache import Cache
+from kvkeep.cache.step_pool import StepPool, step_rule
+from kvkeep.engine.buffered_pool import BufferedPool, can_buffer
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import OUT_OF_MEMORY, HeldRequests, own_error
+from kvkeep.engine.independent_batch import IndependentBatch
+from kvkeep.engine.pooled_batch import PooledBatch, can_pool
 from kvkeep.engine.request import Request, State
+from kvkeep.engine.retrieval_batch import RetrievalBatch
+from kvkeep.engine.retrieval_pool import retrieval_plan
+from kvkeep.engine.sequence import Sequence
+from kvkeep.model.hf_cache import execution_device
+
+INDEPENDENT, POOLED, STEPS, BUFFERED, RETRIEVAL = "independent", "pooled", "steps", "buffered", "retrieval"  # families
 
 
 class Decoding:
-    def __init__(self, held: HeldRequests, memory: HeldMemory, batches: Batches) -> None:
-        self.held, self.memory, self.batches = held, memory, batches
+    """Decodes in batches, and makes a batch of a kind when the first request needs it."""
+
+    def __init__(self, model: Any, held: HeldRequests, memory: HeldMemory, max_tokens: int | None) -> None:
+        """max_tokens: as in `PooledBatch`"""
+        self.model, self.held, self.memory = model, held, memory
+        self.device = execution_device(model).type
+        self.pool_sizes = held.max_rows, max_tokens, memory.cap
 
     @property
     def in_use(self) -> list[DecodeBatch]:
@@ -22,7 +39,7 @@ class Decoding:
 
     def place(self, request: Request) -> None:
         """Choose the batch of a request whose first token is delivered: it waits for a row from now on."""
-        batch = self.batches.batch_for(request)
+        batch = self.batch_for(request)
         del self.held.first_tokens[request]
         self.held.batch_of[request] = batch
         request.move(State.PREFILLED)
@@ -65,7 +82,7 @@ class Decoding:
             request.finish(own_error(error))
         held.restart([each for each in requests if each not in lost])
         for request in [each for each in held.prefilled if held.batch_of[each] is batch]:
-            held.batch_of[request] = self.batches.batch_for(request)
+            held.batch_of[request] = self.batch_for(request)
 
     def replay(self, batches: list[DecodeBatch]) -> None:
         """Make a decode step in the middle of a prefill pass."""
@@ -92,3 +109,51 @@ class Decoding:
             self.held.remove(request)
             if not self.held.num_rows:  # whoever ran out of memory has been answered with fewer rows
                 self.held.row_limit = self.held.max_rows
+
+    def batch_for(self, request: Request) -> DecodeBatch:
+        cache = request.sequence.cache
+        batch = self._batch(self._kind(request.sequence), cache)
+        moves_keys = can_pool(request.sequence) and not cache.make_room(request.how.max_new_tokens)
+        if moves_keys or isinstance(batch, RetrievalBatch) and not batch.can_hold(request):
+            return self._batch(INDEPENDENT, cache)
+        return batch
+
+    def _batch(self, kind: str, cache: Cache) -> DecodeBatch:
+        batches = self.held.batches
+        if kind not in batches:
+            batches[kind] = self._new_batch(kind, cache)
+        return batches[kind]
+
+    def _kind(self, sequence: Sequence) -> str:
+        """Some pools are of one method and budget; without graphs, several share forward passes instead."""
+        cache = sequence.cache
+        if can_pool(sequence):
+            return f"{POOLED} {cache.storage}"
+        family = INDEPENDENT
+        if step_rule(cache):
+            family = STEPS
+        elif can_buffer(cache):
+            family = BUFFERED
+        elif retrieval_plan(cache):
+            family = RETRIEVAL
+        kind = f"{family} {cache.method} {cache.budget}"
+        if family == INDEPENDENT or (self.device != "cuda" and self._others_busy(kind, family)):
+            return INDEPENDENT
+        return kind
+
+    def _others_busy(self, kind: str, family: str) -> bool:
+        idle = self.held.idle
+        return any(name.startswith(family) and name not in (kind, *idle) for name in self.held.batches)
+
+    def _new_batch(self, kind: str, cache: Cache) -> DecodeBatch:
+        family = kind.split()[0]
+        if family == INDEPENDENT:
+            return IndependentBatch(self.model, self.held.max_rows, self.memory.cap)
+        if family == POOLED:
+            return PooledBatch(self.model, cache.storage, *self.pool_sizes)
+        for idle in [name for name in self.held.idle if name.startswith(family)]:
+            del self.held.batches[idle]  # its memory is needed
+        if family == RETRIEVAL:
+            return RetrievalBatch(cache, *self.pool_sizes)
+        pool = StepPool(cache) if family == STEPS else BufferedPool(cache)
+        return PooledBatch(self.model, cache.storage, *self.pool_sizes, pool)

@@ -32,7 +32,7 @@ class IncrementalDetokenizer:
         self.prefix = ""  # the text of ids[first:returned], decoded alone
 
     def add(self, token: int) -> str:
-        """-> the text this token adds"""
+        """Take a token. -> the text it adds"""
         self.ids.append(token)
         text = self._decode(self.first)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -44,7 +44,7 @@ class IncrementalDetokenizer:
         return new
 
     def finish(self) -> str:
-        """-> the text held back so far"""
+        """Decode all of it again. -> the text held back so far"""
         text = self._decode(0)
         new, self.text = text[len(self.text) :], text
         return new
@@ -64,7 +64,7 @@ class IncrementalDetokenizer:
         self.text = self.text[: min(at for at in found if at >= 0)]
 
     def held_from(self, stops: Sequence[str]) -> int:
-        """Where a text at the end may be the beginning of a stop: it is not to be shown yet."""
+        """Find where the end of the text may begin a stop, and is not to be shown yet."""
         return len(self.text) - max((overlap(self.text, stop) for stop in stops), default=0)
 
     def _decode(self, first: int) -> str:
@@ -88,14 +88,14 @@ class Answer:
 
 
 class SentenceBoundaries:
-    """Which tokens end a sentence, by their own text."""
+    """Tell which tokens end a sentence, by their own text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.ends: dict[int, bool] = {}
 
     def mark_ends(self, ids: Tensor) -> Tensor:
-        """ids [n] -> [n] float, 1 for the end of a sentence"""
+        """Mark the tokens that end a sentence with 1. ids [n] -> [n] float"""
         return torch.tensor([float(self._is_end(token)) for token in ids.tolist()])
 
     def _is_end(self, token: int) -> bool:

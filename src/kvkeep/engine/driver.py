@@ -28,7 +28,7 @@ from kvkeep.model.hf_cache import context_length, vocabulary_size
 
 WARMUP_TOKENS = 64  # of a prompt, on a GPU beyond the budget
 WARMUP_CHUNKS = 16384, 2048, 2048  # of a long prompt
-PATIENCE = 0.02  # seconds until a waiting thread looks whether another one still steps
+POLL_S = 0.02  # seconds until a waiting thread looks whether another one still steps
 
 
 class Driver:
@@ -47,7 +47,7 @@ class Driver:
         self.failed: Callable[[BaseException], None] = lambda error: None  # told of a step that was cut short
 
     def submit(self, request: Request, max_waiting: int | None = None) -> Request:
-        """max_waiting: refuse it where so many wait already"""
+        """Take a request. max_waiting: refuse it where so many wait already"""
         if self.closed:
             raise CacheMisuse("this engine is closed; make a new one.")
         request.config.check_length(len(request.ids), request.how.max_new_tokens)
@@ -80,20 +80,18 @@ class Driver:
             raise
 
     def wait(self, request: Request) -> None:
-        """Until it has new text, or is done."""
+        """Step, or wait for who does, until a request has new text or is done."""
         while not (request.deltas or request.done):
             if self._lets_others_pass:
                 self.start()  # whoever is in a long pass cannot read what it lets pass
-                with self.stepped:
-                    self.stepped.wait(PATIENCE)
             elif self.lock.acquire(blocking=False):
                 try:
                     self.step()
                 finally:
                     self.lock.release()
-            else:
-                with self.stepped:
-                    self.stepped.wait(PATIENCE)
+                continue
+            with self.stepped:
+                self.stepped.wait(POLL_S)
 
     @property
     def _lets_others_pass(self) -> bool:
@@ -101,7 +99,7 @@ class Driver:
         return self.scheduler.device == "cuda" and self.scheduler.held.num_requests > 1
 
     def run(self, requests: list[Request], rows: int) -> None:
-        """Until all of these are done, at most `rows` of them at a time."""
+        """Step until all of these are done, at most `rows` of them at a time."""
         waiting, active = deque(requests), list[Request]()
         try:
             while waiting or active:
@@ -124,7 +122,7 @@ class Driver:
                 self._or_abort(self.scheduler.drop_cancelled)
 
     def prefill(self, request: Request) -> None:
-        """A text, beside all others."""
+        """Prefill a text, beside all others."""
         try:
             self.wait(self.submit(request))
         finally:
@@ -148,10 +146,10 @@ class Driver:
         self.start()
         while (owner, id, once) in leader.unpinned and not self.closed:
             with self.stepped:
-                self.stepped.wait(PATIENCE)
+                self.stepped.wait(POLL_S)
 
-    def settle(self, request: Request) -> None:
-        """Of a request that is done: complete its cache, if it is kept."""
+    def complete_cache(self, request: Request) -> None:
+        """Complete the cache that a request keeps, when it is done."""
         if request.keeps_cache and request.done:
             with self.lock:
                 self.scheduler.decoding.release_finished()
@@ -178,7 +176,7 @@ class Driver:
         return bool(self.scheduler.held.num_requests) or bool(self.leader and self.leader.unpinned)
 
     def follow(self) -> NoReturn:
-        """Where another process leads: every step waits for its word."""
+        """Step when the process that leads says so."""
         while True:
             self.step()
 
@@ -214,7 +212,7 @@ class Driver:
 
 
 def _prefill_in_chunks(config: SequenceConfig) -> None:
-    """As a long prompt is prefilled beside running answers."""
+    """Prefill a long prompt in chunks, as beside running answers."""
     ids, sequence = torch.zeros(sum(WARMUP_CHUNKS), dtype=torch.int64), config.new_sequence()
     if len(ids) <= context_length(config.model) and sequence.defer_eviction(len(ids)):
         for size in WARMUP_CHUNKS:
@@ -222,7 +220,7 @@ def _prefill_in_chunks(config: SequenceConfig) -> None:
 
 
 def _ask(config: SequenceConfig, ids: Tensor) -> None:
-    """As a text is read, and asked about."""
+    """Read a text, and ask about it."""
     sequence = config.new_sequence()
     sequence.prefill(ids)
     fork = sequence.fork()
@@ -258,12 +256,12 @@ class Handle:
 
     @property
     def cache(self) -> Cache:
-        """Of an answer that is complete and keeps its cache, as `Context.submit`'s do."""
+        """The cache of an answer that is complete and keeps it, as those of `Context.submit` do."""
         if not self.request.keeps_cache:
             raise CacheMisuse(
                 "this answer's cache was freed with it; use engine.stream, or engine.read(text).submit(…)."
             )
-        self._driver.settle(self.request)
+        self._driver.complete_cache(self.request)
         return self.request.sequence.cache
 
     def result(self) -> str:
@@ -304,7 +302,7 @@ class Handle:
             self.cancel()
 
     def _is_over(self) -> bool:
-        """All text was taken; raises what the request failed with."""
+        """Whether all text was taken; raise what the request failed with."""
         over = self.request.done and not self.request.deltas
         if over and self.request.error is not None:
             raise self.request.error

@@ -87,7 +87,7 @@ class Engine:
 
         prefill_chunk_size: tokens of a prompt per forward pass; None: all where context length and method allow.
 
-        max_rows: answers decoded at a time; max_tokens: per key head, of all of them, allocated once; None: the pool
+        max_rows: answers decoded at a time; max_tokens: per KV head, of all of them, allocated once; None: the pool
         grows as needed, by default within 80 % of what is free. memory: bytes of keys and values at a time, of all
         requests, in prefill and decode; who does not fit waits. max_waiting: more are refused by `submit`.
         prefix_cache: a store of compressed prefixes that `submit` continues, or its bytes. allow_special_tokens: a
@@ -108,8 +108,8 @@ class Engine:
         if method is None:
             method = first_allowed(model, PROMPT_METHODS, budget, parameters)
         self._asked = method, budget, {name: value for name, value in parameters.items() if name not in auto}, auto
-        how = *parse_budget(method, budget, **parameters), prefill_chunk_size, options
-        self.config = SequenceConfig(model, tokenizer, *how, allow_special_tokens=allow_special_tokens)
+        chosen = *parse_budget(method, budget, **parameters), prefill_chunk_size, options
+        self.config = SequenceConfig(model, tokenizer, *chosen, allow_special_tokens=allow_special_tokens)
         self._sequence = self.config.new_sequence()
         self.config = replace(self.config, host_budget=self._sequence.cache.host_budget)
         self._max_waiting = max_waiting
@@ -152,14 +152,14 @@ class Engine:
 
     @property
     def sequence(self) -> Sequence:
-        """Of the last answer of `stream` or `chat`, which is copied from the pool when somebody asks for it."""
+        """The sequence of the last answer of `stream` or `chat`, copied from the pool when somebody asks for it."""
         if self._last:
-            self._driver.settle(self._last)
+            self._driver.complete_cache(self._last)
         return self._sequence
 
     @property
     def cache(self) -> Cache:
-        """Of the last answer of `stream` or `chat`, complete when that is; or of `prefill` and `extend`."""
+        """The cache of the last answer of `stream` or `chat`, complete when that is; or of `prefill` and `extend`."""
         return self.sequence.cache
 
     @property
@@ -393,7 +393,7 @@ class Engine:
         self._driver.follow()
 
     def _parts(self, more: dict[str, Any]) -> dict[str, Any]:
-        """Those of every engine, when all of them join: what takes a forward pass to be known is found out together."""
+        """What requests refer to. All engines join here, and find out together what takes a forward pass."""
         learn_rotations(self._sequence.cache.model)
         return {"config": self.config, "store": self.prefixes, **more}
 
@@ -441,7 +441,7 @@ class Engine:
     def _reading_config(
         self, method: str | Method | None, budget: int | float | None, pinned: bool = False
     ) -> SequenceConfig:
-        """Of a text whose questions are not known. pinned: who asks them is not warned"""
+        """The config for a text whose questions are not known. pinned: who asks them is not warned"""
         config = self._config_for(method, budget)
         if method is not None or (self._is_named and not (pinned and self.method.query_aware)):
             return config

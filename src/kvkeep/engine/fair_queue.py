@@ -11,7 +11,7 @@ from kvkeep.engine.request import Request
 
 
 class FairQueue:
-    """One of every client, then the next of every client.
+    """Takes one request of every client, then the next of every client.
 
     A turn is a chunk: the client that had none for longest comes first. Within a client, those whose prefill has begun
     come first, then first come, first served.
@@ -23,7 +23,7 @@ class FairQueue:
         self.count = 0
 
     def __len__(self) -> int:
-        """From any thread."""
+        """The number of requests, from any thread."""
         return self.count
 
     def __iter__(self) -> Iterator[Request]:
@@ -36,13 +36,13 @@ class FairQueue:
         self.count += 1
 
     def put_back(self, requests: list[Request]) -> None:
-        """Before the others of their clients."""
+        """Put requests before the others of their clients."""
         for request in reversed(requests):
             self.by_client.setdefault(request.client, deque()).appendleft(request)
             self.count += 1
 
     def take_turn(self, request: Request) -> None:
-        """A chunk of it is prefilled: its client is the last one now, also if this was its only request."""
+        """Make its client the last one: a chunk of it is prefilled. This holds also if it was the only request."""
         self.turns[request.client] = 1 + max(self.turns.values(), default=0)
 
     def remove(self, request: Request) -> None:
@@ -54,7 +54,7 @@ class FairQueue:
             self._forget()
 
     def _forget(self) -> None:
-        """The turns of clients that have no request and would be the first: as those of new clients."""
+        """Forget the turns of clients that have no request and would be the first, as new clients are."""
         oldest = min((self.turns.get(client, 0) for client in self.by_client), default=sys.maxsize)
         self.turns = {client: turn for client, turn in self.turns.items() if turn >= oldest}
 

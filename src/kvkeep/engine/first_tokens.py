@@ -1,4 +1,4 @@
-"""From the last chunk of a prompt to a row: the first token is sampled, a draft decoded, the cache settled."""
+"""From a prompt's last chunk to a row: its first token is sampled, its draft decoded, its cache settled."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class FirstTokens:
 
 
 def _sample(request: Request, rows: SamplingRows, logits: Tensor) -> Tensor:
-    """logits [1, vocabulary] -> [1]"""
+    """Sample the first token. logits [1, vocabulary] -> [1]"""
     if request.banned_first:
         banned = upload(list(request.banned_first), logits.device)
         logits = logits.index_fill(-1, banned, float("-inf"))

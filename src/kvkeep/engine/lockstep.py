@@ -1,4 +1,4 @@
-"""One engine in several processes, each with some of the key heads: all make the same steps, in the same order.
+"""One engine in several processes, each with some of the KV heads: all make the same steps, in the same order.
 
 Requests come to the first process, the leader, at any time and from any thread. When a step begins, it tells the
 others, its followers, what has happened since the last one, and each applies that at the same point of its own step.
@@ -39,7 +39,7 @@ class OutOfStep(BaseException):
 
 @dataclass(frozen=True)
 class Message:
-    """What the leader tells before a step."""
+    """The leader's word before a step."""
 
     submitted: list[bytes]  # requests
     cancelled: list[int]  # by number, in the order they were submitted
@@ -48,7 +48,7 @@ class Message:
 
 
 class Leader:
-    """Of the process whose engine is asked."""
+    """Tells the other processes what its engine is asked."""
 
     def __init__(self, scheduler: Scheduler, parts: dict[str, Any], send: Callable[[bytes], None]) -> None:
         """parts: what requests refer to and every process has, by name: "config", "store", …"""
@@ -62,7 +62,7 @@ class Leader:
         _join(scheduler, self.store, seed, self.agree)
 
     def prepare(self, request: Request) -> None:
-        """Before it is submitted: raises why others cannot be told of it."""
+        """Make the message about a request that will be submitted; raise why there can be none."""
         if request.continues or request.keeps_cache or request.progress:
             raise CacheMisuse(
                 "several processes share this model, and none can keep a cache or report progress by itself; use "
@@ -87,7 +87,7 @@ class Leader:
 
 
 class Follower:
-    """Of every other process: it steps when it is told to."""
+    """Steps when the leader tells it to."""
 
     def __init__(self, scheduler: Scheduler, parts: dict[str, Any], receive: Callable[[], bytes]) -> None:
         self.scheduler, self.parts, self.receive = scheduler, parts, receive
@@ -108,7 +108,7 @@ class Follower:
 
 
 def _join(scheduler: Scheduler, store: PrefixStore | None, seed: bytes, agree: Callable[[News], News]) -> None:
-    """seed: of the names of stored texts, which are the same in every process"""
+    """Join the other processes. seed: of the names of stored texts, which are the same in all of them"""
     scheduler.agree, scheduler.held.check_alike = agree, _check_alike
     if store is not None:
         numbers = count()
@@ -141,7 +141,7 @@ def _state(scheduler: Scheduler) -> int:
 
 
 class RequestPickler:
-    """Requests as bytes. What every process has is named."""
+    """Turns requests into bytes. What every process has is named."""
 
     def __init__(self, parts: dict[str, Any]) -> None:
         self.names = {id(part): name for name, part in parts.items() if part is not None}

@@ -89,7 +89,7 @@ class LogitEdits:
         return wide.index_copy(0, index, found.to(wide.dtype))
 
     def count(self, tokens: Tensor) -> None:
-        """After a step: the sampled tokens of all rows [rows]."""
+        """Count the tokens sampled in a step [rows]."""
         if self.rows:
             said = tokens[upload(self.rows, self.device), None]
             self.tensors["counts"].scatter_add_(1, said, torch.ones_like(said, dtype=torch.float32))

@@ -31,7 +31,7 @@ class MemoryCap:
         return max(0, self.total - self.held())
 
     def make_room(self, size: int) -> bool:
-        """-> whether so many bytes are left"""
+        """Free what nobody needs. -> whether so many bytes are left"""
         while self.left < size:
             if not self.free_some():
                 return False
@@ -39,7 +39,7 @@ class MemoryCap:
 
 
 def row_bytes(model: Any, tokens: int, storage: str | None = None) -> int:
-    """Bytes of a sequence of so many tokens per key head in a pool."""
+    """Bytes of a sequence of so many tokens per KV head in a pool."""
     kind, (kv_heads, dim) = QuantizedBuffer if STORAGE[storage] else RaggedBuffer, key_shape(model)
     buffer = new_buffer(1, kv_heads, kv_heads * kind.slots(tokens), dim, STORAGE[storage], model.dtype, "meta")
     return buffer.nbytes * model.config.get_text_config(decoder=True).num_hidden_layers
@@ -69,5 +69,5 @@ def tail_bytes(model: Any, storage: str | None) -> int:
 
 
 def slot_bytes(model: Any, storage: str | None) -> int:
-    """Bytes of one token of one key head in all layers of a pool, a row's quantization tail shared out."""
+    """Bytes of one token of one KV head in all layers of a pool, a row's quantization tail shared out."""
     return -(-row_bytes(model, 1024, storage) // (1024 * key_shape(model)[0]))

@@ -18,7 +18,7 @@ from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter
 from kvkeep.storage.upload import upload
 
-Chunk = tuple[Sequence, Tensor]  # a sequence, and ids that follow those it has seen [q]
+NextTokens = tuple[Sequence, Tensor]  # a sequence, and ids that follow those it has seen [q]
 AfterLayer = Callable[[int], None]
 
 
@@ -33,8 +33,8 @@ class PackedForward(HFCacheAdapter):
         self.after_layer: AfterLayer | None = None
         self.shares_forward = len(self.compressed_layers) == len(self.layers)  # others would mix the sequences
 
-    def __call__(self, chunks: Seq[Chunk], keep: int = 1, after_layer: AfterLayer | None = None) -> list[Tensor]:
-        """-> for each chunk the logits of its last `keep` tokens, 0: of all [keep, vocabulary]
+    def __call__(self, chunks: Seq[NextTokens], keep: int = 1, after_layer: AfterLayer | None = None) -> list[Tensor]:
+        """Run one pass. -> for each chunk the logits of its last `keep` tokens, 0: of all [keep, vocabulary]
 
         after_layer: called with the layer's number where something else has to be launched between layers
         """
@@ -55,7 +55,7 @@ class PackedForward(HFCacheAdapter):
             sequence.after_forward(ids, part)
         return [part[-keep:] for part in parts]
 
-    def _forward(self, chunks: Seq[Chunk], shown: Tensor) -> Tensor:
+    def _forward(self, chunks: Seq[NextTokens], shown: Tensor) -> Tensor:
         for sequence, ids in chunks:
             sequence.before_forward(ids)
         ids = torch.cat([ids for _, ids in chunks])[None]

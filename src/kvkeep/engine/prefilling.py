@@ -40,7 +40,7 @@ class Prefilling:
         self.attention_cost, self.device = attention_cost(model), execution_device(model).type
 
     def next_chunks(self) -> Iterator[Chunk]:
-        """The next chunk of the prompts whose turn it is, as many as fit into one forward pass."""
+        """Give the next chunks of the prompts whose turn it is, as many as fit into one forward pass."""
         waiting = self.held.waiting
         others = len(waiting) > 1 and any(request.interactive for request in waiting)
         beside, first = self.held.is_read or others, True
@@ -63,7 +63,7 @@ class Prefilling:
                 return
 
     def _turns(self) -> Iterator[Request]:
-        """Prompts that can be prefilled now. Behind one that does not fit, none begins."""
+        """Give the prompts that can be prefilled now. Behind one that does not fit, none begins."""
         held = self.held
         rows = 0 if held.prefilled else held.row_limit - held.num_rows
         waiting = list(held.waiting) if rows > 0 else []
@@ -158,6 +158,6 @@ class Prefilling:
 
 
 def chunk_size(most: float) -> int:
-    """At most so many tokens: a power of two, or one and a half. Kernels plan for every new size."""
+    """Round down to a power of two, or one and a half: kernels plan for every new size."""
     power = 1 << int(max(MIN_CHUNK, most)).bit_length() - 1
     return power * 3 // 2 if most >= power * 3 / 2 else power

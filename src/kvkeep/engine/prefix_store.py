@@ -50,7 +50,7 @@ SAVED = "id", "owners", "public", "place", "nbytes", "pinned", "text", "cuts", "
 
 
 def cuts_of(ids: Tensor, end_of_turn: int | None, long_texts: bool = False) -> tuple[int, ...]:
-    """Where the parts of a prompt end, but for the last: after messages; of long texts, every LONGEST_PART tokens."""
+    """The ends of the parts of a prompt, but for the last: after messages; of long texts, every LONGEST_PART tokens."""
     cuts, ends = [0], (ids[:-1] == end_of_turn).nonzero()[:, 0].add(1).tolist() if end_of_turn is not None else []
     for end in [*ends, len(ids)]:
         while long_texts and end - cuts[-1] > LONGEST_PART:
@@ -80,12 +80,12 @@ class Entry:
 
     @property
     def found_at(self) -> tuple[str, str]:
-        """Who finds it, and where."""
+        """The owner who finds it, or PUBLIC, and its place."""
         return PUBLIC if self.public else next(iter(self.owners)), self.place
 
 
 class PrefixStore:
-    """Keyed by owner, method, budget, storage and tokens. The least recently used go first. From any thread."""
+    """Stores sequences by owner, method, budget, storage and tokens. The least recently used go first."""
 
     def __init__(self, max_bytes: int, folder: str | Path | None = None) -> None:
         """folder: where prefixes are saved, to be found again after a restart, or by id by another process"""
@@ -102,7 +102,7 @@ class PrefixStore:
 
     @property
     def nbytes(self) -> int:
-        """Of keys, values and what is known of them, measured on the tensors; those on disk alone included."""
+        """Bytes of keys, values and what is known of them, measured on the tensors; those on disk alone included."""
         return sum(entry.nbytes for entry in list(self.entries.values()))
 
     def __len__(self) -> int:
@@ -118,20 +118,20 @@ class PrefixStore:
         return None
 
     def _matching(self, owner: str, config: SequenceConfig, ids: Tensor, cuts: Seq[int]) -> Iterator[Entry]:
-        """The longest first."""
+        """Give the entries that match, the longest first."""
         for place in reversed(list(_places(config, ids, cuts))):
             found = [self.by_place.get((who, place)) for who in (_hashed(owner), PUBLIC)]
             yield from (entry for entry in found if entry)
 
     def get(self, owner: str, id: str) -> Sequence:
-        """A copy; KeyError: there is none of this owner."""
+        """Copy a sequence. KeyError: there is none of this owner"""
         with self.device_lock, self.lock:
             if not (found := self._copy(self.entry(owner, id))):
                 raise KeyError(id)
             return found
 
     def config_of(self, owner: str, id: str) -> SequenceConfig:
-        """Of a sequence that `get` copies, which is in memory then."""
+        """The config of a sequence that `get` copies, which is in memory then."""
         entry = self.entry(owner, id)
         self._load(entry)
         if entry.sequence is None:
@@ -146,7 +146,7 @@ class PrefixStore:
                 return
 
     def entry(self, owner: str, id: str) -> Entry:
-        """KeyError: there is none of this owner, or public."""
+        """Find an entry of this owner, or a public one. KeyError: there is none"""
         entry = self.entries.get(id) or self._saved_since(id)
         if not entry.public and _hashed(owner) not in entry.owners:
             raise KeyError(id)
@@ -179,14 +179,14 @@ class PrefixStore:
                     )
                 return ""
             made = self.new_id(), Counter([_hashed(owner)]), public, place, size, pinned, text
-            how = sequence.config.method.name, sequence.config.budget
-            entry = Entry(*made, sequence.cuts, sequence.token_ids, sequence, *how)
+            config = sequence.config
+            entry = Entry(*made, sequence.cuts, sequence.token_ids, sequence, config.method.name, config.budget)
             self._insert(entry)
         self._save_later(entry)
         return entry.id
 
     def owned(self, owner: str, id: str) -> Entry:
-        """KeyError: there is none of this owner."""
+        """Find an entry of this owner. KeyError: there is none"""
         if _hashed(owner) not in (entry := self.entry(owner, id)).owners:
             raise KeyError(id)
         return entry
@@ -211,7 +211,7 @@ class PrefixStore:
             self._save_later(entry)
 
     def evict_oldest(self) -> bool:
-        """-> whether there was one that is not pinned"""
+        """Evict the least recently used. -> whether there was one that is not pinned"""
         with self.lock:
             oldest = next((entry for entry in self.entries.values() if not entry.pinned), None)
             if oldest:
@@ -240,7 +240,7 @@ class PrefixStore:
             shutil.rmtree(self.folder / entry.id, ignore_errors=True)
 
     def _copy(self, entry: Entry) -> Sequence | None:
-        """None: it could not be read from disk."""
+        """Fork an entry. -> None: it could not be read from disk"""
         self._load(entry)
         if entry.sequence is None:
             return None
@@ -272,7 +272,7 @@ class PrefixStore:
             pass
 
     def _saved_since(self, id: str) -> Entry:
-        """By another process that has the same folder; KeyError: by nobody."""
+        """Find what another process saved in the same folder; KeyError: there is nothing."""
         if self.folder and self.config and ID.fullmatch(id) and (self.folder / id).is_dir():
             with suppress(BadCacheFile), self.lock:
                 entry = _described(self.folder / id, self.config)
@@ -282,7 +282,7 @@ class PrefixStore:
         raise KeyError(id)
 
     def _load(self, entry: Entry) -> None:
-        """What is on disk alone; one that is damaged is dropped. Others wait only while it is copied to the device."""
+        """Load what is on disk alone; drop it if it is damaged. Others wait only while it is copied to the device."""
         if entry.sequence is not None:
             return
         assert self.folder is not None
@@ -309,7 +309,7 @@ class PrefixStore:
         return sequence
 
     def _save_later(self, entry: Entry) -> None:
-        """In a thread of its own: nobody's answer waits for a disk."""
+        """Have a thread save it: nobody's answer waits for a disk."""
         if self.folder is None or not (entry.saved or (entry.sequence and serialize.can_save(entry.sequence.cache))):
             return
         with self.lock:
@@ -364,16 +364,16 @@ def _described(path: Path, config: SequenceConfig) -> Entry | None:
         check_prefix(prefix, facts["seen"])
         found = {name: prefix[name] for name in SAVED}
         found |= {"owners": Counter(prefix["owners"]), "cuts": tuple(prefix["cuts"])}
-        how = {name: facts[name] for name in ("method", "budget")}
+        found |= {name: facts[name] for name in ("method", "budget")}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise BadCacheFile(f"{path} is not a stored prefix ({error!r}); remove it.") from error
     if found["id"] != path.name:
         raise BadCacheFile(f"{path} is of another name; remove it.")
-    return Entry(**found, sequence=None, saved=True, **how)
+    return Entry(**found, sequence=None, saved=True)
 
 
 def _modified(path: Path) -> float:
-    """When it was written last; 0 if it is gone by now. Of a link itself: it may lead nowhere."""
+    """The time a path was written last; 0 if it is gone by now. A link is not followed: it may lead nowhere."""
     try:
         return path.lstat().st_mtime
     except OSError:
@@ -382,10 +382,10 @@ def _modified(path: Path) -> float:
 
 def _places(config: SequenceConfig, ids: Tensor, cuts: Iterable[int], frozen: bool = False) -> Iterator[str]:
     """A name for what is stored after each part: of these tokens, in these parts, by this method."""
-    method, how = config.method, config.cache_options
+    method, options = config.method, config.cache_options
     named = [method.name, sorted(method.parameters.items())] if serialize.is_named(method) else repr(method)
-    facts = [named, method.schedule.every, config.budget, config.prefill_chunk_size, how.get("schedule"), frozen]
-    digest = hashlib.sha256(json.dumps([*facts, how.get("storage")], default=repr).encode())
+    facts = [named, method.schedule.every, config.budget, config.prefill_chunk_size, options.get("schedule"), frozen]
+    digest = hashlib.sha256(json.dumps([*facts, options.get("storage")], default=repr).encode())
     for start, end in pairwise((0, *cuts)):
         digest.update(ids[start:end].numpy().tobytes() + b"|")
         yield digest.hexdigest()
@@ -397,7 +397,7 @@ def _hashed(owner: str) -> str:
 
 
 def nbytes_of(sequence: Sequence) -> int:
-    """Of keys, values, and what is known of them, on the device and offloaded; in the process that has most of them."""
+    """Bytes of keys, values and what is known of them, on the device and offloaded; the most that any process has."""
     cache = sequence.cache
     held = cache.backend.report(cache.tracker.seen)
     others = [part for layer in cache.hf_layers for part in vars(layer).values() if isinstance(part, Tensor)]

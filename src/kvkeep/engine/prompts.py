@@ -26,7 +26,7 @@ def is_chat(prompt: Prompt) -> bool:
 def prompt_ids(
     config: SequenceConfig, prompt: Prompt, question: str | None = None, tools: list[dict[str, Any]] | None = None
 ) -> Tensor:
-    """Through the chat template, but for token ids. -> [n]"""
+    """Encode a prompt through the chat template; token ids stay as they are. -> [n]"""
     check_tools(tools)
     if isinstance(prompt, str) and not tools:
         return config.encode(with_question(prompt, question))

@@ -62,7 +62,7 @@ class Pin:
 
 @dataclass(eq=False)
 class Request:
-    """Scheduled from `submit` until it is done: answered, failed or cancelled."""
+    """A scheduler has it from `submit` until it is done: answered, failed or cancelled."""
 
     config: SequenceConfig
     ids: Tensor  # [n] the prompt; what the sequence has seen already is not prefilled again
@@ -96,7 +96,7 @@ class Request:
         self.selection = ""  # "exact": as of a prompt prefilled at once; "running": evicted after every chunk
         self.created_s = time.perf_counter()
         self.first_token_s = self.done_s = 0.0  # after it was created
-        self.kept_tokens, self.kept_bytes = 0.0, 0  # of its cache when the prompt was prefilled, per key head; in all
+        self.kept_tokens, self.kept_bytes = 0.0, 0  # of its cache when the prompt was prefilled, per KV head; in all
         self.finish_reason = ""  # "stop": of its own accord, or at a stop text; "length", "cancelled", "error"
         self.streamed = 0  # characters of the answer in deltas so far
         self.notify: Callable[[], None] = lambda: None  # called after new text, and when the request is done
@@ -137,7 +137,7 @@ class Request:
             self.reserved = 0
 
     def start(self) -> None:
-        """Before the first chunk: a sequence, with the question's queries captured."""
+        """Make its sequence, with the question's queries captured, before the first chunk."""
         sequence = self.continues or self.find_stored() or self.config.new_sequence()
         if self.question is not None:
             sequence.set_question(self.question, len(self.ids))
@@ -149,7 +149,7 @@ class Request:
             self.selection = "exact" if at_once and not self.cuts else "running"
 
     def begin_part(self) -> bool:
-        """The part of the prompt after what is prefilled. -> whether it is evicted from at its end alone"""
+        """Begin the part of the prompt after what is prefilled. -> whether it is evicted from at its end alone"""
         seen = len(self.sequence.token_ids)
         self.sequence.cuts = tuple(cut for cut in self.cuts if cut <= seen)
         return self.sequence.defer_eviction(self._part_end)
@@ -161,7 +161,7 @@ class Request:
         return next((cut for cut in self.cuts if cut > seen), len(self.ids))
 
     def next_chunk(self, limit: int | None) -> Tensor:
-        """As of its sequence, within one part."""
+        """The ids that the next forward pass prefills, within one part; limit: as in `Sequence.next_chunk`."""
         return self.sequence.next_chunk(self.ids[: self._part_end], limit)
 
     @property
@@ -221,20 +221,14 @@ class Request:
         how = self.how
         if not how.edits_logits:
             return None
-        return Edit(
-            how.logit_bias,
-            how.repetition_penalty,
-            how.frequency_penalty,
-            how.presence_penalty,
-            0 if how.constraint else how.min_tokens,
-            self.ids,
-            self.answer.ids,
-            sorted(self.eos_token_ids.union(how.stop_token_ids)),
-            vocabulary_size(self.config.model),
-        )
+        penalties = how.repetition_penalty, how.frequency_penalty, how.presence_penalty
+        ends = sorted(self.eos_token_ids.union(how.stop_token_ids))
+        early = 0 if how.constraint else how.min_tokens
+        vocabulary = vocabulary_size(self.config.model)
+        return Edit(how.logit_bias, *penalties, early, self.ids, self.answer.ids, ends, vocabulary)
 
     def report_progress(self) -> None:
-        """After a chunk."""
+        """Report how far the prompt is prefilled, after a chunk."""
         if self.config.method.retrieval:
             trim()
         if self.progress:
@@ -243,7 +237,7 @@ class Request:
 
     @property
     def expected_tokens(self) -> int:
-        """Per key head, prompt and answer: about so many will be kept."""
+        """The tokens of prompt and answer that will be kept per KV head, about."""
         new, tokens = self.how.max_new_tokens, len(self.ids)
         if self.continues and self.continues.cache.tracker.frozen:
             return self.continues.cache.longest_head + tokens - len(self.continues.token_ids) + new
@@ -251,7 +245,7 @@ class Request:
 
     @property
     def prefill_tokens(self) -> int:
-        """Per key head, while the prompt is prefilled: at most so many."""
+        """The most tokens per KV head while the prompt is prefilled."""
         tokens = len(self.ids)
         longest = max(end - start for start, end in pairwise((0, *self.cuts, tokens)))
         most = min(tokens, self.config.kept(tokens) + min(longest, self.config.chunk_size(tokens)))
@@ -259,7 +253,7 @@ class Request:
 
     @property
     def draft_tokens(self) -> int:
-        """Per key head, for a draft after the prefill, if its method wants one."""
+        """The tokens per KV head that a draft after the prefill takes, if its method wants one."""
         draft = self.config.method.draft
         if draft is None or (self.continues and self.continues.cache.tracker.frozen):
             return 0
@@ -280,7 +274,7 @@ class Request:
         self.move(State.WAITING)
 
     def count_kept(self) -> None:
-        """When the prompt is prefilled."""
+        """Count what is kept when the prompt is prefilled."""
         cache = self.sequence.cache
         held = cache.backend.report(cache.tracker.seen)
         self.kept_tokens, self.kept_bytes = held.kept_per_head, held.bytes
@@ -291,7 +285,7 @@ class Request:
         return self._constraint.allowed(self.answer.ids)
 
     def add(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
-        """The next token of the answer."""
+        """Take the next token of the answer."""
         if self._constraint and self._constraint.error:
             return self.finish(self._constraint.error)
         self.first_token_s = self.first_token_s or time.perf_counter() - self.created_s
@@ -342,7 +336,7 @@ def too_long(request: Request) -> BaseException | None:
 
 
 def raise_numbered(errors: Iterable[BaseException | None]) -> None:
-    """One error that names every prompt that has one."""
+    """Raise one error that names every prompt that has one."""
     found = [f"prompt {number}: {str(error).splitlines()[0]}" for number, error in enumerate(errors) if error]
     if found:
         raise BadInput("; ".join(found))

@@ -70,7 +70,7 @@ class Constraint(Protocol):
         """The tokens that may come next [vocabulary] bool, on the host; none: the answer ends."""
 
     def advance(self, token: int) -> None:
-        """After every token of the answer, but for the one that ends it."""
+        """Take a token of the answer; the one that ends it is not told."""
 
 
 class ConstraintState:
@@ -83,7 +83,7 @@ class ConstraintState:
         self.over = False  # no token may follow
 
     def allowed(self, ids: Sequence[int]) -> Tensor:
-        """After these tokens, the first of which it may know already. -> [vocabulary], or [1] if all is allowed"""
+        """The tokens allowed after these, the first of which it may know. -> [vocabulary], or [1] if all is allowed"""
         try:
             self.constraint = self.constraint or self.make()
             for token in ids[self.known :]:
@@ -107,7 +107,7 @@ class TokenLogprobs:
 
     @classmethod
     def of(cls, found: Tensor, most: int) -> TokenLogprobs:
-        """found [2, 1 + most or more]: a row of `SamplingRows.logprobs`"""
+        """Read a row of `SamplingRows.logprobs`: found [2, 1 + most or more]"""
         tokens, each = found[0].long().tolist(), found[1].tolist()
         return cls(tokens[0], each[0], list(zip(tokens[1 : most + 1], each[1:], strict=False)))
 
@@ -175,7 +175,7 @@ class Generation:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Generation:
-        """From keyword arguments; unknown ones are refused by name."""
+        """Make it from keyword arguments; unknown ones are refused by name."""
         known = [each.name for each in fields(cls)]
         for name in options:
             if name not in known:
@@ -185,12 +185,12 @@ class Generation:
 
     @property
     def filters(self) -> bool:
-        """Only some of the tokens are sampled from."""
+        """Whether only some of the tokens are sampled from."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def edits_logits(self) -> bool:
-        """The likeliest token may be another one than the model's."""
+        """Whether the likeliest token may be another one than the model's."""
         penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
         return bool(self.logit_bias or penalties or self.min_tokens)
 
@@ -207,14 +207,14 @@ class SamplingRows:
 
     @classmethod
     def of(cls, hows: Sequence[Generation], device: Any, edits: Sequence[Edit | None] = ()) -> SamplingRows:
-        """edits: of each row, if any has one"""
+        """Make rows that are sampled in these ways. edits: of each row, if any has one"""
         rows = cls(len(hows), device)
         for row, how in enumerate(hows):
             rows.set(row, how, edits[row] if edits else None)
         return rows
 
     def set(self, row: int, how: Generation | None, edit: Edit | None = None) -> None:
-        """None: the row is not in use."""
+        """Sample a row this way from now on. None: the row is not in use"""
         self.hows[row] = how
         self.edits.set(row, edit)
         self.temperature[row].fill_(float(how.temperature) if how else 0.0)  # an assignment would wait for the device
@@ -224,20 +224,20 @@ class SamplingRows:
             self.top_k[row], self.seed[row] = how.top_k, how.seed
 
     def samples(self, rows: int) -> bool:
-        """Any of the first rows is not greedy."""
+        """Whether any of the first rows is not greedy."""
         return any(how is not None and how.temperature for how in self.hows[:rows])
 
     def is_greedy(self, rows: int) -> bool:
-        """The next token of each of the first rows is the model's likeliest."""
+        """Whether the next token of each of the first rows is the model's likeliest."""
         return not (self.edits.rows or self.samples(rows))
 
     @property
     def constrained(self) -> bool:
-        """What a row may say next depends on what it has said."""
+        """Whether what a row may say next depends on what it has said."""
         return any(how is not None and how.constraint is not None for how in self.hows)
 
     def logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
-        """Of the rows that want them, in order: the sampled token, then the likeliest, and their logprobs.
+        """The sampled token, then the likeliest, and their logprobs, of the rows that want them.
 
         logits [rows, vocabulary], tokens [rows] -> [rows that want them, 2, 1 + the most that one wants], or None
         """
@@ -265,7 +265,7 @@ class SamplingRows:
         return tokens
 
     def _sample(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """From logits that are final."""
+        """Sample from logits that are final."""
         rows, greedy = len(logits), logits.argmax(-1)
         if not self.samples(rows):
             return greedy
@@ -278,7 +278,7 @@ class SamplingRows:
 
 
 def _mask(logits: Tensor, allowed: Mapping[int, Tensor]) -> Tensor:
-    """-inf for what a row may not say. allowed: by row [vocabulary, or less: what follows is forbidden] or [1]: all"""
+    """Set to -inf what a row may not say. allowed: by row [vocabulary, or less: the rest is forbidden] or [1]: all"""
     masked = logits.clone()
     for row, mask in allowed.items():
         if len(mask) > 1:
@@ -289,7 +289,7 @@ def _mask(logits: Tensor, allowed: Mapping[int, Tensor]) -> Tensor:
 
 
 def _filter(scaled: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """-inf for all but the top_k likeliest that make up top_p, of those that min_p leaves; of equal ones the first."""
+    """Set to -inf all but the top_k likeliest that make up top_p, of what min_p leaves; of equal ones the first."""
     least = scaled.amax(-1, keepdim=True) + min_p.log()[:, None]
     scaled = scaled.masked_fill(scaled < least, float("-inf"))
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)

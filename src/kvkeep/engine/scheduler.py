@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvkeep.engine.batches import Batches
 from kvkeep.engine.decoding import Decoding
 from kvkeep.engine.first_tokens import FirstTokens
 from kvkeep.engine.held_memory import HeldMemory
@@ -34,8 +33,7 @@ class Scheduler:
         self.model, self.device = model, execution_device(model).type
         self.held = HeldRequests(max_rows)
         self.memory = HeldMemory(model, self.held, memory, store)
-        batches = Batches(model, self.held, max_tokens, self.memory.cap)
-        self.decoding = Decoding(self.held, self.memory, batches)
+        self.decoding = Decoding(model, self.held, self.memory, max_tokens)
         self.first_tokens = FirstTokens(model, eos_token_ids, self.held, self.memory, self.decoding)
         self.prefilling = Prefilling(model, self.held, self.memory, self.decoding, self.first_tokens)
         self.agree: Callable[[News], News] = lambda news: news  # what all processes that share the model know

@@ -101,7 +101,7 @@ class SequenceConfig:
         return tokens if tokens <= context_length(self.model) else PREFILL_CHUNK_SIZE
 
     def kept(self, tokens: int) -> int:
-        """Of a text of so many tokens, per key head, on average; of a retrieval method, on the device."""
+        """The tokens kept of so many, per KV head, on average; with a retrieval method, those on the device."""
         keeps_all = self.method.scorer is None and not self.method.retrieval
         return tokens if keeps_all else min(tokens, self._budget.tokens(tokens))
 
@@ -156,7 +156,7 @@ class Sequence:
         return logits
 
     def next_chunk(self, ids: Tensor, limit: int | None = None) -> Tensor:
-        """Those of the ids that the next forward pass prefills; limit: at most so many, where that changes nothing."""
+        """The ids that the next forward pass prefills. limit: at most so many, where that changes nothing"""
         start, size = len(self.token_ids), min(self.chunk_size(len(ids)), self.cache.chunk_limit)
         if limit and self.defers:
             size = min(size, limit)
@@ -165,7 +165,7 @@ class Sequence:
         return ids[start : start + size]
 
     def defer_eviction(self, tokens: int) -> bool:
-        """Before a prefill of so many: evict at its end alone, if the method and memory allow. -> whether they do"""
+        """Evict at the end of a prefill of so many alone, if the method and memory allow. -> whether they do"""
         config, self.defers = self.config, False
         too_long = config.method.extends_context and tokens > self.cache.context_length
         if config.method.retrieval or too_long or self.chunk_size(tokens) < tokens - len(self.token_ids):
@@ -192,7 +192,7 @@ class Sequence:
         return torch.cat(logits)[-keep:]
 
     def forward(self, ids: Tensor, keep: int = 1) -> Tensor:
-        """One forward pass."""
+        """Run one forward pass. ids [q] -> logits of the last `keep` of them [keep, vocabulary]"""
         model = self.config.model
         self.before_forward(ids)
         shown = 0 if self.needs_all_logits else keep

@@ -19,7 +19,7 @@ from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.progress import now
 from kvkeep.engine.sequence import Sequence, SequenceConfig
-from kvkeep.engine.shared_prefill import prefill_shared
+from kvkeep.evaluate.shared_prefill import prefill_shared
 from kvkeep.model.hf_cache import context_length, execution_device
 
 Config = tuple[str, int | float | str | None]  # a method and its budget, "auto" or a number; "full" has none

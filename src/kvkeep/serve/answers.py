@@ -73,11 +73,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Kept:
-    """Of the prompts of a job, after compression."""
+    """What is left of the prompts of a job after compression."""
 
     method: str
     budget: int | float | None
-    kept_tokens: float  # per key head
+    kept_tokens: float  # per KV head
     kept_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Usage:
 
 
 class Answers:
-    """Those to one job. `close` when the client has them, or is gone."""
+    """The answers to one job. `close` when the client has them, or is gone."""
 
     def __init__(self, owner: str, count: int, on_close: Callable[[Answers], None]) -> None:
         self.owner, self.count, self.on_close = owner, count, on_close
@@ -114,7 +114,7 @@ class Answers:
         self._timer = self._loop.call_later(max_seconds, self._expire)
 
     def _notify(self) -> None:
-        """From the engine's thread, after text was added."""
+        """Wake the event loop; the engine's thread calls this after text was added."""
         if not self._news.is_set():
             self._loop.call_soon_threadsafe(self._news.set)
 
@@ -131,7 +131,7 @@ class Answers:
             answer.request.cancelled = True
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Of all answers, in the order they come."""
+        """Give the pieces of all answers in the order they come."""
         while pending := [answer for answer in self.answers if not answer.complete]:
             if self.late:
                 raise Failure(408, "the answer took longer than this server allows; ask for fewer tokens.", "timeout")

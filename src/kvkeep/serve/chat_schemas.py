@@ -57,7 +57,7 @@ class Message(Lenient):
     tool_call_id: str | None = None
 
     def as_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The message as chat templates take it."""
         message: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": text_of(self.content)}
         if self.tool_calls:
             message["tool_calls"] = [call.as_template() for call in self.tool_calls]

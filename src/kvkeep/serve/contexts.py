@@ -38,7 +38,7 @@ async def create(server: Server, owner: str, asked: ContextRequest, client: str 
 
 
 def visible(server: Server, owner: str) -> list[dict[str, Any]]:
-    """Those of this owner, and public ones."""
+    """The contexts of this owner, and public ones."""
     found = []
     for name in list(server.store().entries):
         with suppress(Failure):

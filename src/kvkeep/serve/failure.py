@@ -58,7 +58,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def invalid(errors: Any, body: Any = None) -> Failure:
-    """Of a body that is not as the API wants it: the first thing that is wrong, by name. Values are not repeated."""
+    """Name the first thing that is wrong with a body. Values are not repeated."""
     first = next(iter(errors))
     path, found = _as_written(first["loc"][1:], body)
     message = first["msg"].removeprefix("Value error, ")
@@ -76,7 +76,7 @@ def invalid(errors: Any, body: Any = None) -> Failure:
 
 
 def _as_written(location: Any, body: Any) -> tuple[str, Any]:
-    """Where in the body it is, as in messages[0].content, and what is there. Names of our classes are left out."""
+    """Find a place in the body: its path, as in messages[0].content, and what is there. Our classes are not named."""
     path, last = "", len(location) - 1
     for number, part in enumerate(location):
         if isinstance(part, int):

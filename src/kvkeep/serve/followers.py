@@ -34,7 +34,7 @@ class Followers:
             self.lost(f"process {rank} of {len(self.processes) + 1} {how}, and each has a part of the model.")
 
     def failed(self, error: BaseException) -> None:
-        """Of this process: another one that has ended is the better reason, which its watch tells."""
+        """Tell that this process failed; if another one has ended, its watch tells that better reason before."""
         time.sleep(GRACE_S)
         self.lost(f"process 0 of {len(self.processes) + 1} cannot go on in step with the others: {error}")
 
@@ -62,7 +62,7 @@ class Followers:
 
 
 def incoming(pipe: IO[bytes]) -> Callable[[], bytes]:
-    """Of a follower: the next message, which is waited for. When there are no more, the process ends at once."""
+    """Give a function that waits for a follower's next message. Without more of them, the process ends at once."""
     messages: SimpleQueue[bytes] = SimpleQueue()
 
     def read() -> None:

@@ -79,7 +79,7 @@ class Front:
         await unless_gone(receive, pass_on())
 
     async def _answer(self, scope: Any, body: bytes, session: str) -> AsyncGenerator[Message, None]:
-        """Of the session's replica; of another one, if that dies before it begins."""
+        """Have the session's replica answer; another one, if that dies before it begins."""
         begun = is_stream = False
         for tries_left in (1, 0):
             replies = self.handle.options(method_name="ask", stream=True, session_id=session).remote(scope, body)
@@ -106,7 +106,7 @@ class Front:
         yield {"type": "http.response.body", "body": _last_event(scope["path"], lost)}
 
     def _session_of(self, owner: str, path: str, asked: dict[str, Any]) -> str:
-        """Of one replica, as long as there is that one and it has room; empty: of any."""
+        """The session of the replica that has what is asked for; empty: any replica will do."""
         ours = asked.get("kvkeep")
         named = path.partition(f"{CONTEXTS}/")[2] or path.partition(f"{RESPONSES}/")[2]
         for id in (ours.get("context") if isinstance(ours, dict) else None, asked.get("previous_response_id"), named):
@@ -116,7 +116,7 @@ class Front:
         return hashlib.sha256(f"{owner}\n{start}".encode(errors="replace")).hexdigest() if start else ""
 
     def _remember(self, path: str, made: bytes, session: str) -> None:
-        """Where a context is, or a response."""
+        """Remember which replica has a context, or a response."""
         id = _object(made).get("id") if path == CONTEXTS else None
         if path == RESPONSES and (found := RESPONSE_ID.search(made[:ID_WITHIN])):
             id = found[1].decode()
@@ -126,12 +126,12 @@ class Front:
                 self.sessions.popitem(last=False)
 
     async def _contexts(self, owner: str) -> list[dict[str, Any]]:
-        """Of all replicas; a public one may be on several."""
+        """The contexts of all replicas; a public one may be on several."""
         found = await self._ask_all("contexts", owner)
         return list({each["id"]: each for part in found for each in part}.values())
 
     async def _ask_all(self, method: str, *given: Any) -> list[Any]:
-        """Of the replicas that answer."""
+        """Ask all replicas. -> what those say that answer"""
         found = await self.handle.broadcast(method, *given).results_async(timeout_s=ALL_S, return_exceptions=True)
         return [each for each in found if not isinstance(each, BaseException)]
 
@@ -147,7 +147,7 @@ async def _whole(receive: Any) -> bytes:
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """Empty if it is none: the replica says what is wrong."""
+    """Parse an object; empty if it is none: the replica says what is wrong."""
     try:
         found = json.loads(body or b"{}")
     except (ValueError, RecursionError):
@@ -156,7 +156,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _last_event(path: str, failure: Failure) -> bytes:
-    """In the words of the API it is sent by."""
+    """The event that ends a stream with a failure, in the words of its API."""
     error = failure.as_dict()["error"]
     if path == RESPONSES:
         return b"event: error\ndata: " + json.dumps({"type": "error", "sequence_number": 0, **error}).encode() + b"\n\n"

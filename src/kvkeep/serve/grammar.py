@@ -54,7 +54,7 @@ class JsonConstraint:
         self.matcher, self.size = matcher, size
 
     def allowed(self) -> Tensor:
-        """[vocabulary] bool; after the end of the JSON, EOS alone. BadParameter: the grammar went too far"""
+        """The tokens that may follow [vocabulary]; after the JSON, EOS alone. BadParameter: the grammar went too far"""
         packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         _check(self.matcher, "followed")  # one that failed allows EOS, as if the JSON were complete
         bits = torch.from_numpy(np.unpackbits(packed, bitorder="little")[: self.size].astype(bool))
@@ -65,7 +65,7 @@ class JsonConstraint:
 
 
 class Grammars:
-    """Of one tokenizer, whose tables are made when the first grammar is asked for."""
+    """Makes grammars for one tokenizer; its tables are made for the first of them."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: list[int]) -> None:
         """vocabulary: how many logits the model has"""

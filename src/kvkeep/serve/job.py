@@ -45,7 +45,7 @@ class Job:
 
     @property
     def calls_tools(self) -> bool:
-        """If not, the template shows the tools all the same: requests before and after share its beginning."""
+        """Whether tools may be called. If not, the template shows them all the same: requests share its beginning."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -54,7 +54,7 @@ class Job:
         return self.schema is not None or (self.calls_tools and self.tool_choice != "auto")
 
     def num_characters(self, prompt: Prompt) -> int:
-        """Of one of the prompts, with the tools that are shown before it."""
+        """The characters of one of the prompts, with the tools that are shown before it."""
         return sum(map(len, texts_of(prompt))) + (len(json.dumps(self.tools)) if self.tools else 0)
 
     def check_context(self) -> None:

@@ -21,7 +21,7 @@ class Keys:
 
     @classmethod
     def load(cls, path: str | None) -> Keys:
-        """From a file with a key on every line (# begins a comment), and from the environment."""
+        """Load keys from a file with one on every line (# begins a comment), and from the environment."""
         lines = [line.partition("#")[0].strip() for line in _read(path).splitlines()] if path else []
         found = [each for each in [*lines, *(part.strip() for part in os.environ.get(VARIABLE, "").split(","))] if each]
         if path and not any(lines):

@@ -20,7 +20,7 @@ class Limits:
     allow_parameters: bool = False  # of methods, from clients: some values make one step take hours
 
     def check_contexts(self, sizes: list[int]) -> None:
-        """sizes: in bytes, of all contexts that a key has, or would have"""
+        """Refuse too many contexts. sizes: in bytes, of all that a key has, or would have"""
         if len(sizes) > self.max_contexts:
             said = f"this key has {self.max_contexts} contexts, and may have no more"
         elif sum(sizes) > (self.max_context_bytes or sum(sizes)):
@@ -30,7 +30,7 @@ class Limits:
         raise Failure(429, f"{said}; remove one: DELETE /v1/contexts/ID.", "too_many_contexts")
 
     def check(self, job: Job, under_way: int) -> None:
-        """under_way: answers of the same key"""
+        """Refuse a job beyond the limits. under_way: answers of the same key"""
         if ":" in job.options.get("method", "") and not self.allow_parameters:
             said = "this server takes no parameters of methods from clients; give the names alone, as in snapkv+adakv, "
             raise Failure(400, f"{said}or have it started with --allow-parameters.", param="kvkeep")

@@ -64,7 +64,7 @@ class Metrics:
         answers.observe = observe
 
     def count(self, answers: Answers) -> None:
-        """When its client has it, or is gone."""
+        """Count answers when their client has them, or is gone."""
         if answers.answers:
             usage = answers.usage
             self.prompt_tokens.inc(usage.prompt)
@@ -88,7 +88,7 @@ class Metrics:
 
 
 class FrontMetrics:
-    """Of the way in to several replicas."""
+    """Counts at the way in to several replicas."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -97,7 +97,7 @@ class FrontMetrics:
         self.lost = Counter("kvkeep_lost_replicas", "Requests whose replica died.", **how)
 
     def page(self, replicas: Iterable[tuple[int, str]]) -> bytes:
-        """replicas: number and page of each"""
+        """Join the pages of all replicas. replicas: number and page of each"""
         merged = CollectorRegistry()
         merged.register(_Merged(replicas))
         return generate_latest(merged) + generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Around every HTTP request: an id, its key, the limit of its body, its place in /metrics, errors without traces."""
+"""What every HTTP request gets: an id, a check of its key and size, a place in /metrics, errors without traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def report(error: BaseException) -> Failure:
 
 
 def owner_of(keys: Keys, headers: dict[bytes, bytes]) -> str:
-    """Whose key the request has."""
+    """Find whose key the request has."""
     scheme, _, secret = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     found = keys.owner(secret.strip() if scheme.lower() == "bearer" else "")
     if found is None:

@@ -30,7 +30,7 @@ class Deployment:
     resources: dict[str, Any] = field(default_factory=dict)  # of one replica: num_cpus, num_gpus
 
     def start(self, make: Callable[[], Server]) -> Any:
-        """When the replicas are ready. -> the application's handle"""
+        """Wait until the replicas are ready. -> the application's handle"""
         from ray import serve
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -96,7 +96,7 @@ class Replica:
             gone.set()
 
     async def metrics(self) -> tuple[int, str]:
-        """Its number, and the page."""
+        """The replica's number, and its page."""
         from ray import serve
 
         return serve.get_replica_context().rank.rank, self.server.metrics.page().decode()

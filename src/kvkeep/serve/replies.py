@@ -139,7 +139,7 @@ def _tool_call(call: ToolCall) -> Object:
 
 
 def logprobs_of(tokens: list[TokenLogprobs], bytes_of: TokenBytes) -> list[Object]:
-    """Of chats and responses: each token with the likeliest in its place."""
+    """The logprobs of chats and responses: each token with the likeliest in its place."""
 
     def entry(token: int, logprob: float) -> Object:
         raw = bytes_of(token)

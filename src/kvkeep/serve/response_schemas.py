@@ -23,7 +23,7 @@ from kvkeep.serve.schemas import Body, Count, Lenient, Several
 
 
 class InputMessage(Lenient):
-    """Of the responses API."""
+    """A message of the responses API."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]

@@ -21,7 +21,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """In memory, for the event loop's thread."""
+    """Keeps responses in memory, for the event loop's thread."""
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
         self.most, self.most_bytes = most, most_bytes
@@ -36,7 +36,7 @@ class ResponseStore:
             found.popitem(last=False)
 
     def get(self, owner: str, id: str, param: str | None = None) -> StoredResponse:
-        """param: the field that names it, if one does"""
+        """Find a response. param: the field that names it, if one does"""
         found = self.by_owner.get(owner, OrderedDict())
         if id not in found:
             said = f"there is no response {id!r}, or it is not yours; it may have expired: send the whole conversation."

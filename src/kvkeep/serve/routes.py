@@ -44,7 +44,7 @@ def _client(request: Request) -> str:
 
 
 def _owner(request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> str:
-    """As the middleware found it; the bearer is for the OpenAPI page."""
+    """The owner that the middleware found; the bearer is for the OpenAPI page."""
     return request.state.owner
 
 

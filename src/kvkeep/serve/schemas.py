@@ -90,7 +90,7 @@ class Compression(Strict):
     budget: Budget | None = None
 
     def options(self) -> dict[str, Any]:
-        """Of `Engine.submit` and `Engine.pin`."""
+        """The options of `Engine.submit` and `Engine.pin`."""
         given: dict[str, Any] = {"method": self.method, "budget": _whole(self.budget)}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -103,7 +103,7 @@ class Extension(Compression):
     context: str | None = None  # the id of a text given to /v1/contexts
 
     def options(self) -> dict[str, Any]:
-        """Of `Engine.submit`."""
+        """The options of `Engine.submit`."""
         given = super().options()
         return given if self.protocol is None else given | {"cache_prefix": self.protocol == "agnostic"}
 
@@ -146,7 +146,7 @@ class Body(Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def options(self) -> dict[str, Any]:
-        """Of `Engine.submit`. OpenAI samples unless told otherwise."""
+        """The options of `Engine.submit`. OpenAI samples unless told otherwise."""
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = 1.0 if self.top_p is None else max(self.top_p, MIN_TOP_P)
         return {"temperature": temperature, "top_p": top_p, **self.kvkeep.options()}
@@ -221,6 +221,6 @@ class ContextRequest(Compression):
     kvkeep: Compression = Compression()  # the same as method and budget above, where chats have it
 
     def job(self) -> Job:
-        """Without an answer."""
+        """Make a job without an answer."""
         options = self.options() | self.kvkeep.options()
         return Job(self.model, [self.text], options=options, stores="public" if self.public else "private")

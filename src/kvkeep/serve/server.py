@@ -162,7 +162,7 @@ class Server:
         return self.engine.submit_pin(text, owner=owner, client=client, public=job.stores == "public", **job.options)
 
     def _encode(self, prompt: Prompt, job: Job) -> Prompt:
-        """Once for all its answers; but a question about a context is the engine's to put behind it."""
+        """Encode a prompt once for all its answers; a question about a context is encoded by the engine."""
         self.check_characters(prompt, job)
         if isinstance(prompt, str) and job.context is None:
             prompt = self.engine.tokenizer(prompt, verbose=False).input_ids  # may have control tokens, as at vLLM's
@@ -191,7 +191,7 @@ class Server:
         )
 
     def _most_tokens(self, prompt: Any, options: dict[str, Any]) -> int:
-        """Of an answer that asks for no number: what the context length leaves, within the limit."""
+        """The most tokens of an answer that asks for no number: what the context length leaves, within the limit."""
         length = len(prompt)
         if options["context"] is not None:
             entry = self.store().entry(options["owner"], options["context"])
@@ -221,7 +221,7 @@ class Server:
                 self.cancel(handle.request)
 
     def cancel(self, request: Request) -> None:
-        """Without waiting for the engine's step; a text that this stores is removed afterwards."""
+        """Cancel a request without waiting for the engine's step; remove afterwards a text that it stores."""
         request.cancelled = True
         if request.pin is not None:
             threading.Thread(target=self.engine.withdraw, args=(request,), daemon=True).start()

@@ -20,7 +20,7 @@ class ToolFormat:
     arguments: str  # the name of that field
 
     def grammar(self, functions: list[dict[str, Any]]) -> str:
-        """Of an answer that is one call of one of these functions, in llguidance's Lark."""
+        """The grammar of an answer that is one call of one of these functions, in llguidance's Lark."""
         parts = [self._schema(each["function"]) for each in functions]
         named = {name: part for _, definitions in parts for name, part in definitions.items()}
         before, after = (json.dumps(mark) for mark in (self.begin + "\n", "\n" + self.end))
@@ -28,7 +28,7 @@ class ToolFormat:
         return f"start: {before} call {after}\ncall: %json {schema}" if self.begin else f"start: %json {schema}"
 
     def _schema(self, function: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of a call, and the definitions it refers to, which have to be at the root: by the function's name there."""
+        """The schema of a call, and the definitions it refers to, which are named by the function at the root."""
         text = json.dumps(function.get("parameters") or {"type": "object", "properties": {}})
         arguments = json.loads(text.replace('"$ref": "#/$defs/', f'"$ref": "#/$defs/{function["name"]}:'))
         definitions = arguments.pop("$defs") if isinstance(arguments.get("$defs"), dict) else {}
@@ -43,7 +43,7 @@ LLAMA = ToolFormat("", "", "parameters")
 
 
 def tool_format(template: Any) -> ToolFormat | None:
-    """Of a chat template; None: it takes no tools."""
+    """The format that a chat template has for tools; None: it takes none."""
     if not isinstance(template, str) or "tools" not in template:
         return None
     return HERMES if HERMES.begin in template else LLAMA
@@ -78,7 +78,7 @@ class ToolParser:
         self.parallel, self.called = parallel, 0
 
     def feed(self, text: str, done: bool) -> tuple[str, list[ToolCall]]:
-        """-> text to show, and calls that are complete"""
+        """Take more text. -> text to show, and calls that are complete"""
         self.held += text
         text, calls = self._tagged(done) if self.form.begin else self._bare(done)
         calls = calls if self.parallel else calls[: 1 - self.called]
