@@ -28,8 +28,8 @@ from torch.nn.functional import normalize
 import kvkeep
 from kvkeep.compress.method import Method
 from kvkeep.compress.retrieval.index import OffloadedTokens, Representatives
-from kvkeep.compress.retrieval.query import Moments, activation_bias, concat_heads
 from kvkeep.kernels.torch.reference import causal_lower_right, probabilities
+from kvkeep.kernels.torch.retrieval_units import Moments, activation_bias, concat_heads
 from kvkeep.model.load import load, quiet_transformers
 from kvkeep.model.rope import Rotation, rotations
 from kvkeep.types import Observation

@@ -18,9 +18,10 @@ from kvkeep.compress.parse import parse
 from kvkeep.compress.scorers.chance import POSITIONS
 from kvkeep.compress.scorers.compactor import CompactorScorer
 from kvkeep.compress.scorers.echo import Repetition
-from kvkeep.compress.select import ranks, select
+from kvkeep.compress.select import select
 from kvkeep.compress.uniform import uniform
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.dispatch import ranks
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.types import Observation, Tokens
 

@@ -19,8 +19,9 @@ from kvkeep.compress.presets import METHODS as PRESETS
 from kvkeep.compress.presets import MODIFIERS
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
 from kvkeep.compress.scorers.protokv import ProtoKVScorer
-from kvkeep.compress.select import Units, select
+from kvkeep.compress.select import select
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.torch.ranking import Units
 from kvkeep.types import Observation
 
 METHODS = EVICTING
@@ -149,13 +150,13 @@ def test_h2o_in_pieces_remembers_every_query(piece):
 
 def test_the_mass_of_a_long_text_is_summed_in_blocks(monkeypatch):
     """However little may be held at a time, the column sums are the same."""
-    from kvkeep.kernels.torch import reference
+    from kvkeep.kernels.torch import scoring
 
     q, k, _ = draw(300)
     where = torch.arange(300).expand(2, -1)
-    whole = reference.column_mass(q, k, where, 300, 0.25)
-    monkeypatch.setitem(reference.BLOCK_PROBS, "cpu", 1)
-    torch.testing.assert_close(reference.column_mass(q, k, where, 300, 0.25), whole, atol=1e-4, rtol=0)
+    whole = scoring.column_mass(q, k, where, 300, 0.25)
+    monkeypatch.setitem(scoring.BLOCK_PROBS, "cpu", 1)
+    torch.testing.assert_close(scoring.column_mass(q, k, where, 300, 0.25), whole, atol=1e-4, rtol=0)
     assert whole.sum().item() == pytest.approx(2 * 300, rel=1e-5)
 
 

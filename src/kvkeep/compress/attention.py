@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep.kernels.dispatch import column_mass
-from kvkeep.kernels.torch.reference import probabilities, sum_over_queries
+from kvkeep.kernels.dispatch import column_mass, smooth
+from kvkeep.kernels.torch.scoring import probabilities, sum_over_queries
 from kvkeep.types import PAD_POSITION, Observation
 
 GRAM_BLOCK = 1024  # tokens whose products are summed in float32
@@ -44,6 +44,11 @@ def causal_mask(seen: Observation, last: int) -> Tensor:
     newest = seen.token_positions if len(set(seen.lengths)) > 1 else seen.token_positions[:, -last:]
     queries = torch.arange(seen.seq_len - last, seen.seq_len, device=newest.device)
     return newest[:, None, :] <= queries[:, None]
+
+
+def pool(scores: Tensor, among: Tensor, width: int, kind: str = "avg") -> Tensor:
+    """Smooth the scores of the tokens `among`, with each other only. scores, among [kv_heads, n]"""
+    return scores if width == 1 else smooth(scores, among, width, kind)
 
 
 def squared_value_norms(seen: Observation) -> Tensor:

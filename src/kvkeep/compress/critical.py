@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import Amount, Checked, Share
-from kvkeep.compress.select import best_first, inverse
+from kvkeep.kernels.torch.ranking import best_first, inverse
 from kvkeep.types import Observation
 
 FAVOURITE = 1e30  # scores from here on are of those kept first

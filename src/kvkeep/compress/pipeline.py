@@ -13,7 +13,9 @@ from kvkeep.compress.budget.coverage import amounts, covered
 from kvkeep.compress.budget.shared import Candidates, SharedBudget
 from kvkeep.compress.method import Method
 from kvkeep.compress.protocols import Scorer, ScorerTraits
-from kvkeep.compress.select import PlacedSelection, Units, first, inverse, packs, ranked, ranks
+from kvkeep.compress.select import PlacedSelection, first
+from kvkeep.kernels.dispatch import ranks
+from kvkeep.kernels.torch.ranking import Units, inverse, packs, ranked
 from kvkeep.types import Observation, Selection, Tokens
 
 

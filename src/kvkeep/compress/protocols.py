@@ -16,8 +16,8 @@ from torch import Tensor
 from kvkeep.arguments import Checked, check_finite
 from kvkeep.compress.positions import PlacementInput
 from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery, RowQueries
-from kvkeep.compress.select import Units
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.torch.ranking import Units
 from kvkeep.registry import did_you_mean
 from kvkeep.types import Observation, Replayed, ReplayPass, Rotate, Step
 

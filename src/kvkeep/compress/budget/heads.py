@@ -15,11 +15,9 @@ from torch import Tensor
 from kvkeep.arguments import Checked, Share
 from kvkeep.compress.budget.coverage import Needed, amounts
 from kvkeep.compress.protocols import HeadAllocator
-from kvkeep.compress.select import MOST, Units, best_first, inverse, packs, ranked, sort_packed, sortable
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.kernel_dispatch import KernelDispatch
-
-INF = float("inf")
+from kvkeep.kernels.dispatch import top_counts
+from kvkeep.kernels.torch.ranking import INF, Units, all_best_first, inverse, ranked, token_major
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,8 @@ class AdaptiveHeads(Checked):
         member, unit_scores = (None, None) if units is None else (units.member, units.scores)
         total = min(len(lengths) * budget, sum(lengths))
         if needed is not None:
-            ordered = _all_best_first(scores, forced, member, unit_scores)
-            count = int(needed.count(_token_major(amounts(scores, ~forced))[ordered]))
+            ordered = all_best_first(scores, forced, member, unit_scores)
+            count = int(needed.count(token_major(amounts(scores, ~forced))[ordered]))
             total = min(total, max(count, int(forced.sum())))
             budget = total // len(lengths)
         return top_counts(scores, rank, self.sure(forced, budget), total, member, unit_scores)
@@ -97,35 +95,3 @@ class Threshold(Checked):
         most = self.heads(scores, forced, lengths, budget, units)
         above = ((scores > self.tau) | forced).sum(1).tolist()
         return [min(pair) for pair in zip(most, above, strict=True)]
-
-
-def _top_counts(
-    scores: Tensor, rank: Tensor, floor: Tensor, total: int, member: Tensor | None, unit_scores: Tensor | None
-) -> Tensor:
-    """How many of the `total` best tokens of all heads are each head's, those within its floor first. [kv_heads]"""
-    kv_heads = len(scores)
-    reserved = (rank < floor[:, None]) & (scores > -INF)
-    winners = _all_best_first(scores, reserved, member, unit_scores)[:total]
-    head = kv_heads - 1 - winners % kv_heads
-    return (head[:, None] == torch.arange(kv_heads, device=head.device)).sum(0)
-
-
-top_counts = KernelDispatch("top_counts", "selection", reference=_top_counts)
-
-
-def _all_best_first(scores: Tensor, reserved: Tensor, member: Tensor | None, unit_scores: Tensor | None) -> Tensor:
-    """The tokens of all heads, best first. [kv_heads * n] places in `_token_major` order"""
-    own = _token_major(scores.masked_fill(reserved, INF))
-    if member is None or unit_scores is None:
-        return best_first(own[None])[0]
-    unit = unit_scores.gather(1, member).masked_fill(scores == -INF, -INF)
-    unit = _token_major(unit.masked_fill(reserved, INF))
-    if packs(own) and packs(unit):
-        return sort_packed((MOST // 2 - sortable(unit) << 32 | MOST - sortable(own))[None])[0]
-    order = best_first(own)
-    return order[unit[order].sort(descending=True, stable=True).indices]
-
-
-def _token_major(scores: Tensor) -> Tensor:
-    """One row, tokens by tokens, heads in descending order: ties go to the later token, then the lower head."""
-    return scores.flip(0).t().reshape(-1)

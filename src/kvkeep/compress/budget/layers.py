@@ -17,7 +17,7 @@ from kvkeep.arguments import AboveZero, Checked, Positive
 from kvkeep.compress.attention import attention, distance_from_end, mean_and_variance
 from kvkeep.compress.guard import effective_window
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.torch.reference import entropy
+from kvkeep.kernels.torch.scoring import entropy
 from kvkeep.types import Observation
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvkeep.arguments import Share
 from kvkeep.compress.budget.coverage import Needed, amounts, covered
 from kvkeep.compress.budget.heads import INF, AdaptiveHeads
-from kvkeep.compress.select import Units
+from kvkeep.kernels.torch.ranking import Units
 from kvkeep.types import PAD_POSITION, Tokens
 
 

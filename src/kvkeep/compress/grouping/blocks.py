@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Positive
-from kvkeep.compress.select import Units
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.torch.ranking import Units
 from kvkeep.types import Observation
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from kvkeep.arguments import AboveZero, Checked, Positive, Range, Seed
 from kvkeep.compress.attention import token_mask
 from kvkeep.compress.outliers import outlier_degree
-from kvkeep.compress.select import Units, best_first
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import assign, means
+from kvkeep.kernels.torch.ranking import Units, best_first
 from kvkeep.types import Observation
 
 MAX_RANGES, RANGE_TOKENS = 500, 16  # defaults

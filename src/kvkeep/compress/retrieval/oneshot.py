@@ -7,10 +7,10 @@ from torch import Tensor
 
 from kvkeep.compress.method import Method
 from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery
-from kvkeep.compress.retrieval.query import Moments, concat_heads
 from kvkeep.compress.retrieval.topk import by_unit, select_units
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.torch.reference import two_region_attention
+from kvkeep.kernels.torch.retrieval_units import Moments, concat_heads
+from kvkeep.kernels.torch.slotted import two_region_attention
 from kvkeep.types import NOTHING, Observation, Selection
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Odd, Positive
-from kvkeep.compress.attention import attention_received, squared_value_norms, token_mask
+from kvkeep.compress.attention import attention_received, pool, squared_value_norms, token_mask
 from kvkeep.compress.guard import effective_window
-from kvkeep.compress.pooling import pool
 from kvkeep.kernels.dispatch import column_mass
 from kvkeep.types import Observation, Step
 

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from kvkeep.arguments import Checked, Positive
 from kvkeep.compress.attention import attention, attention_received
 from kvkeep.kernels.dispatch import column_mass, js_distance
-from kvkeep.kernels.torch.reference import row_js_distance
+from kvkeep.kernels.torch.scoring import row_js_distance
 from kvkeep.types import Observation
 
 NO_JUMP = 1e-6  # smaller ones are rounding errors

@@ -11,9 +11,8 @@ from typing import Literal
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Odd, Positive
-from kvkeep.compress.attention import attention_received, distance_from_end
+from kvkeep.compress.attention import attention_received, distance_from_end, pool
 from kvkeep.compress.guard import effective_window
-from kvkeep.compress.pooling import pool
 from kvkeep.types import Observation, Step
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from kvkeep.kernels.chunk_attention import sdpa_backend
+from kvkeep.kernels.torch.reference import sdpa_backend
 from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
 
 STEP = 256  # lengths are rounded up to a multiple

@@ -13,7 +13,7 @@ BLOCK = 512  # tokens per program
 
 
 def smooth(scores: Tensor, among: Tensor, width: int, kind: str) -> Tensor:
-    """As `pool` in compress/pooling.py. scores [kv_heads, n] float32"""
+    """Smooth scores as torch/scoring.py does. scores [kv_heads, n] float32"""
     (heads, n), scores = scores.shape, scores.contiguous()
     among = (among if among.stride(-1) == 1 else among.contiguous()).view(torch.uint8)
     smoothed = torch.empty_like(scores)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.dispatch import kernel, on_device
+from kvkeep.kernels.dispatch import fetch_units
 from kvkeep.storage.offload.host import HostBlock, HostStore, Pair
 
 
@@ -111,8 +111,7 @@ class UnitSlots:
     def fetch(self, selected: Tensor, counts: Tensor, now: Tensor) -> None:
         """Bring the first rows' units to their slots. Shapes as in kernels/triton/unit_fetch.py"""
         if self.by_device:
-            with on_device(self.device):
-                kernel("unit_fetch", "fetch_units")(*self.arguments(selected, counts, now))
+            fetch_units(*self.arguments(selected, counts, now))
             return
         for row, count in enumerate(counts.tolist()):
             if count:
