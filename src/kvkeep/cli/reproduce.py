@@ -13,8 +13,7 @@ from kvkeep.cli import eval as evaluation
 from kvkeep.cli import show
 from kvkeep.errors import NoData
 from kvkeep.evaluate.recipes.compare import Line, compare, counts, write_csv
-from kvkeep.evaluate.recipes.jobs import Job, jobs
-from kvkeep.evaluate.recipes.recipe import Recipe, names, recipe, shrink
+from kvkeep.evaluate.recipes.recipe import Job, Recipe, jobs, names, recipe, shrink
 
 KINDS = {"scores": "scores", "measure": "measured by a script", "facts": "not an experiment"}
 LISTED = """\

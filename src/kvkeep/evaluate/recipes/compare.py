@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.evaluate import summary
-from kvkeep.evaluate.recipes.jobs import used
-from kvkeep.evaluate.recipes.recipe import Budget, Cell, Point, Recipe
+from kvkeep.evaluate.recipes.recipe import Budget, Cell, Point, Recipe, used
 from kvkeep.evaluate.tasks.infinitebench import MADE
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvkeep.errors import BadParameter
 from kvkeep.evaluate.tasks.ruler.frame import Drawn, Frame, Prompt
-from kvkeep.evaluate.tasks.ruler.haystack import NOISE
+from kvkeep.evaluate.tasks.ruler.niah import NOISE
 
 CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
 QUESTION = "Question: Find all variables that are assigned the value {value} in the text above."
