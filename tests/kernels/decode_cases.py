@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvkeep.kernels.torch import reference, scoring
-from kvkeep.kernels.triton import chunk_mass, column_mass, column_maximum, decode, extend_attention
+from kvkeep.kernels.triton import column_mass, column_maximum, decode
 from kvkeep.types import PAD_POSITION
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,7 +82,7 @@ def test_several_new_tokens_over_heads_of_any_length(shape, capped, kind):
     queries, extra = drawn(rows, q, heads, dim, kind=kind).transpose(1, 2), drawn(heads) if sunk else None
     keys, values = (drawn(int(room.sum()), d, kind=kind) for d in (dim, 2 * dim))
     given = starts, lengths, counts, 0.3, softcap, extra
-    got = extend_attention.extend_attention(queries, keys, values, *given)
+    got = decode.extend_attention(queries, keys, values, *given)
     want = reference.extend_attention(queries.float(), keys.float(), values.float(), *given)
     assert got.dtype == kind and off(got, want) <= BOUND[kind] + (torch.finfo(kind).eps if kind != torch.float32 else 0)
     for row, count in enumerate(counts.tolist()):
@@ -224,14 +224,14 @@ def test_chunk_mass(shape, kind):
     torch.manual_seed(size)
     queries = drawn(heads, chunks * size + 2, dim, kind=kind)[:, 1:-1]
     keys = drawn(chunks * size, kv_heads, dim, kind=kind).transpose(0, 1)
-    got, want = chunk_mass.chunk_mass(queries, keys, size), scoring.chunk_mass(queries, keys, size)
+    got, want = column_mass.chunk_mass(queries, keys, size), scoring.chunk_mass(queries, keys, size)
     assert off(got, want) <= BOUND[torch.float32]  # no product is rounded
     assert got.view(kv_heads, chunks, size).sum(-1).allclose(torch.tensor(float(size), device=DEVICE))
 
 
 def test_chunk_mass_of_logits_beyond_the_exponential():
     queries, keys = 100 * torch.eye(16, device=DEVICE)[None, :8], torch.eye(16, device=DEVICE)[None, :8]
-    assert chunk_mass.chunk_mass(queries, keys, 4)[0].allclose(torch.ones(8, device=DEVICE))
+    assert column_mass.chunk_mass(queries, keys, 4)[0].allclose(torch.ones(8, device=DEVICE))
 
 
 def test_column_mass_of_queries_with_more_digits_than_keys():

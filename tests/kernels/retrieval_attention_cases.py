@@ -11,7 +11,7 @@ from host_gather_cases import with_store
 import kvkeep
 from kvkeep.kernels.dispatch import KernelDispatch
 from kvkeep.kernels.torch import retrieval_units, slotted
-from kvkeep.kernels.triton import representatives, retrieval_attention, unit_scores, unit_select, weighted_query
+from kvkeep.kernels.triton import retrieval_attention, row_queries, unit_scores, unit_select
 from kvkeep.storage.offload.pinned import HostBlockTable
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
@@ -112,13 +112,13 @@ def test_weighted_query(heads, kv_heads, w, dim, asked, kind):
         queries[..., 3] = 1.5  # never varies
         before = (moments.count, moments.mean, moments.variance) if moments else (0, None, None)
         want = retrieval_units.weighted_query(queries, kv_heads, *before, question)
-        got = weighted_query.weighted_query(queries, kv_heads, *before, question)
+        got = row_queries.weighted_query(queries, kv_heads, *before, question)
         assert all(off(a, b) <= 2e-5 for a, b in zip(got, want, strict=True))
         moments = retrieval_units.Moments(before[0] + w, *want[:2])
 
 
 def test_queries_that_never_vary_ask_alike():
-    got = weighted_query.weighted_query(torch.full((2, 5, 16), 3.0, device=DEVICE), 1, 0, None, None, None)
+    got = row_queries.weighted_query(torch.full((2, 5, 16), 3.0, device=DEVICE), 1, 0, None, None, None)
     assert [float(each[0]) for each in got] == [3.0, 0.0, 3.0]
 
 
@@ -131,11 +131,11 @@ def test_unit_representatives(shape, cosine, kind):
     torch.manual_seed(units)
     keys = drawn(kv_heads, units * size + 9, dim, kind=kind)[:, 4 : units * size + 4]
     for mass in (torch.rand(units * size, device=DEVICE), torch.randint(0, 3, (units * size,), device=DEVICE).float()):
-        both = representatives.unit_representatives, retrieval_units.unit_representatives
+        both = unit_scores.unit_representatives, retrieval_units.unit_representatives
         got, want = (f(keys, mass, units, count, cosine) for f in both)
         assert got.shape == want.shape and off(got, want) <= 1e-6
         room = torch.full_like(got, 9.0)
-        assert representatives.unit_representatives(keys, mass, units, count, cosine, room) is room and room.equal(got)
+        assert unit_scores.unit_representatives(keys, mass, units, count, cosine, room) is room and room.equal(got)
 
 
 GROUPS = [  # kv_heads, group, units, size, dim, count
@@ -155,11 +155,11 @@ def test_unit_representatives_of_every_head(shape, cosine, kind):
     keys = drawn(kv_heads, n + 9, dim, kind=kind)[:, 4 : n + 4]
     for mass in (torch.rand(heads, n + 3, device=DEVICE), torch.randint(0, 3, (heads, n + 3), device=DEVICE).float()):
         mass = mass[:, 3:]
-        both = representatives.unit_representatives, retrieval_units.unit_representatives
+        both = unit_scores.unit_representatives, retrieval_units.unit_representatives
         got, want = (f(keys, mass, units, count, cosine) for f in both)
         assert got.shape == want.shape and off(got, want) <= 1e-6
         room = torch.full_like(got, 9.0)
-        assert representatives.unit_representatives(keys, mass, units, count, cosine, room) is room and room.equal(got)
+        assert unit_scores.unit_representatives(keys, mass, units, count, cosine, room) is room and room.equal(got)
         if count < size and heads > 1:  # heads do choose differently
             assert off(got, retrieval_units.unit_representatives(keys, mass.mean(0), units, count, cosine)) > 1e-3
 

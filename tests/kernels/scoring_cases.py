@@ -12,7 +12,7 @@ from kvkeep.compress.retrieval.index import Bounds, Centres, OffloadedTokens, Re
 from kvkeep.kernels.torch import scoring
 from kvkeep.kernels.torch.retrieval_units import concat_heads
 from kvkeep.kernels.torch.scoring import entropy, probabilities
-from kvkeep.kernels.triton import assign, divergence, key_similarity, quadratic_form, unit_scores
+from kvkeep.kernels.triton import assign, divergence, key_products, unit_scores
 from kvkeep.types import PAD_POSITION
 
 TIE = 1e-6  # cosines this close are the same to float32
@@ -186,7 +186,7 @@ def test_key_similarity(heads, n, dim, kappa, kind):
     keys, real = drawn(heads, n, dim, kind=kind), torch.ones(heads, n, dtype=torch.bool, device=DEVICE)
     real[-1, n // 2 + 1 :] = False
     want = scoring.key_similarity(keys, real, kappa)
-    got = key_similarity.key_similarity(keys, real, kappa)
+    got = key_products.key_similarity(keys, real, kappa)
     assert off(got[real], want[real]) <= BOUND[torch.float32]
 
 
@@ -223,4 +223,4 @@ def test_quadratic_form(heads, kv_heads, n, dim):
     repeated = keys.double().repeat_interleave(heads // kv_heads, 0)
     want = ((repeated @ matrices.double() + vectors.double()[:, None]) * repeated).sum(-1)
     assert off(scoring.quadratic_form(keys, matrices, vectors), want) <= BOUND[torch.float32]
-    assert off(quadratic_form.quadratic_form(keys, matrices, vectors), want) <= BOUND[torch.float32]
+    assert off(key_products.quadratic_form(keys, matrices, vectors), want) <= BOUND[torch.float32]

@@ -5,7 +5,7 @@ import torch
 from decode_cases import DEVICE
 
 from kvkeep.kernels.torch import retrieval_units, slotted
-from kvkeep.kernels.triton import row_queries, slotted_attention, unit_fetch, unit_scores, unit_select
+from kvkeep.kernels.triton import host_gather, row_queries, slotted_attention, unit_scores, unit_select
 from kvkeep.storage.offload.device_lru import Pair
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore
 from kvkeep.storage.offload.pinned import HostBlockTable
@@ -101,7 +101,7 @@ def test_units_come_from_where_they_are(lists, own_index, kind):
             for each in range(lists):
                 some = torch.randperm(min(8 + step, of[0].shape[1] // unit))[: int(counts[row])].sort().values
                 selected[row, each, : len(some)] = some
-        unit_fetch.fetch_units(*layer.arguments(selected, counts, whole(*[step + 7] * 3)))
+        host_gather.fetch_units(*layer.arguments(selected, counts, whole(*[step + 7] * 3)))
         for row, of in tokens.items():
             for head in range(2):
                 here = selected[row, head % lists, : int(counts[row])].long()
@@ -124,7 +124,7 @@ def test_what_is_there_is_not_read_again():
 
     def fetch(step, *units):
         selected = torch.tensor([[[*units]]], dtype=torch.int32, device=DEVICE)
-        unit_fetch.fetch_units(*layer.arguments(selected, whole(3), whole(step)))
+        host_gather.fetch_units(*layer.arguments(selected, whole(3), whole(step)))
 
     fetch(1, 0, 1, 2)
     first = layer.slots[0, 0].tolist()

@@ -292,23 +292,21 @@ def test_host_functions_are_tritons(n):
     not isinstance(common.fast_launch(common.dot), FastLauncher), reason="nothing is compiled, or by an old Triton"
 )
 def test_kernels_of_reading_and_writing_are_quick():
-    names = ("apply_rope", "decode", "host_gather", "quantized_decode", "representatives", "retrieval_attention")
     for name in (
-        *names,
-        "unit_scores",
-        "unit_select",
-        "extend_attention",
-        "weighted_query",
+        "apply_rope",
+        "assign",
         "column_mass",
         "column_maximum",
-        "chunk_mass",
-        "apply_angles",
-        "quadratic_form",
+        "decode",
         "divergence",
-        "assign",
-        "key_similarity",
+        "host_gather",
+        "key_products",
+        "quantized_decode",
+        "retrieval_attention",
+        "row_queries",
         "selection",
-        "smoothing",
+        "unit_scores",
+        "unit_select",
     ):
         module = import_module(f"kvkeep.kernels.triton.{name}")
         started = set(re.findall(r"^ +(_\w+)\[", Path(module.__file__).read_text(), re.MULTILINE))

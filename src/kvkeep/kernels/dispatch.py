@@ -144,7 +144,7 @@ append_ragged = KernelDispatch("append_ragged", "decode", reference.append_ragge
 copy_segments = KernelDispatch("copy_segments", "decode", reference.copy_segments)
 padded_attention = KernelDispatch("padded_attention", "decode", reference.padded_attention, _single_query)
 ragged_attention = KernelDispatch("ragged_attention", "decode", reference.ragged_attention, _single_query)
-extend_attention = KernelDispatch("extend_attention", "extend_attention", reference.extend_attention)
+extend_attention = KernelDispatch("extend_attention", "decode", reference.extend_attention)
 append_quantized = KernelDispatch("append_quantized", "quantized_decode", quantization.append_quantized)
 quantized_attention = KernelDispatch(
     "quantized_attention", "quantized_decode", quantization.quantized_attention, _single_query
@@ -155,7 +155,7 @@ two_region_attention = KernelDispatch(
 slotted_attention = KernelDispatch("slotted_attention", "slotted_attention", slotted.slotted_attention)
 
 # Host memory that a GPU reads itself: elsewhere storage/offload gathers
-fetch_units = Kernel("fetch_units", "unit_fetch")
+fetch_units = Kernel("fetch_units", "host_gather")
 put_block = Kernel("put", "host_gather")
 gather_blocks = Kernel("gather", "host_gather")
 
@@ -164,19 +164,19 @@ rms_norm = KernelDispatch("rms_norm", "layer_ops", elementwise.rms_norm, _dense_
 gated = KernelDispatch("gated", "layer_ops", elementwise.gated, _two_dense_last_axes)
 rotate_heads = KernelDispatch("rotate_heads", "layer_ops", elementwise.rotate_heads, _two_dense_last_axes)
 rotate = KernelDispatch("rotate", "apply_rope", elementwise.rotate, _dense_last_axis)
-apply_angles = KernelDispatch("apply_angles", "apply_angles", elementwise.apply_angles, _angles_fit)
+apply_angles = KernelDispatch("apply_angles", "apply_rope", elementwise.apply_angles, _angles_fit)
 
 # Scores
 column_mass = KernelDispatch("column_mass", "column_mass", scoring.column_mass)
 column_maximum = KernelDispatch("column_maximum", "column_maximum", scoring.column_maximum)
 repeated_attention = KernelDispatch("repeated_attention", "column_maximum", scoring.repeated_attention)
-chunk_mass = KernelDispatch("chunk_mass", "chunk_mass", scoring.chunk_mass, _chunk_fits)
-quadratic_form = KernelDispatch("quadratic_form", "quadratic_form", scoring.quadratic_form, _small_bfloat16)
+chunk_mass = KernelDispatch("chunk_mass", "column_mass", scoring.chunk_mass, _chunk_fits)
+quadratic_form = KernelDispatch("quadratic_form", "key_products", scoring.quadratic_form, _small_bfloat16)
 js_distance = KernelDispatch("js_distance", "divergence", scoring.js_distance)
 assign = KernelDispatch("assign", "assign", scoring.assign)
 means = KernelDispatch("means", "assign", scoring.means)
-key_similarity = KernelDispatch("key_similarity", "key_similarity", scoring.key_similarity)
-smooth = KernelDispatch("smooth", "smoothing", scoring.smooth, _is_float32)
+key_similarity = KernelDispatch("key_similarity", "key_products", scoring.key_similarity)
+smooth = KernelDispatch("smooth", "selection", scoring.smooth, _is_float32)
 
 # Selection
 ranks = KernelDispatch("ranks", "selection", ranking.ranks)
@@ -184,11 +184,11 @@ places_of = KernelDispatch("places_of", "selection", ranking.places_of)
 top_counts = KernelDispatch("top_counts", "selection", ranking.top_counts)
 
 # Retrieval of offloaded units
-weighted_query = KernelDispatch("weighted_query", "weighted_query", retrieval_units.weighted_query, _dense_last_axis)
+weighted_query = KernelDispatch("weighted_query", "row_queries", retrieval_units.weighted_query, _dense_last_axis)
 mean_queries = KernelDispatch("mean_queries", "row_queries", retrieval_units.mean_queries, _dense_last_axis)
 share_quota = KernelDispatch("share_quota", "row_queries", retrieval_units.share_quota)
 unit_representatives = KernelDispatch(
-    "unit_representatives", "representatives", retrieval_units.unit_representatives, _unit_fits
+    "unit_representatives", "unit_scores", retrieval_units.unit_representatives, _unit_fits
 )
 score_representatives = KernelDispatch("score_representatives", "unit_scores", retrieval_units.score_representatives)
 score_page_bounds = KernelDispatch("score_page_bounds", "unit_scores", retrieval_units.score_page_bounds)

@@ -88,7 +88,7 @@ class UnitSlots:
             self._enter(row, host, tail, index)
 
     def _enter(self, row: int, host: HostStore, tail: Pair, index: Tensor | None) -> None:
-        """The row's part of the table; see kernels/triton/unit_fetch.py."""
+        """The row's part of the table; see kernels/triton/host_gather.py."""
         n, table = len(host.blocks), self.table[row]
         if n:
             assert host.table is not None
@@ -109,7 +109,7 @@ class UnitSlots:
         self.hosts[row] = self.stores[row] = self.last[row] = None
 
     def fetch(self, selected: Tensor, counts: Tensor, now: Tensor) -> None:
-        """Bring the first rows' units to their slots. Shapes as in kernels/triton/unit_fetch.py"""
+        """Bring the first rows' units to their slots. Shapes as in kernels/triton/host_gather.py"""
         if self.by_device:
             fetch_units(*self.arguments(selected, counts, now))
             return
