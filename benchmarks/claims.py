@@ -19,10 +19,9 @@ from claims_attention import hits as answer_hits
 from torch import Tensor
 
 import kvkeep
-from kvkeep.compress.attention import attention
+from kvkeep.compress.attention import attention, outlier_degree
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
-from kvkeep.compress.outliers import outlier_degree
 from kvkeep.model.load import load, quiet_transformers
 from kvkeep.types import Observation
 

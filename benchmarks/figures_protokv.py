@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import kvkeep
-from kvkeep.compress.attention import attention, attention_received, token_mask
+from kvkeep.compress.attention import attention, attention_received, outlier_degree, token_mask
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
-from kvkeep.compress.outliers import outlier_degree
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.kernels.dispatch import key_similarity
 from kvkeep.types import Observation

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvkeep.compress import select
+from kvkeep.compress import pipeline
 from kvkeep.kernels.torch import ranking, scoring
 from kvkeep.kernels.triton import selection
 
@@ -43,8 +43,8 @@ def test_ranks_counts_and_places(seed):
     assert torch.equal(counts, ranking.top_counts(*how)) and int(counts.sum()) == total
     places = selection.places_of(rank, counts, total)
     assert torch.equal(places, ranking.places_of(rank, counts, total))
-    known = select.PlacedSelection(places, counts).known()
-    assert known.tolist() == select.first(rank.argsort(1), counts.tolist()).tolist()
+    known = pipeline.PlacedSelection(places, counts).known()
+    assert known.tolist() == pipeline.first(rank.argsort(1), counts.tolist()).tolist()
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -21,8 +21,14 @@ from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.compress.method import Method
 from kvkeep.compress.protocols import MomentsIndex
 from kvkeep.compress.retrieval.config import RetrievalConfig
-from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery, weighted_query
-from kvkeep.compress.retrieval.topk import by_unit, density, select_units
+from kvkeep.compress.retrieval.index import (
+    OffloadedTokens,
+    RetrievalQuery,
+    by_unit,
+    density,
+    select_units,
+    weighted_query,
+)
 from kvkeep.errors import CacheMisuse
 from kvkeep.kernels.dispatch import select_uniform_units, two_region_attention
 from kvkeep.kernels.torch.retrieval_units import concat_heads, density_share

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvkeep.compress.attention import token_mask
 from kvkeep.compress.budget.coverage import amounts, covered
 from kvkeep.compress.budget.shared import Candidates, SharedBudget
 from kvkeep.compress.method import Method
 from kvkeep.compress.protocols import Scorer, ScorerTraits
-from kvkeep.compress.select import PlacedSelection, first
-from kvkeep.kernels.dispatch import ranks
+from kvkeep.kernels.dispatch import places_of, ranks
 from kvkeep.kernels.torch.ranking import Units, inverse, packs, ranked
 from kvkeep.types import Observation, Selection, Tokens
 
@@ -122,3 +122,32 @@ def layer_budgets(method: Method, budget: int, tokens: int, weights: Sequence[fl
     """The budget of every layer, given their weights where the method compares layers."""
     floor = max(1, method.guard.fit_to(budget).size(budget))
     return method.layers(budget, floor, tokens, list(weights) if method.layers.layer_weight else len(weights))
+
+
+def first(order: Tensor, quota: Sequence[int]) -> Selection:
+    """The first `quota` of each head's order, in ascending order of index."""
+    longest = max(quota)
+    index = order[:, :longest]
+    if min(quota) != longest:
+        allowed = torch.tensor(quota, device=order.device)[:, None]
+        index = index.masked_fill(torch.arange(longest, device=order.device) >= allowed, order.shape[1])
+    return Selection(index.sort(dim=1).values, tuple(quota))
+
+
+@dataclass(frozen=True)
+class PlacedSelection:
+    """A selection whose lengths are known to the device alone: the host need not wait for them."""
+
+    places: Tensor  # [2, total] key head and token index of what is kept, head by head, ascending
+    counts: Tensor  # [kv_heads] tokens kept per key head
+
+    @classmethod
+    def of(cls, rank: Tensor, counts: Tensor, total: int) -> PlacedSelection:
+        return cls(places_of(rank, counts, total), counts)
+
+    def known(self) -> Selection:
+        """Wait for the lengths."""
+        lengths = tuple(self.counts.tolist())
+        if len(set(lengths)) == 1:
+            return Selection(self.places[1].view(len(lengths), -1), lengths)
+        return Selection(pad_sequence(list(self.places[1].split(lengths)), True), lengths)

@@ -11,8 +11,7 @@ from kvkeep.compress.budget.heads import AdaptiveHeads, Threshold
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.budget.shared import SharedBudget
 from kvkeep.compress.critical import Critical
-from kvkeep.compress.grouping.blocks import Blocks
-from kvkeep.compress.grouping.prototypes import Kind, Prototypes
+from kvkeep.compress.grouping import Blocks, Kind, Prototypes
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Draft, Method, Preset
 from kvkeep.compress.positions import Capped, Contiguous, Gap

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
-from kvkeep.compress.attention import attention
-from kvkeep.compress.grouping.prototypes import Prototypes
+from kvkeep.compress.attention import attention, outlier_degree
+from kvkeep.compress.grouping import Prototypes
 from kvkeep.compress.method import Method
-from kvkeep.compress.outliers import outlier_degree
 from kvkeep.compress.parse import parse_budget
 from kvkeep.compress.scorers.ahakv import AhaKVScorer, relative_value_norms
 from kvkeep.compress.scorers.intentkv import IntentKVScorer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Seed
-from kvkeep.compress.uniform import layer_seed, uniform
+from kvkeep.compress.attention import layer_seed, uniform
 from kvkeep.types import Observation
 
 POSITIONS = 2**24  # counters of a key head
