@@ -11,13 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvkeep"
-LOW = {"types", "errors", "arguments", "plugins", "registry", "terminal"}
+LOW = {"types", "errors", "arguments", "registry", "terminal"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
     "arguments": {"errors"},
-    "plugins": set(),
-    "registry": {"errors", "plugins"},
+    "registry": {"errors"},
     "terminal": set(),
     "kernels": {"types"},
     "compress": LOW | {"kernels"},

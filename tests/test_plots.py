@@ -9,7 +9,7 @@ import torch
 import kvkeep
 from kvkeep.cache.shaded_text import ShadedText
 from kvkeep.errors import CacheMisuse
-from kvkeep.model.token_texts import token_texts
+from kvkeep.model.user_text import token_texts
 
 TEXT = "The keeper counted <b>geese</b> & 🦢🦢, مرحبا.\n" * 6
 

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from kvkeep.bench.baselines import Eager, Static, StaticSteps
 from kvkeep.bench.cost import Cost, Plan, costs
-from kvkeep.bench.roofline import COPIED, Roofline
+from kvkeep.bench.timing import COPIED, Roofline
 from kvkeep.cli import bench
 from kvkeep.cli.app import app
 from kvkeep.errors import BadParameter
-from kvkeep.model.random_models import SHAPES, random_model
+from kvkeep.model.load import SHAPES, random_model
 
 ROOFLINE = Roofline({1: 0.001, 2: 0.001, 3: 0.002}, 1e10)
 TINY = ["bench", "--shape", "tiny", "--device", "cpu", "--budget", "32", "--steps", "2"]

@@ -666,7 +666,7 @@ def test_eval_with_nothing_to_do(tiny, tmp_path, monkeypatch):
 
 
 def test_inspect_writes_a_page(tiny, document, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.cli.inspect_page.load", kvkeep.cli.run.load)
+    monkeypatch.setattr("kvkeep.cli.pages.load", kvkeep.cli.run.load)
     args = ("inspect", document, "How many?", "--max-new-tokens", 3, "-o", tmp_path / "page.html")
     done = kvkeep_(*args, "--methods", "snapkv, full,streamingllm,snapkv", "--budget", 100)
     assert done.exit_code == 0, done.output

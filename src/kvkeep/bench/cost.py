@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.bench.baselines import SPARE, Eager, Static
-from kvkeep.bench.roofline import Roofline
-from kvkeep.bench.timing import median_interval, timed_prefill
+from kvkeep.bench.timing import Roofline, median_interval, timed_prefill
 from kvkeep.cache.cache import Cache
 from kvkeep.compress.parse import parse
 from kvkeep.compress.schedule import as_schedule

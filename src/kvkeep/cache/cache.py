@@ -40,12 +40,11 @@ from kvkeep.model.chat import check_ids, check_tokenizer
 from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import UNLIMITED, HFCacheAdapter, context_length, key_shape
-from kvkeep.model.hf_forward import intercept
-from kvkeep.model.hf_guesses import count_guesses
+from kvkeep.model.hf_forward import count_guesses, intercept
 from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
 from kvkeep.model.output_projection import output_weight
 from kvkeep.model.rope import rotations
-from kvkeep.model.token_texts import token_texts
+from kvkeep.model.user_text import token_texts
 from kvkeep.storage.offload.disk import DiskStore
 from kvkeep.storage.offload.host import HostMemoryBudget
 

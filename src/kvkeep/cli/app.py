@@ -140,15 +140,15 @@ def inspect(
     inputs.check_model(model)
     names = list(dict.fromkeys(name.strip() for name in methods.split(",")))
     plans = [plan for name in names for plan in inputs.plans(name, budget.split(",")[0], [])]
-    from kvkeep.cli import inspect_page
+    from kvkeep.cli import pages
     from kvkeep.model.load import check_device
     from kvkeep.pages.inspector import check_protocol
 
     check_protocol(protocol)
-    how = inspect_page.Options(model, protocol, max_new_tokens, device, dtype, out)
+    how = pages.Options(model, protocol, max_new_tokens, device, dtype, out)
     with show.busy("starting") as say:
         check_device(device, dtype)
-        written = inspect_page.run(text, question, plans, how, say)
+        written = pages.inspect(text, question, plans, how, say)
     typer.echo(written)
 
 
@@ -169,14 +169,15 @@ def chat(
     """Chat with a model in the terminal, and see what its cache holds. /new begins again, /quit ends."""
     inputs.check_model(model)
     plan = inputs.plans(method, budget, settings or [], storage)[0]
-    from kvkeep.cli import terminal_chat
-    from kvkeep.cli.run import load_engine
+    from kvkeep.cli import run as running
 
     with show.busy("starting") as say:
-        engine = load_engine(model, device, dtype, plan, say, method=method, prefix_cache=terminal_chat.PREFIX_BYTES)
+        engine = running.load_engine(
+            model, device, dtype, plan, say, method=method, prefix_cache=running.PREFIX_BYTES
+        )
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     with engine:
-        terminal_chat.run(engine, system, how)
+        running.chat(engine, system, how)
 
 
 @app.command(epilog=EPILOG)
@@ -355,9 +356,9 @@ def report(
     folder: Annotated[str, typer.Argument(help="The folder that `kvkeep eval --out` wrote its rows to.")],
 ) -> None:
     """Write a page that shows the scores of an evaluation, with pictures and CSV files beside it."""
-    from kvkeep.cli import report_page
+    from kvkeep.cli import pages
 
-    written, missing = report_page.run(folder)
+    written, missing = pages.report(folder)
     if missing:
         typer.echo(missing, err=True)
     typer.echo(written)

@@ -46,7 +46,7 @@ class Options:
 def run(options: Options, say: Any) -> tuple[list[Any], str]:
     """-> costs, and the files written to --out; what is missing is reported before the model is loaded"""
     from kvkeep.bench.cost import Plan, costs
-    from kvkeep.bench.roofline import Roofline
+    from kvkeep.bench.timing import Roofline
     from kvkeep.evaluate.results import make_folder
     from kvkeep.model.load import check_device
 
@@ -112,7 +112,7 @@ def _model(options: Options, say: Any) -> Any:
         return load(options.model, device=options.device, dtype=options.dtype, progress=say)[0]
     import torch
 
-    from kvkeep.model.random_models import random_model
+    from kvkeep.model.load import random_model
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = options.dtype or ("bfloat16" if device.startswith("cuda") else "float32")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
-from kvkeep.pages.packed import Packed
+from kvkeep.pages.html import Packed
 
 BINS = 64  # of positions, in histograms
 TOP = 32  # tokens that a head's answer attended to most
