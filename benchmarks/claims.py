@@ -173,7 +173,7 @@ def bias(lab: Lab) -> str:
 
 
 def tenth(attended: Tensor, degree: Tensor) -> float:
-    """Share of these tokens' attention that the tenth of highest degree gets; mean over key heads."""
+    """Share of these tokens' attention that the tenth of highest degree gets; mean over KV heads."""
     top = degree >= degree.quantile(0.9, dim=1, keepdim=True)
     return float(((attended * top).sum(1) / attended.sum(1)).mean())
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import kvkeep
-from kvkeep.model.load import random_model
+from kvkeep.model.random_models import random_model
 
 WARM = 8192  # tokens of an untimed prefill, which compiles the kernels
 CHUNKS = {"warm": 8, "timed": 6, "kernels": 2, "python": 2}  # prefill chunks of --profile, one after the other

@@ -101,7 +101,7 @@ VARIANTS: dict[str, Probe] = {
     "bias, variance + 1 % of its mean": regularised,
     "bias, moments before the window": before,
     "bias, moments of directions": of_directions,
-    "bias, per key head": per_head,
+    "bias, per KV head": per_head,
     "bias, squared": lambda w: w.weighted(w.surprise().square()),
     "bias, softmax": lambda w: w.weighted(w.surprise().softmax(0)),
     "bias, softmax of the sum": lambda w: w.weighted((w.surprise() * w.queries.shape[1]).softmax(0)),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import kvkeep
-from kvkeep.model.load import random_model
+from kvkeep.model.random_models import random_model
 
 READ = (
     "streamingllm,kvkeep,kvkeep_context,random,knorm,keydiff,lagkv,expected_attention+adakv,compactor+adakv,snapkv+adakv,"

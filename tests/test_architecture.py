@@ -61,6 +61,13 @@ def test_imports_point_down(path):
     assert ours <= MAY_IMPORT[part(path)] | {part(path)}
 
 
+def test_the_core_runs_without_evaluation_and_commands():
+    core = {"cache", "compress", "engine", "kernels", "model", "storage", "serve"}
+    beside = ("kvkeep.bench", "kvkeep.cli", "kvkeep.evaluate", "kvkeep.pages", "kvkeep.plots")
+    users = {path for path in FILES if part(path) in core for name in imported(path) if str(name).startswith(beside)}
+    assert not users, users
+
+
 def test_only_model_touches_transformers():
     users = {part(path) for path in FILES if any(n.split(".")[0] == "transformers" for n in imported(path))}
     assert users == {"model"}

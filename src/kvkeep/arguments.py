@@ -103,7 +103,7 @@ def hints(owner: Any) -> dict[str, Any]:
 
 @cache
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """Of each alternative of an annotation: what a value must be, what to say, and its range or its values."""
+    """List, for each alternative of an annotation, what a value must be, what to say, and its range or its values."""
     if get_origin(hint) in (Union, UnionType):
         return tuple(found for each in get_args(hint) for found in _alternatives(each))
     if get_origin(hint) is Literal:

@@ -176,7 +176,7 @@ def test_the_device_holds_the_budget_and_the_host_the_rest(spec):
 
 
 def tokens_in_memory(state):
-    """Tokens per key head that the device really holds, by the storages of all keys a state refers to."""
+    """Tokens per KV head that the device really holds, by the storages of all keys a state refers to."""
     keys = [state.near[0], *(pair[0] for pair in (state.sinks, state.retrieved and state.retrieved.pair) if pair)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in keys if t.numel()}
     return sum(storages.values()) // keys[0][:, :1].nbytes

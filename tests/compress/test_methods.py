@@ -117,7 +117,7 @@ def test_memory_is_what_is_kept_and_that_is_the_budget(spec):
         if turn == 300:
             for layers in zip(*cache.report().tokens, strict=True):  # of each row
                 assert sum(map(sum, layers)) == 2 * 4 * budget and all(sum(layer) > 0 for layer in layers)
-            claimed = 2 * 2 * 4 * budget * 2 * 8 * 4  # rows, layers, key heads, budget, keys and values, dim, float32
+            claimed = 2 * 2 * 4 * budget * 2 * 8 * 4  # rows, layers, KV heads, budget, keys and values, dim, float32
             assert abs(cache.nbytes - claimed) <= 0.02 * claimed
         for step in (1, 2):
             model(torch.randint(0, 128, (2, 1)), past_key_values=cache)

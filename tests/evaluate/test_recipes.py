@@ -19,7 +19,7 @@ from kvkeep.evaluate.recipes import compare as comparison
 from kvkeep.evaluate.recipes.compare import compare, mean, row_name
 from kvkeep.evaluate.recipes.recipe import PAPERS, _read, jobs, names, recipe, shrink, used
 from kvkeep.evaluate.tasks import infinitebench, longbench
-from kvkeep.model.load import SHAPES
+from kvkeep.model.random_models import SHAPES
 
 TABLES = {"intentkv": 10, "intelllm": 4, "ahakv": 3, "actqkv": 10, "protokv": 11}
 FIGURES = {"intentkv": 10, "intelllm": 2, "ahakv": 8, "actqkv": 5, "protokv": 38}

@@ -148,7 +148,7 @@ def test_attention_over_slots_and_near_tokens(how, kind):
     slots = torch.stack([torch.randperm(40, device=DEVICE)[:30] for _ in range(rows * lists)])
     slots = slots.view(rows, lists, 30).to(torch.int32)
     num_far, begin, end = whole(sinks + 90, 0, sinks, sinks + 6), whole(3, 0, 70, 0), whole(150, 5, 71, 0)
-    end = torch.stack([end, end + 7], 1)[:, 0]  # as a pool has it: one key head's lengths of many
+    end = torch.stack([end, end + 7], 1)[:, 0]  # as a pool has it: one KV head's lengths of many
     options = {"active": whole(1, 0, 1, 1)}
     if how == "sinks and cap":
         options |= {"softcap": 4.0, "sink_logits": drawn(heads)}

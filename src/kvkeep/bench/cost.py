@@ -112,7 +112,7 @@ def costs(
     """For every length and batch the uncompressed model first, then each method."""
     roofline = roofline or Roofline.measure(model, plan.batches)
     names = [name for name in BASELINES if name == Eager.by or name in plan.baselines]
-    compressed = [Compressed(model, *how) for how in product(plan.methods, plan.budgets, plan.storages)]
+    compressed = [Compressed(model, *config) for config in product(plan.methods, plan.budgets, plan.storages)]
     for context in plan.contexts:
         ids = torch.arange(context, device=model.device) * 7919 % model.config.get_text_config().vocab_size
         base: dict[int, Cost] = {}
@@ -126,17 +126,17 @@ def costs(
 def _measure(model: Any, subject: Any, ids: Tensor, plan: Plan, warm: bool) -> Iterator[Cost]:
     """Prefill one sequence, then decode batches of copies of it; running out of memory becomes a note."""
     make = partial(subject.make, len(ids) + plan.steps + SPARE)
-    how = partial(_as_engine, model) if subject.by == Compressed.by else nullcontext
+    within = partial(_as_engine, model) if subject.by == Compressed.by else nullcontext
     storage = getattr(subject, "storage", None)
     named = partial(Cost, subject.by, subject.method, subject.budget, len(ids), storage=storage)
     try:
         if warm:
             few = ids[: max(64, int(2 * (subject.budget or 0)))]
-            timed_prefill(model, few, make, plan.prefill_chunk_size, how)  # compiles kernels
-        cache, seconds, peak = timed_prefill(model, ids, make, plan.prefill_chunk_size, how)
+            timed_prefill(model, few, make, plan.prefill_chunk_size, within)  # compiles kernels
+        cache, seconds, peak = timed_prefill(model, ids, make, plan.prefill_chunk_size, within)
         for _ in range(plan.prefill_repeats - 1):
             cache = None  # freed first: there may be memory for one only
-            cache, again, peak = timed_prefill(model, ids, make, plan.prefill_chunk_size, how)
+            cache, again, peak = timed_prefill(model, ids, make, plan.prefill_chunk_size, within)
             seconds = min(seconds, again)
     except torch.OutOfMemoryError:
         cache = None
@@ -191,10 +191,10 @@ class Compressed:
         """All rows are copies of one sequence."""
         config = SequenceConfig(self.model, _NullTokenizer(), cache.method, self.budget)
         ids, logits = torch.zeros(context, dtype=torch.int64), torch.zeros(1, device=self.model.device)
-        sequence, how = Sequence(config, cache, ids.tolist()), Generation(steps + SPARE)
+        sequence, generation = Sequence(config, cache, ids.tolist()), Generation(steps + SPARE)
         scheduler = Scheduler(self.model, set(), rows)
         for _ in range(rows):
-            scheduler.submit(Request(config, ids, how, sequence, logits=logits))
+            scheduler.submit(Request(config, ids, generation, sequence, logits=logits))
         for _ in range(2):  # admit all, capture
             scheduler.step()
         return median_interval(scheduler.step, steps), ""

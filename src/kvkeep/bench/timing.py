@@ -17,7 +17,7 @@ from kvkeep.model.cuda_graph import capture_graph
 
 
 def min_seconds(device: torch.device, run: Callable[[], Any], times: int) -> float:
-    """Of `times` runs."""
+    """Measure the fastest of `times` runs."""
     spent = []
     for _ in range(times):
         began = now(device)
@@ -54,11 +54,11 @@ def as_cuda_graph(run: Callable[[], Tensor], device: torch.device) -> Callable[[
 
 
 def timed_prefill(
-    model: Any, ids: Tensor, make: Callable[[], Any], prefill_chunk_size: int | None, how: Any = nullcontext
+    model: Any, ids: Tensor, make: Callable[[], Any], prefill_chunk_size: int | None, within: Any = nullcontext
 ) -> tuple[Any, float, int]:
     """Prefill ids [n]. -> the cache, seconds, and peak bytes of device memory beyond those allocated before
 
-    how: a context manager around the forward passes
+    within: a context manager around the forward passes
     """
     cuda = model.device.type == "cuda"
     if cuda:
@@ -67,7 +67,7 @@ def timed_prefill(
     held = torch.cuda.memory_allocated() if cuda else 0
     cache, began = make(), now(model.device)
     size = prefill_chunk_size or len(ids)
-    with torch.inference_mode(), how():
+    with torch.inference_mode(), within():
         for start in range(0, len(ids), size):
             model(ids[None, start : start + size], past_key_values=cache, logits_to_keep=1)
     return cache, now(model.device) - began, torch.cuda.max_memory_allocated() - held if cuda else 0

@@ -327,7 +327,7 @@ class Cache(HFCacheAdapter):
 
     def __repr__(self) -> str:
         report, name = self.report(), type(self).__name__
-        tokens = f"{sum(self.tracker.seen):,} tokens seen, {format_kept(report.kept)} kept per key head"
+        tokens = f"{sum(self.tracker.seen):,} tokens seen, {format_kept(report.kept)} kept per KV head"
         offloaded = f", {format_bytes(report.host_bytes)} offloaded" if report.host_bytes else ""
         size = f"{format_bytes(report.bytes)}{offloaded}"
         return f"<kvkeep.{name} {self.method.name}, budget {self.budget}: {tokens}, {size}>"

@@ -98,7 +98,7 @@ def run(
     from kvkeep.engine.sampling import Generation
     from kvkeep.model.load import check_device
 
-    how = Generation(max_new_tokens, temperature, top_p, top_k, seed)
+    generation = Generation(max_new_tokens, temperature, top_p, top_k, seed)
     with show.busy("starting") as say:
         check_device(device, dtype)
         check_lengths(model, plans, text, question, max_new_tokens, say)
@@ -106,7 +106,7 @@ def run(
         engines = [runner.engine(plan, prefill_chunk_size) for plan in plans]
         runner.warm_up(engines, text, seed, say)
     outcomes = [
-        runner.ask(engine, plan, text, question, asdict(how), None if as_json or number else sys.stdout)
+        runner.ask(engine, plan, text, question, asdict(generation), None if as_json or number else sys.stdout)
         for number, (engine, plan) in enumerate(zip(engines, plans, strict=True))
     ]
     if as_json:
@@ -145,10 +145,10 @@ def inspect(
     from kvkeep.pages.inspector import check_protocol
 
     check_protocol(protocol)
-    how = pages.Options(model, protocol, max_new_tokens, device, dtype, out)
+    chosen = pages.Options(model, protocol, max_new_tokens, device, dtype, out)
     with show.busy("starting") as say:
         check_device(device, dtype)
-        written = pages.inspect(text, question, plans, how, say)
+        written = pages.inspect(text, question, plans, chosen, say)
     typer.echo(written)
 
 
@@ -175,9 +175,9 @@ def chat(
         engine = running.load_engine(
             model, device, dtype, plan, say, method=method, prefix_cache=running.PREFIX_BYTES
         )
-    how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    generation = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     with engine:
-        running.chat(engine, system, how)
+        running.chat(engine, system, generation)
 
 
 @app.command(epilog=EPILOG)
@@ -278,8 +278,8 @@ def serve(
     inputs.check_model(model)
     from kvkeep.cli import serve as serving
 
-    how = given.pop("budget"), given.pop("settings") or [], given.pop("storage")
-    plan = inputs.plans(method, *how)[0]
+    chosen = given.pop("budget"), given.pop("settings") or [], given.pop("storage")
+    plan = inputs.plans(method, *chosen)[0]
     with show.busy("starting") as say:
         lists = {name: tuple(given[name] or ()) for name in ("autoscale", "cors_origin")}
         serving.run(serving.Options(**given | lists), plan, say.note)

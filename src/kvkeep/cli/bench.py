@@ -112,7 +112,7 @@ def _model(options: Options, say: Any) -> Any:
         return load(options.model, device=options.device, dtype=options.dtype, progress=say)[0]
     import torch
 
-    from kvkeep.model.load import random_model
+    from kvkeep.model.random_models import random_model
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = options.dtype or ("bfloat16" if device.startswith("cuda") else "float32")

@@ -48,13 +48,13 @@ def load_engine(
     plan: Plan,
     say: Callable[[str], None],
     tp_plan: Literal["auto"] | None = None,
-    **how: Any,
+    **options: Any,
 ) -> kvkeep.Engine:
-    """An engine that is ready to answer. tp_plan: of `kvkeep.load`; how: of `Engine`, which may choose the method"""
+    """Load an engine that is ready to answer. tp_plan: of `kvkeep.load`; options: of `Engine`"""
     quiet_transformers()
     model, tokenizer = load(name, device=device, dtype=dtype, progress=say, tp_plan=tp_plan)
-    how = {"method": plan.method, "storage": plan.storage, **plan.parameters, **how}
-    engine = kvkeep.Engine(model, tokenizer, budget=plan.budget, **how)
+    options = {"method": plan.method, "storage": plan.storage, **plan.parameters, **options}
+    engine = kvkeep.Engine(model, tokenizer, budget=plan.budget, **options)
     engine.warmup(progress=say)
     return engine
 
@@ -80,8 +80,8 @@ class QuestionRunner:
         torch.manual_seed(seed)
 
     def engine(self, plan: Plan, prefill_chunk_size: int | None) -> Any:
-        how = {"prefill_chunk_size": prefill_chunk_size, "storage": plan.storage, **plan.parameters}
-        return kvkeep.Engine(self.model, self.tokenizer, plan.method, plan.budget, **how)
+        options = {"prefill_chunk_size": prefill_chunk_size, "storage": plan.storage, **plan.parameters}
+        return kvkeep.Engine(self.model, self.tokenizer, plan.method, plan.budget, **options)
 
     def ask(self, engine: Any, plan: Plan, document: str, question: str, options: dict[str, Any], out: Any) -> Outcome:
         """options: of generation; out: where text is printed as it is decoded, or None"""
@@ -168,7 +168,7 @@ def _turn(engine: Engine, messages: list[dict[str, str]], options: dict[str, Any
 
 
 def _print(answer: Any) -> None:
-    """As it is decoded; Ctrl+C ends it."""
+    """Print the answer while it is decoded; Ctrl+C ends it."""
     try:
         for text in answer:
             print(text, end="", flush=True)
@@ -181,6 +181,6 @@ def held(request: Request) -> str:
     """What the cache holds of the conversation so far, and what of it was reused: not prefilled again."""
     tokens, size = len(request.ids), format_bytes(request.kept_bytes)
     full = format_bytes(request.kept_bytes / max(1.0, request.kept_tokens) * tokens)
-    kept = f"{request.kept_tokens:,.0f} of {tokens:,} tokens kept per key head, {size} of {full}"
+    kept = f"{request.kept_tokens:,.0f} of {tokens:,} tokens kept per KV head, {size} of {full}"
     reused = f"{request.num_cached:,} reused from earlier turns, {tokens - request.num_cached:,} prefilled"
     return f"[{kept}; {reused}, {len(request.answer.ids)} generated]"

@@ -32,8 +32,8 @@ def attention_received(seen: Observation, last: int) -> Tensor:
     queries = seen.queries[:, -last:]
     if not column_mass.uses_kernel(queries, seen.keys):
         return sum_over_queries(attention(seen, last))
-    how = seen.scale, seen.softcap, seen.sink_logits
-    return column_mass(queries, seen.keys, seen.token_positions, seen.seq_len, *how)
+    softmax = seen.scale, seen.softcap, seen.sink_logits
+    return column_mass(queries, seen.keys, seen.token_positions, seen.seq_len, *softmax)
 
 
 def causal_mask(seen: Observation, last: int) -> Tensor:

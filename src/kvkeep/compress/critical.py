@@ -1,7 +1,7 @@
 """Part of the budget by score, the rest by what a token would add to the hidden states (arXiv:2502.03805).
 
 Attention says how much of a value is read; what it changes is that share of W_O v. So a scorer's favourites are kept
-first, and the others compete by (score + offset) · ‖W_O v‖₁, averaged over the query heads of a key head.
+first, and the others compete by (score + offset) · ‖W_O v‖₁, averaged over the query heads of a KV head.
 """
 
 from __future__ import annotations

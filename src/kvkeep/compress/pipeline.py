@@ -25,7 +25,7 @@ def update_token_state(seen: Observation, method: Method, budget: int) -> Observ
 
 
 def compress(seen: Observation, method: Method, budget: int, layer_budget: int | None = None) -> Selection | None:
-    """The tokens this layer keeps, given a mean budget per key head; None where all of them fit."""
+    """The tokens this layer keeps, given a mean budget per KV head; None where all of them fit."""
     kept = decide(seen, method, budget, layer_budget)
     return kept.known() if isinstance(kept, PlacedSelection) else kept
 
@@ -79,7 +79,7 @@ def fits(seen: Observation, method: Method, budget: int) -> bool:
 def cover(
     seen: Observation, method: Method, budget: int, scores: Tensor, forced: Tensor, units: Units | None, tokens: Tensor
 ) -> Selection:
-    """As many tokens as are needed by their scores. budget: the layer's; the rest as in `score`"""
+    """Keep as many tokens as are needed by their scores. budget: the layer's; the rest as in `score`"""
     assert method.needed is not None
     order, each = ranked(scores, forced, tokens, units), amounts(scores, tokens & ~forced)
     rank, given = inverse(order), (scores, forced, seen.lengths, budget, units)
@@ -138,8 +138,8 @@ def first(order: Tensor, quota: Sequence[int]) -> Selection:
 class PlacedSelection:
     """A selection whose lengths are known to the device alone: the host need not wait for them."""
 
-    places: Tensor  # [2, total] key head and token index of what is kept, head by head, ascending
-    counts: Tensor  # [kv_heads] tokens kept per key head
+    places: Tensor  # [2, total] KV head and token index of what is kept, head by head, ascending
+    counts: Tensor  # [kv_heads] tokens kept per KV head
 
     @classmethod
     def of(cls, rank: Tensor, counts: Tensor, total: int) -> PlacedSelection:

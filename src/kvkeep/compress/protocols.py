@@ -117,7 +117,7 @@ class Clustering(Grouping, Protocol):
 
 
 class HeadAllocator(Protocol):
-    """Tokens per key head; arguments: budget/heads.py. `needs_scores = True` if it compares the scores of heads.
+    """Tokens per KV head; arguments: budget/heads.py. `needs_scores = True` if it compares the scores of heads.
 
     `across_layers = True`, as `SharedBudget` has it: heads of all layers compete.
     """
@@ -131,7 +131,7 @@ LayerWeight = Callable[[Observation, int], Tensor]
 
 
 class LayerAllocator(Protocol):
-    """Tokens per key head of each layer, whose total is layers * budget; arguments: budget/layers.py.
+    """Tokens per KV head of each layer, whose total is layers * budget; arguments: budget/layers.py.
 
     layer_weight(observation, budget) makes it compare layers: it is then called with their weights, not their number.
     """

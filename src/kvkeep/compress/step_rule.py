@@ -1,4 +1,4 @@
-"""What a decode step evicts: one token of every key head, of all rows and layers at once.
+"""What a decode step evicts: one token of every KV head, of all rows and layers at once.
 
 Pure tensors in and out, and nothing waits for the host: it runs within a CUDA graph (cache/evict_one.py).
 """
@@ -54,7 +54,7 @@ class StepRule:
         return replace(step, token_state=self.memory.step(step, self.tokens)) if self.memory else step
 
     def lowest_scored(self, step: Step) -> Tensor:
-        """The slot of each key head's token to evict; of equal scores, the earliest. [rows, kv_heads]"""
+        """The slot of each KV head's token to evict; of equal scores, the earliest. [rows, kv_heads]"""
         assert self.scorer is not None
         scores = self.scorer.step(step, self.tokens).float()
         scores = scores.masked_fill(self.method.guard.step(step, self.tokens), float("inf"))

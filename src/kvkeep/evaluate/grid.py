@@ -107,13 +107,13 @@ def items(samples: Sequence[Sample], protocols: Sequence[str]) -> list[Item]:
 
 
 def keys(item: Item, grid: Grid) -> set[tuple]:
-    """Of the rows an item yields."""
+    """The keys of the rows that an item yields."""
     places = ((sample.task, sample.id, item.protocol) for sample in item.samples)
     return {(*place, *config) for place, config in product(places, grid.configs)}
 
 
 def digest(sample: Sample) -> str:
-    """Of the whole sample: two samples of one id may come from other data, or another seed."""
+    """Hash the whole sample: two samples of one id may come from other data, or another seed."""
     return hashlib.sha256(repr(sample).encode()).hexdigest()[:16]
 
 

@@ -121,7 +121,7 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 def write_error(path: str | Path, error: OSError, safe: str) -> BadInput:
-    """Of a file that cannot be written; safe: what is on disk already"""
+    """The error for a file that cannot be written; safe: what is on disk already"""
     return BadInput(
         f"{str(path)!r} cannot be written ({error.strerror}); {safe} are safe: make room, and start again to go on."
     )

@@ -124,7 +124,7 @@ def _no_data(skipped: dict[str, str]) -> NoData:
 
 
 class Unavailable(Exception):
-    """Of a task; the text says why."""
+    """A task is unavailable; the text says why."""
 
 
 def _path(name: str, sources: Sources, say: Callable[[str], None] | None) -> Path | None:

@@ -140,9 +140,9 @@ class Worker:
     def _request(self, context: PrefilledContext, prompt: Prompt, sample: Sample) -> Request:
         """Greedy, until an end token, a stop text or max_new_tokens."""
         sequence = context.fork(_asked(sample) if len(prompt.question) else "")
-        how = Generation(sample.max_new_tokens, stop=sample.stops)
+        generation = Generation(sample.max_new_tokens, stop=sample.stops)
         return Request(
-            sequence.config, torch.cat([prompt.context, prompt.question]), how, sequence, logits=context.logits,
+            sequence.config, torch.cat([prompt.context, prompt.question]), generation, sequence, logits=context.logits,
             keeps_cache=not context.is_frozen, banned_first=self._ends(sample) if sample.non_empty else (),
         )  # fmt: skip
 
@@ -245,9 +245,9 @@ def _budget_unit(context: PrefilledContext) -> str:
         return "none"
     if (needed := context.method.needed) is not None:
         what = f"scores above {needed.tau:g}" if needed.share is None else f"{needed.share:g} of the scores"
-        return f"{what}, within {context.sequence.cache.budget} per key head"
+        return f"{what}, within {context.sequence.cache.budget} per KV head"
     unit = "fraction of the tokens read" if isinstance(context.config[1], float) else "tokens"
-    return f"{unit} per key head, window included"
+    return f"{unit} per KV head, window included"
 
 
 @cache
@@ -290,7 +290,7 @@ def choice_prompts(tokenizer: Any, sample: Sample, protocol: str, context_length
 
 
 def loglikelihoods(contexts: Seq[Sequence], after: Tensor, question: Tensor, ids: Tensor) -> list[float]:
-    """Of these tokens after the question, for every context; after: logits after the context [contexts, vocabulary]
+    """Score these tokens after the question, for every context; after: logits after the context [contexts, vocabulary]
 
     Retrieval methods get the tokens one by one, as in decode: of a chunk they may attend to every token.
     """

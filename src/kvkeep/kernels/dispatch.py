@@ -132,9 +132,7 @@ def _is_long(
 
 
 # Attention and the caches it reads
-chunk_attention = KernelDispatch(
-    "chunk_attention", "prefill_attention", reference.masked_chunk_attention, _has_backend
-)
+chunk_attention = KernelDispatch("chunk_attention", "prefill_attention", reference.masked_chunk_attention, _has_backend)
 attention_and_lse = KernelDispatch("attention_and_lse", "prefill_attention", reference.without_lse, _has_backend)
 appended_attention = KernelDispatch(
     "appended_attention", "prefill_attention", partial(reference.joined_attention, dense=chunk_attention), _is_long

@@ -73,7 +73,7 @@ def is_faster(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Of one model."""
+    """What is prepared once for one model."""
 
     operations: list[Replacement]
     layers: list[Replacement]

@@ -173,7 +173,7 @@ class Layer:
 def fused_layer(
     module: nn.Module, parts: dict[str, nn.Module], fused: dict[nn.Module, Forward], known: dict[Any, bool]
 ) -> Layer | None:
-    """Of a module whose parts are fused already."""
+    """Fuse a decoder layer whose parts are fused already."""
     if not all(name in parts for name in ("mlp", "self_attn", *NORM_NAMES)):
         return None
     mlp, output = fused.get(parts["mlp"]), dict(parts["self_attn"].named_children()).get("o_proj")

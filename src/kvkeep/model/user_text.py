@@ -66,8 +66,8 @@ class UserText:
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     """Ids of part of a prompt; no BOS or EOS is added."""
-    how = {"add_special_tokens": False, "verbose": False}  # verbose would warn of lengths, which callers check
-    return list(tokenizer(text, **how).input_ids)
+    options = {"add_special_tokens": False, "verbose": False}  # verbose would warn of lengths, which callers check
+    return list(tokenizer(text, **options).input_ids)
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:

@@ -147,7 +147,7 @@ class AttentionRecorder(Cache):
 def answer_attention(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
     """Attention to each token of a prompt, on average over the queries that predict the answer's tokens.
 
-    Of each layer, averaged over the query heads of a key head. -> [layers, kv_heads, tokens] float32
+    Of each layer, averaged over the query heads of a KV head. -> [layers, kv_heads, tokens] float32
     """
     recorder = AttentionRecorder(model, len(answer))
     ids = torch.tensor([prompt + answer[:-1]], device=execution_device(model))

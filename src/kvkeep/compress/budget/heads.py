@@ -1,4 +1,4 @@
-"""Head budgets: (scores, forced, lengths, budget, units) -> tokens per key head.
+"""Head budgets: (scores, forced, lengths, budget, units) -> tokens per KV head.
 
 scores [kv_heads, n], -inf beyond a head's length; forced [kv_heads, n]: tokens that are always kept; units: groups of
 tokens selected whole, None for single tokens. One with `counts` also says them on the device, given each token's rank.
@@ -75,7 +75,7 @@ class AdaptiveHeads(Checked):
 
 @dataclass(frozen=True)
 class Threshold(Checked):
-    """Of each head's budget, no more than its forced tokens and those that score above tau: fewer may be kept.
+    """Each head keeps its forced tokens and, within its budget, those that score above tau: fewer may be kept.
 
     With units, they are as many tokens, of the best units.
     """

@@ -1,4 +1,4 @@
-"""One budget for all key heads of all layers: their tokens compete by score.
+"""One budget for all KV heads of all layers: their tokens compete by score.
 
 Layers come one after the other. A token that is not among the best `total` of the layers so far will not be among the
 best of all, so no more than those need be held: what is kept is exact, and memory is bounded by what will be kept and
@@ -81,7 +81,7 @@ class Candidates:
         return self.map(lambda part: part[left])
 
     def heads(self) -> list[Tokens]:
-        """The tokens of each key head."""
+        """The tokens of each KV head."""
         ends = torch.bincount(self.head, minlength=self.kv_heads).cumsum(0).tolist()
         return [self.tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -113,7 +113,7 @@ def best_of(layers: Sequence[Candidates], total: int, needed: Needed | None = No
 
 
 def sum_of(layers: Sequence[Candidates]) -> Tensor:
-    """Of the scores of all layers."""
+    """Sum the scores of all layers."""
     return torch.stack([each.whole.cpu() for each in layers if each.whole is not None]).sum()
 
 

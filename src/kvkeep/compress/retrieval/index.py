@@ -1,7 +1,7 @@
 """Index entries of offloaded units, the units' scores for queries, and which units are retrieved.
 
 An index has `build` (once, when tokens are offloaded), `score` (for every window of queries), and says what it `needs`
-(compress/protocols.py). Entries and scores are [heads, units, …] where every key head selects for itself, [1, units, …]
+(compress/protocols.py). Entries and scores are [heads, units, …] where every KV head selects for itself, [1, units, …]
 where all select together; entries are stored in the dtype of the keys.
 """
 
@@ -63,7 +63,7 @@ class RowQueries:
     """One decoded token's queries in each row of a pool, rotated as above, and how many units each row has."""
 
     queries: Tensor  # [rows, heads, dim]
-    vectors: Tensor  # [rows, kv_heads * dim] averaged within their group, key heads concatenated
+    vectors: Tensor  # [rows, kv_heads * dim] averaged within their group, KV heads concatenated
     scale: float
     question: Tensor  # [rows, kv_heads * dim] mean query of the question; zeros where there is none
     units: Tensor  # [rows] scores of further units are undefined
@@ -170,7 +170,7 @@ class Bounds:
     """Minimum and maximum of a page's keys, per channel: an upper bound of their product with a query. Quest."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    each_head: ClassVar[bool] = True  # scores units for every key head by itself
+    each_head: ClassVar[bool] = True  # scores units for every KV head by itself
 
     def build(self, tokens: OffloadedTokens) -> Tensor:
         """[kv_heads, units, 2, dim]"""
@@ -178,8 +178,8 @@ class Bounds:
         member = tokens.units.expand(heads, -1)[..., None].expand(-1, -1, dim)
         keys = tokens.keys.float()
         ends = [
-            keys.new_empty(heads, tokens.count, dim).scatter_reduce(1, member, keys, how, include_self=False)
-            for how in ("amin", "amax")
+            keys.new_empty(heads, tokens.count, dim).scatter_reduce(1, member, keys, reduction, include_self=False)
+            for reduction in ("amin", "amax")
         ]
         return torch.stack(ends, 2)
 

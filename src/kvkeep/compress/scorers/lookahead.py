@@ -20,7 +20,7 @@ from kvkeep.types import Observation
 
 @dataclass(frozen=True)
 class LookaheadScorer(Checked):
-    """As SnapKV, but every query sees every token; the text's last `window` tokens are kept.
+    """SnapKV's scores, but every query sees every token; the text's last `window` tokens are kept.
 
     In decode, where there is no draft, the newest queries score, and see what is before them.
     """

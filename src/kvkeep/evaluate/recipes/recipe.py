@@ -248,7 +248,7 @@ class Job:
 
 
 def jobs(recipe: Recipe) -> list[Job]:
-    """As few grids as possible."""
+    """Make as few grids as possible."""
     return [
         Job(group, recipe.models[group], tasks, lengths, methods, budgets, yarn)
         for group in recipe.models

@@ -279,6 +279,6 @@ def _longest(draw: Callable[[int], Sample], tokenizer: Any, length: int) -> Samp
 
 
 def _tokens(tokenizer: Any, sample: Sample) -> int:
-    """Of the prompt and the longest answer."""
+    """Count the tokens of the prompt and the longest answer."""
     prompt = sample.context + sample.question + sample.prefix
     return len(tokenizer(prompt, verbose=False).input_ids) + sample.max_new_tokens

@@ -71,7 +71,7 @@ def decode_attention_with_logits(
     sink_logits: Tensor | None,
     masked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one query per row where all key heads hold the same number of tokens, with its logits.
+    """Attention of one query per row where all KV heads hold the same number of tokens, with its logits.
 
     queries [rows, heads, 1, dim], keys and values [rows, kv_heads, n, dim], masked [rows, kv_heads, 1, n]
     -> output [rows, heads, 1, dim], logits [rows, kv_heads, group, n] float32
@@ -153,7 +153,7 @@ def padded_attention(
     sink_logits: Tensor | None = None,
     logits_out: Tensor | None = None,
 ) -> Tensor:
-    """Attention over a padded batch: each key head uses its first `lengths` slots, ending with the queries' keys.
+    """Attention over a padded batch: each KV head uses its first `lengths` slots, ending with the queries' keys.
 
     queries [rows, heads, q, dim], keys and values [rows, kv_heads, size, dim], lengths [rows, kv_heads]
     -> [rows, heads, q, dim]
@@ -193,14 +193,14 @@ def ragged_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """`padded_attention` over a flat buffer with one segment, of any size, per row and key head.
+    """`padded_attention` over a flat buffer with one segment, of any size, per row and KV head.
 
     queries [rows, heads, q, dim], keys and values [slots, dim], starts and lengths [rows, kv_heads], none longer than
     `longest` -> [rows, heads, q, dim]
     """
-    how, rows = (scale, softcap, sink_logits), zip(queries, starts.tolist(), lengths.tolist(), strict=True)
+    softmax, rows = (scale, softcap, sink_logits), zip(queries, starts.tolist(), lengths.tolist(), strict=True)
     segments = ((row[None], list(zip(*spans, strict=True))) for row, *spans in rows)
-    return torch.cat([segment_attention(row, keys, values, mine, row.shape[2:3], *how) for row, mine in segments])
+    return torch.cat([segment_attention(row, keys, values, mine, row.shape[2:3], *softmax) for row, mine in segments])
 
 
 def extend_attention(
@@ -260,7 +260,7 @@ def uniform_stride(segments: Sequence[tuple[int, int]]) -> int:
 def _dense_sdpa(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, dense: DenseAttention = masked_chunk_attention
 ) -> Tensor:
-    """One batched call: all key heads of all rows hold the same number of tokens. keys [rows, kv_heads, n, dim]"""
+    """One batched call: all KV heads of all rows hold the same number of tokens. keys [rows, kv_heads, n, dim]"""
     rows, heads, q, dim = queries.shape
     kv_heads = keys.shape[1]
     if q == 1:  # the heads of a group are more queries over the same keys
@@ -271,7 +271,7 @@ def _dense_sdpa(
 def _single_head(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None
 ) -> Tensor:
-    """One key head: query [group, q, dim] over key [n, dim], the last q of which are the queries' own."""
+    """One KV head: query [group, q, dim] over key [n, dim], the last q of which are the queries' own."""
     q, n = query.shape[1], key.shape[0]
     if softcap is None and sink_logits is None:
         if q == 1:

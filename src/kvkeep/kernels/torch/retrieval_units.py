@@ -27,7 +27,7 @@ class Moments:
         return cls(len(vectors), vectors.mean(0), vectors.var(0, unbiased=False))
 
     def merge(self, other: Moments) -> Moments:
-        """Of both together, without summing squares: differences of large sums lose all precision."""
+        """Merge both, without summing squares: differences of large sums lose all precision."""
         count = self.count + other.count
         step = other.mean - self.mean
         mean = self.mean + step * (other.count / count)
@@ -36,7 +36,7 @@ class Moments:
 
 
 def concat_heads(vectors: Tensor, kv_heads: int) -> Tensor:
-    """All heads as one vector: queries averaged within their group, key heads concatenated.
+    """All heads as one vector: queries averaged within their group, KV heads concatenated.
 
     [heads, n, dim] -> [n, kv_heads * dim]
     """
@@ -130,7 +130,7 @@ def unit_representatives(
 
 
 def by_head(keys: Tensor, ranked: Tensor, cosine: bool) -> Tensor:
-    """Mean over ranks of the vectors that query heads choose, averaged within each group, key heads concatenated.
+    """Mean over ranks of the vectors that query heads choose, averaged within each group, KV heads concatenated.
 
     The r-th representative of a unit is the r-th choice of every query head, concatenated; with `cosine` it has length
     1. Averaging within groups leaves its product with a query unchanged, and the entry as small as one head's choice.
@@ -222,6 +222,6 @@ def density_share(now: float, later: list[float], left: int, unit: int) -> int:
 
 
 def score_entropy(scores: Tensor) -> float:
-    """Of the softmax over units. scores [1, units]"""
+    """Entropy of the softmax over units. scores [1, units]"""
     probs = scores[0].softmax(0)
     return float(torch.special.entr(probs).sum())

@@ -47,7 +47,7 @@ def masked_logits(queries: Tensor, keys: Tensor, allowed: Tensor, scale: float, 
 
 
 def query_block(queries: Tensor, n: int) -> int:
-    """Of the queries [heads, q, dim], so many at a time, where each has n probabilities."""
+    """How many of the queries [heads, q, dim] are computed at a time, where each has n probabilities."""
     most = BLOCK_PROBS.get(queries.device.type, BLOCK_PROBS_GPU)
     return max(16, min(256, most // (queries.shape[0] * n) // 16 * 16))
 

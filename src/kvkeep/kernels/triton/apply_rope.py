@@ -13,7 +13,7 @@ TOKENS = 8  # per program
 
 
 def rotate(vectors: Tensor, *angles: tuple[Tensor, Tensor]) -> Tensor:
-    """As in torch, for one or two rotations of vectors with last stride 1"""
+    """Do what the reference does, for one or two rotations of vectors with last stride 1"""
     heads, n, dim = vectors.shape
     output = torch.empty(heads, n, dim, dtype=vectors.dtype, device=vectors.device)
     (cos, sin), (then_cos, then_sin) = angles[0], angles[-1]
@@ -55,7 +55,7 @@ ANGLE_TOKENS = 16  # per program
 
 
 def apply_angles(vectors: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:
-    """As `rotate_pairs` in torch; vectors [heads, n, dim] with last stride 1, angles [n, pairs] or [heads, n, pairs]"""
+    """Do what the reference does; vectors [heads, n, dim] with last stride 1, angles [n, pairs] or [heads, n, pairs]"""
     (heads, n, dim), pairs = vectors.shape, cos.shape[-1]
     output, rest = torch.empty(heads, n, dim, dtype=dtype, device=vectors.device), dim - 2 * pairs
     _apply_angles[heads * cdiv(n, ANGLE_TOKENS),](

@@ -32,7 +32,7 @@ def column_mass(
     weights: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """As in the reference."""
+    """Do what the reference does."""
     heads, q, dim = queries.shape
     kv_heads, n, _ = keys.shape
     queries, keys, positions = (_dense_last_axis(t) for t in (queries, keys, positions))
@@ -222,7 +222,7 @@ QUERIES = 64  # at a time, at most
 
 
 def chunk_mass(queries: Tensor, keys: Tensor, size: int) -> Tensor:
-    """As in the reference, for chunks whose keys fit into shared memory, and last strides of 1"""
+    """Do what the reference does, for chunks whose keys fit into shared memory, and last strides of 1"""
     (heads, m, dim), kv_heads = queries.shape, len(keys)
     received, tile = keys.new_empty(kv_heads, m, dtype=torch.float32), max(MIN_BLOCK, pow2(size))
     block = max(MIN_BLOCK, min(QUERIES, LOGITS // tile, tile))

@@ -1,11 +1,11 @@
-"""Decode attention: one query per row over a flat buffer with one segment per row and key head.
+"""Decode attention: one query per row over a flat buffer with one segment per row and KV head.
 
-Split-K: a program takes one key head of one row, all query heads of its group, and one of `splits` equal parts of its
+Split-K: a program takes one KV head of one row, all query heads of its group, and one of `splits` equal parts of its
 tokens, and writes a partial output with its largest logit and its sum of exponentials; a second kernel merges them.
 The host need not know any length, so both can be captured in a CUDA graph.
 
 `extend_attention`, of several new tokens per row (a question about a compressed text): a program takes a block of a
-row's queries, in all query heads of one key head, and goes through the segment's tokens up to those queries' own.
+row's queries, in all query heads of one KV head, and goes through the segment's tokens up to those queries' own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def ragged_attention(
     sink_logits: Tensor | None = None,
     logits_out: Tensor | None = None,
 ) -> Tensor:
-    """As in the reference. queries [rows, heads, 1, dim]; logits_out as in `padded_attention`"""
+    """Do what the reference does. queries [rows, heads, 1, dim]; logits_out as in `padded_attention`"""
     rows, heads, _, dim = queries.shape
     kv_heads, v_dim = starts.shape[1], values.shape[-1]
     group = heads // kv_heads
@@ -68,7 +68,7 @@ def padded_attention(
     sink_logits: Tensor | None = None,
     logits_out: Tensor | None = None,
 ) -> Tensor:
-    """As in the reference, for contiguous keys and values [rows, kv_heads, size, dim]."""
+    """Do what the reference does, for contiguous keys and values [rows, kv_heads, size, dim]."""
     size = keys.shape[2]
     starts = torch.arange(0, lengths.numel() * size, size, device=keys.device).view_as(lengths)
     flat = keys.view(-1, keys.shape[-1]), values.view(-1, values.shape[-1])
@@ -78,7 +78,7 @@ def padded_attention(
 def append_ragged(
     keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, lengths: Tensor, active: Tensor
 ) -> None:
-    """As in the reference."""
+    """Do what the reference does."""
     rows, kv_heads, _, dim = new_keys.shape
     v_dim = new_values.shape[-1]
     _append[rows * kv_heads,](
@@ -90,7 +90,7 @@ def append_ragged(
 def copy_segments(
     keys: Tensor, values: Tensor, starts: Tensor, source: tuple[Tensor, Tensor], first: Tensor, ends: Tensor, total: int
 ) -> None:
-    """As in the reference; starts may be strided."""
+    """Do what the reference does; starts may be strided."""
     dim, v_dim, segments = keys.shape[1], values.shape[1], len(starts)
     programs = max(1, cdiv(2 * cdiv(total, segments), COPIED))  # even of a segment twice as long as the others
     _copy_segments[segments, programs](
@@ -223,7 +223,7 @@ def extend_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """As in the reference."""
+    """Do what the reference does."""
     (rows, heads, q, dim), kv_heads, v_dim = queries.shape, starts.shape[1], values.shape[-1]
     group, members = heads // kv_heads, pow2(heads // kv_heads)
     tokens = max(1, QUERIES // members)

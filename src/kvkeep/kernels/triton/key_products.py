@@ -18,7 +18,7 @@ TOKENS = 32  # per program
 
 
 def key_similarity(keys: Tensor, token_mask: Tensor, kappa: int) -> Tensor:
-    """As in the reference."""
+    """Do what the reference does."""
     heads, n, dim = keys.shape
     keys, token_mask = keys.contiguous(), token_mask.contiguous()
     similarity = torch.empty(heads, n, dtype=torch.float32, device=keys.device)
@@ -60,7 +60,7 @@ BLOCKS = 8  # per program
 
 
 def quadratic_form(keys: Tensor, matrices: Tensor, vectors: Tensor) -> Tensor:
-    """As in the reference, for keys in bfloat16 with last stride 1"""
+    """Do what the reference does, for keys in bfloat16 with last stride 1"""
     (kv_heads, n, dim), heads = keys.shape, len(matrices)
     output = keys.new_empty(heads, n, dtype=torch.float32)
     _quadratic_form[heads * cdiv(n, KEYS * BLOCKS),](

@@ -18,7 +18,7 @@ COMPARED = 1024  # units per block
 
 
 def mean_queries(queries: Tensor, kv_heads: int, moments: Tensor | None, weight: Tensor) -> Tensor:
-    """As in the reference. The last stride of the queries is 1"""
+    """Do what the reference does. The last stride of the queries is 1"""
     rows, heads, dim = queries.shape
     vectors = torch.empty(rows, kv_heads * dim, dtype=torch.float32, device=queries.device)
     _mean_queries[rows, kv_heads](
@@ -29,7 +29,7 @@ def mean_queries(queries: Tensor, kv_heads: int, moments: Tensor | None, weight:
 
 
 def share_quota(scores: Tensor, units: Tensor, left: Tensor, densities: Tensor, layer: int, most: int) -> Tensor:
-    """As in the reference."""
+    """Do what the reference does."""
     share = torch.empty_like(left)
     _share_quota[len(units),](
         scores, units, left, densities, share, scores.shape[1], layer, densities.shape[1], most, COMPARED, num_warps=4
@@ -104,7 +104,7 @@ MOST, ROWS, CHANNELS = 256, 64, 32  # rows per block of the first pass and of th
 def weighted_query(
     queries: Tensor, kv_heads: int, count: int, mean: Tensor | None, variance: Tensor | None, question: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As in the reference, for queries with last stride 1"""
+    """Do what the reference does, for queries with last stride 1"""
     heads, w, dim = queries.shape
     width, blocks, num_question = kv_heads * dim, cdiv(dim, CHANNELS), 0 if question is None else len(question)
     window = torch.empty(w + num_question, width, dtype=torch.float32, device=queries.device)

@@ -23,7 +23,7 @@ def ranks(
     member: Tensor | None = None,
     unit_scores: Tensor | None = None,
 ) -> Tensor:
-    """As in compress/select.py. scores [kv_heads, n] float32"""
+    """Do what the reference does. scores [kv_heads, n] float32"""
     (rows, n), scores = scores.shape, scores.contiguous()
     keys = torch.empty(rows * n, dtype=torch.int64, device=scores.device)
     unit_rank = keys if unit_scores is None else ranks(unit_scores)
@@ -49,7 +49,7 @@ def _rows(tensor: Tensor | None, instead: Tensor) -> Tensor:
 def top_counts(
     scores: Tensor, rank: Tensor, floor: Tensor, total: int, member: Tensor | None, unit_scores: Tensor | None
 ) -> Tensor:
-    """As in compress/budget/heads.py. -> [kv_heads] int64"""
+    """Do what the reference does. -> [kv_heads] int64"""
     (heads, n), scores = scores.shape, scores.contiguous()
     keys = torch.empty(heads * n, dtype=torch.int64, device=scores.device)
     member, units = _rows(member, keys), scores if unit_scores is None else unit_scores.contiguous()
@@ -63,7 +63,7 @@ def top_counts(
 
 
 def places_of(rank: Tensor, counts: Tensor, total: int) -> Tensor:
-    """As in compress/select.py. -> [2, total] int64"""
+    """Do what the reference does. -> [2, total] int64"""
     heads, n = rank.shape
     places = torch.empty(2, total, dtype=torch.int64, device=rank.device)
     _places_of[heads,](rank, counts, places, n, total, pow2(heads), SCANNED, num_warps=8)

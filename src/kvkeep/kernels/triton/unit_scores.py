@@ -20,12 +20,12 @@ VOTED = 128  # tokens per block of the votes
 
 
 def score_centroids(query: Tensor, centroids: Tensor) -> Tensor:
-    """As in the reference. query [heads, dim], centroids [heads, units, dim]"""
+    """Do what the reference does. query [heads, dim], centroids [heads, units, dim]"""
     return score_representatives(query, centroids, False)
 
 
 def score_representatives(query: Tensor, descriptions: Tensor, cosine: bool, units: Tensor | None = None) -> Tensor:
-    """As in the reference. query [dim] or [rows, dim], descriptions [rows, units, dim]"""
+    """Do what the reference does. query [dim] or [rows, dim], descriptions [rows, units, dim]"""
     rows, most, dim = descriptions.shape
     query, descriptions = query.contiguous(), descriptions.contiguous()
     scores = torch.empty(rows, most, dtype=torch.float32, device=query.device)
@@ -37,7 +37,7 @@ def score_representatives(query: Tensor, descriptions: Tensor, cosine: bool, uni
 
 
 def score_page_bounds(query: Tensor, bounds: Tensor, units: Tensor | None = None) -> Tensor:
-    """As in the reference. query [heads, dim], bounds [kv_heads, units, 2, dim]"""
+    """Do what the reference does. query [heads, dim], bounds [kv_heads, units, 2, dim]"""
     kv_heads, most, _, dim = bounds.shape
     query, bounds = query.contiguous(), bounds.contiguous()
     scores = torch.empty(kv_heads, most, dtype=torch.float32, device=query.device)
@@ -49,7 +49,7 @@ def score_page_bounds(query: Tensor, bounds: Tensor, units: Tensor | None = None
 
 
 def score_tokens(queries: Tensor, keys: Tensor, scale: float, units: Tensor) -> Tensor:
-    """As in the reference. queries [rows, heads, dim], keys [rows, kv_heads, most, dim], contiguous"""
+    """Do what the reference does. queries [rows, heads, dim], keys [rows, kv_heads, most, dim], contiguous"""
     rows, kv_heads, most, dim = keys.shape
     heads, blocks = queries.shape[1], cdiv(most, VOTED)
     logits = torch.empty(rows, heads, most, dtype=torch.float32, device=keys.device)
@@ -97,7 +97,7 @@ def _token_logits(
     queries, keys, logits, parts, units, most, kv_heads, group, dim, scale, WIDEN: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one key head's tokens: logits of its group, and their largest and sum of exponentials."""
+    """A block of one KV head's tokens: logits of its group, and their largest and sum of exponentials."""
     block, segment = tl.program_id(0), tl.program_id(1).to(tl.int64)
     end = tl.load(units + segment // kv_heads).to(tl.int32)
     if block * BLOCK < end:
@@ -177,7 +177,7 @@ def _score_page_bounds(
 def unit_representatives(
     keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, out: Tensor | None = None
 ) -> Tensor:
-    """As in the reference; out: buffer for the result."""
+    """Do what the reference does; out: buffer for the result."""
     kv_heads, n, dim = keys.shape
     keys = keys if keys.stride(1) == dim and keys.stride(2) == 1 else keys.contiguous()
     size = n // units
