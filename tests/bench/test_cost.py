@@ -8,8 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvkeep.bench.baselines import Eager, Static, StaticSteps
-from kvkeep.bench.cost import Cost, Plan, costs
+from kvkeep.bench.cost import Cost, Eager, Plan, Static, StaticSteps, costs
 from kvkeep.bench.timing import COPIED, Roofline
 from kvkeep.cli import bench
 from kvkeep.cli.app import app

@@ -42,7 +42,7 @@ from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import UNLIMITED, HFCacheAdapter, context_length, key_shape
 from kvkeep.model.hf_forward import count_guesses, intercept
 from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
-from kvkeep.model.output_projection import output_weight
+from kvkeep.model.projections import output_weight
 from kvkeep.model.rope import rotations
 from kvkeep.model.user_text import token_texts
 from kvkeep.storage.offload.disk import DiskStore

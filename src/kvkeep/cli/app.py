@@ -172,9 +172,7 @@ def chat(
     from kvkeep.cli import run as running
 
     with show.busy("starting") as say:
-        engine = running.load_engine(
-            model, device, dtype, plan, say, method=method, prefix_cache=running.PREFIX_BYTES
-        )
+        engine = running.load_engine(model, device, dtype, plan, say, method=method, prefix_cache=running.PREFIX_BYTES)
     generation = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     with engine:
         running.chat(engine, system, generation)

@@ -33,9 +33,7 @@ def _plan(method: str | None, budget: str, settings: list[str], storage: str | N
     parameters = dict(setting(each) for each in settings)
     _, number = setting(f"budget={budget}")
     if isinstance(number, bool | str) and number != "auto":
-        raise BadInput(
-            f"--budget {budget!r} is not a number; give tokens per KV head (512), a fraction (0.1) or auto."
-        )
+        raise BadInput(f"--budget {budget!r} is not a number; give tokens per KV head (512), a fraction (0.1) or auto.")
     parse_budget(method or PROMPT_METHODS[0], number, **parameters)[0].bits(storage)
     return Plan(method, number, parameters, storage)
 

@@ -175,7 +175,7 @@ class Worker:
             seconds = now(self.model.device) - began
             for context, mine in zip(contexts, likelihoods, strict=True):
                 score = METRICS[sample.metric](mine, **sample.extra)
-                facts = {"score": score, "answer": most_likely_choice(sample, mine), "loglikelihoods": mine}
+                facts = {"score": score, "answer": sample.choices[mine.index(max(mine))], "loglikelihoods": mine}
                 facts |= {"score_per_character": METRICS["lm_eval_acc_norm"](mine, **sample.extra)}
                 timed = {"seconds": seconds, "prefill_configs": context.prefill_configs}
                 yield self._row(item, sample, prompt, context, facts), {**_row_key(item, sample, context), **timed}
@@ -302,8 +302,3 @@ def loglikelihoods(contexts: Seq[Sequence], after: Tensor, question: Tensor, ids
         scores = torch.cat(logits)[-len(ids) :].float().log_softmax(-1)
         found.append(float(scores.gather(1, ids.to(scores.device)[:, None]).sum()))
     return found
-
-
-def most_likely_choice(sample: Sample, likelihoods: Seq[float]) -> str:
-    """The likeliest choice, the first of equals."""
-    return sample.choices[likelihoods.index(max(likelihoods))]

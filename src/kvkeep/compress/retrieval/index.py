@@ -26,6 +26,7 @@ from kvkeep.types import Selection
 
 NEG_INF = float("-inf")
 
+
 @dataclass(frozen=True)
 class OffloadedTokens:
     """Tokens that are being offloaded."""
