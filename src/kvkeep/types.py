@@ -15,7 +15,7 @@ Rotate = Callable[..., Tensor]  # moves vectors [.., n, dim] by [.., n] position
 
 
 def stay(vectors: Tensor, by: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """In the place of a rotation: vectors without positions."""
+    """Leave vectors as they are: a rotation of those without positions."""
     return vectors if dtype is None else vectors.to(dtype)
 
 
@@ -35,7 +35,7 @@ class Budget:
             object.__setattr__(self, "value", min(self.value, self.most))
 
     def tokens(self, seen: int) -> int:
-        """For a text of `seen` tokens."""
+        """The budget in tokens for a text of `seen` tokens."""
         return self.value if isinstance(self.value, int) else min(self.most, max(1, int(self.value * seen + 1e-9)))
 
 

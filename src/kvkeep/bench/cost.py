@@ -156,7 +156,7 @@ class Cost:
         return " ".join(filter(None, parts))
 
     def with_ratios(self, base: Cost) -> Cost:
-        """To the uncompressed model."""
+        """Add the ratios to the uncompressed model."""
         ratios = _ratio(self.prefill_s, base.prefill_s), _ratio(self.step_s, base.step_s)
         return replace(self, prefill_ratio=ratios[0], step_ratio=ratios[1])
 
@@ -199,7 +199,7 @@ class Plan:
 def costs(
     model: Any, plan: Plan, say: Callable[[str], None] = lambda text: None, roofline: Roofline | None = None
 ) -> Iterator[Cost]:
-    """For every length and batch the uncompressed model first, then each method."""
+    """Measure, for every length and batch, the uncompressed model first, then each method."""
     roofline = roofline or Roofline.measure(model, plan.batches)
     names = [name for name in BASELINES if name == Eager.by or name in plan.baselines]
     compressed = [Compressed(model, *config) for config in product(plan.methods, plan.budgets, plan.storages)]

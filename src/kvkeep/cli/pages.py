@@ -34,7 +34,7 @@ class Options:
 
 
 def check_writable(page: Path) -> None:
-    """Before there is anything to write."""
+    """Refuse a page that cannot be written before there is anything to write."""
     if not page.parent.is_dir():
         raise BadInput(f"-o '{page}' is in a folder that is not there; make it first.")
     if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):

@@ -83,7 +83,7 @@ def _kind(each: Recipe) -> str:
 
 
 def _changed(wanted: Recipe, options: Options) -> Recipe:
-    """By the options: small, another model, fewer samples, another schedule or YaRN."""
+    """Change the recipe by the options: small, another model, fewer samples, another schedule or YaRN."""
     wanted = shrink(wanted) if options.small else wanted
     if options.model and len(wanted.models) > 1:  # one model, beside the first one's printed numbers
         group = next(iter(wanted.models))

@@ -68,7 +68,7 @@ def check_packages() -> None:
 
 
 def run(options: Options, plan: Plan, say: Callable[[str], None]) -> None:
-    """Until SIGTERM or SIGINT: then answers under way are finished, and new ones refused."""
+    """Serve until SIGTERM or SIGINT: then answers under way are finished, and new ones refused."""
     check_packages()
     from kvkeep.serve.keys import Keys
 
@@ -106,7 +106,7 @@ def is_local(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Before the model is loaded: a port in use is said at once. Nobody can connect yet."""
+    """Bind the port before the model is loaded: one in use is said at once. Nobody can connect yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with ExitStack() as unless_bound:

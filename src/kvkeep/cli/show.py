@@ -53,7 +53,7 @@ class Say:
             typer.echo(text, err=True)
 
     def often(self, text: str) -> None:
-        """For texts that change all the time: a log gets one every PREFILL_LOG_S."""
+        """Show texts that change all the time: a log gets one every PREFILL_LOG_S."""
         if self.bar.is_shown or time.monotonic() - self.last >= PREFILL_LOG_S:
             self(text)
 

@@ -32,7 +32,7 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class StepScorer(Scorer, Protocol):
-    """Also scores one decode step of all rows, so that one token is evicted in place. -> [rows, kv_heads, n]"""
+    """It also scores one decode step of all rows, so that one token is evicted in place. -> [rows, kv_heads, n]"""
 
     def step(self, step: Step, budget: int, /) -> Tensor: ...
 
@@ -54,7 +54,7 @@ class TokenMemory(Protocol):
 
 @runtime_checkable
 class StepMemory(TokenMemory, Protocol):
-    """Also for one decode step of all rows. -> [rows, kv_heads, n, width]"""
+    """It also updates one decode step of all rows. -> [rows, kv_heads, n, width]"""
 
     def step(self, step: Step, budget: int, /) -> Tensor: ...
 

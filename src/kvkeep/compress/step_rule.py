@@ -20,7 +20,7 @@ from kvkeep.types import PAD_POSITION, Budget, Step
 
 @dataclass
 class StepRule:
-    """Only for methods whose scorer has `step`, with equal heads and layers; for others, `scorer` is None."""
+    """The rule of methods whose scorer has `step`, with equal heads and layers; for others, `scorer` is None."""
 
     method: Method
     budget: Budget

@@ -81,7 +81,7 @@ def run(
 
 
 def items(samples: Sequence[Sample], protocols: Sequence[str]) -> list[Item]:
-    """In the order of the samples; query-agnostic ones about the same context come together.
+    """Group samples in their order; query-agnostic ones about the same context come together.
 
     A sample without a context has one protocol, aware.
     """

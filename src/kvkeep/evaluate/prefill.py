@@ -42,7 +42,7 @@ class PrefilledContext:
         return self.sequence.cache.method
 
     def fork(self, question: str) -> Sequence:
-        """For one question. question: where it was not known at prefill"""
+        """Fork for one question. question: where it was not known at prefill"""
         fork = self.sequence.fork()
         if self.is_frozen:
             fork.cache.tracker.mark_context()

@@ -103,7 +103,7 @@ def check(tasks: Iterable[str], sources: Sources) -> None:
 
 
 def why_unavailable(name: str, sources: Sources) -> str:
-    """By the files and packages that are there; "" if the task is available."""
+    """Say why, by the files and packages that are there; "" if the task is available."""
     if name in RULER or name in MADE:
         return available(sources.haystack, sources.squad, sources.hotpotqa)[1].get(name, "")
     _reader(name)

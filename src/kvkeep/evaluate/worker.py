@@ -79,7 +79,7 @@ class Worker:
 
     @property
     def configs_by_limit(self) -> dict[int, list[Config]]:
-        """By the most tokens of prompt and answer they can attend to."""
+        """Group configs by the most tokens of prompt and answer they can attend to."""
         found: dict[int, list[Config]] = {}
         for config, method in self.methods.items():
             beyond = self.beyond_window and method.extends_context
@@ -263,7 +263,7 @@ def versions() -> dict[str, str]:
 
 
 def _until_stop(text: str, stops: Seq[str]) -> str:
-    """Up to the first stop; a stop before any other text does not count."""
+    """Cut the text at the first stop; a stop before any other text does not count."""
     for stop in stops:
         text = text.lstrip().split(stop)[0] if stop in text.lstrip() else text
     return text

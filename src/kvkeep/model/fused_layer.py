@@ -68,7 +68,7 @@ def same(ours: Tensor, theirs: Any) -> bool:
 
 
 def difference(ours: Tensor, theirs: Any) -> float:
-    """In roundings of the largest number."""
+    """The difference in roundings of the largest number."""
     if not isinstance(theirs, Tensor) or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return float("inf")
     off = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6)
@@ -96,7 +96,7 @@ class GatedMLP:
         return output
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
-        """In place, for a plain `down` without bias."""
+        """Add in place, for a plain `down` without bias."""
         for part, into in zip(_tokens(x).split(CHUNK_TOKENS), _tokens(total).split(CHUNK_TOKENS), strict=True):
             into.addmm_(self._hidden(part), self.down.weight.t())
 

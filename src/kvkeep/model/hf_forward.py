@@ -30,7 +30,7 @@ KNOWN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logi
 
 
 class InterceptedForward:
-    """In place of `model.forward`. A copy or a pickle of the model has its own forward again, and needs no kvkeep."""
+    """What stands in place of `model.forward`. A copy or a pickle of the model has its own forward again, without kvkeep."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = weakref.ref(model)  # which holds this: it is freed as soon as nobody uses it
@@ -135,7 +135,7 @@ def step_input(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | No
 
 
 class GuessCounter:
-    """Before each forward pass of a model: tells its cache how many of the pass's last tokens are guesses.
+    """A hook before each forward pass of a model, which tells its cache how many of the last tokens are guesses.
 
     A copy or a pickle of it, with its model, counts nothing.
     """

@@ -140,7 +140,7 @@ def _input_size(model: PreTrainedModel, projection: Any) -> int:
 
 @contextmanager
 def hidden_norms(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Within, norms of the hidden states that this thread gave these layers last. layer -> [rows, q]"""
+    """Record, within, norms of the hidden states that this thread gave these layers last. layer -> [rows, q]"""
     found: dict[int, Tensor] = {}
     thread = get_ident()
 

@@ -62,7 +62,7 @@ class Place:
         return dist.TCPStore(HOST, port, self.size, is_master=True, **options)
 
     def join(self, meeting: Any = None) -> None:
-        """Until all have come. meeting: of the process that listens"""
+        """Join the others, and wait until all have come. meeting: of the process that listens"""
         os.environ["LOCAL_RANK"] = str(self.rank)  # transformers takes the device from it
         options: dict[str, Any] = {"backend": "gloo"}
         if self.device == "cpu":

@@ -91,7 +91,7 @@ def pack_bits(mask: Tensor) -> Packed:
 
 
 def pack_levels(values: Tensor, high: float | None = None) -> Packed:
-    """Rounded to one of 256 levels. high: what is above is shown as this, so that few large values hide no others"""
+    """Round to one of 256 levels. high: what is above is shown as this, so that few large values hide no others"""
     values = values.float().cpu()
     low = float(values.min())
     high = max(float(values.max()) if high is None else high, low + 1e-12)

@@ -212,6 +212,6 @@ class Timer:
             self.first = self.last if number == 0 else self.first
 
     def seconds(self, tokens: int) -> tuple[float, float | None]:
-        """To the first text, and tokens per second after it."""
+        """Seconds to the first text, and tokens per second after it."""
         spent = self.last - self.first
         return round(self.first - self.began, 3), round((tokens - 1) / spent, 2) if spent > 0 and tokens > 1 else None

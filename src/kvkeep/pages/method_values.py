@@ -83,7 +83,7 @@ def _intention(scorer: IntentKVScorer, seen: Observation) -> Found:
 def method_values(
     model: Any, tokenizer: Any, ids: Sequence[int], configs: Mapping[str, tuple[Method, Any]]
 ) -> dict[str, tuple[TokenValues, ...]]:
-    """By the names of configs, each a method that evicts and its budget. ids: what is compressed"""
+    """Collect the values by the names of configs, each a method that evicts and its budget. ids: what is compressed"""
     watched = {name: WatchedScorer(method) for name, (method, _) in configs.items()}
     caches = [
         Cache(model, replace(method, scorer=watched[name]), budget, tokenizer=tokenizer)

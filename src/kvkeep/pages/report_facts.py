@@ -18,7 +18,7 @@ Config = tuple[str, str, Budget]  # protocol, method, budget
 
 @dataclass(frozen=True)
 class Average:
-    """Over the tasks of a benchmark, as it defines it."""
+    """The average over the tasks of a benchmark, as it defines it."""
 
     name: str
     protocol: str

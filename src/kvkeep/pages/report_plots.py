@@ -18,7 +18,7 @@ COLUMNS = 3
 
 
 def draw(facts: ReportFacts, folder: str | Path) -> list[str]:
-    """For each protocol: scores by budget, scores against memory, needles. -> names of the files written"""
+    """Draw, for each protocol, scores by budget, scores against memory, needles. -> names of the files written"""
     found: dict[str, Any] = {}
     with plt.rc_context(STYLE):
         for protocol in dict.fromkeys(cell.protocol for cell in facts.cells):

@@ -40,7 +40,7 @@ class Needed:
 
 
 def above(ordered: Tensor, tau: float) -> Tensor:
-    """Up to the last amount above tau. ordered [.., n], best first -> [..]"""
+    """Count up to the last amount above tau. ordered [.., n], best first -> [..]"""
     places = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
     return torch.where(ordered > tau, places, 0).amax(-1)
 

@@ -79,7 +79,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside all brackets."""
+    """Split at the commas outside all brackets."""
     depth, parts = 0, [""]
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")

@@ -86,7 +86,7 @@ def math_answer(prediction: str, reference: str | int, **_) -> float:
 
 
 def aime_answer(prediction: str, reference: str | int, **_) -> float:
-    """Equal as integers: 033 is 33."""
+    """Compare as integers: 033 is 33."""
     answer = normalise(_short(extract_answer(prediction)))
     return float(bool(_INTEGER.fullmatch(answer)) and int(answer) == int(reference))
 

@@ -23,12 +23,12 @@ _CHINESE = str.maketrans(
 
 
 def english_words(text: str) -> list[str]:
-    """Lower case, without punctuation or articles, as SQuAD does it."""
+    """The words in lower case, without punctuation or articles, as SQuAD does it."""
     return _ARTICLES.sub(" ", text.lower().translate(_ASCII)).split()
 
 
 def chinese_text(text: str) -> str:
-    """Lower case, without punctuation or blanks. The list of signs is LongBench's, which forgets 《."""
+    """The text in lower case, without punctuation or blanks. The list of signs is LongBench's, which forgets 《."""
     return "".join(text.lower().translate(_CHINESE).split())
 
 
@@ -88,7 +88,7 @@ def lengths(x: Sequence[str], y: Sequence[str]) -> list[list[int]]:
 
 
 def way_back(x: Sequence[str], y: Sequence[str]) -> Iterator[tuple[int, int, bool]]:
-    """From both ends: a shared word moves both; else x, but only if that strictly keeps more; else y.
+    """Walk from both ends: a shared word moves both; else x, but only if that strictly keeps more; else y.
 
     Yields every step as (place in x, place in y, whether the two words are shared).
     """

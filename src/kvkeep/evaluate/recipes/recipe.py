@@ -242,7 +242,7 @@ class Job:
 
     @property
     def answers(self) -> int:
-        """To one sample of each task."""
+        """The number of answers to one sample of each task."""
         configs = sum(1 if method == "full" else len(self.budgets) for method in self.methods)
         return configs * len(self.tasks) * max(1, len(self.lengths))
 

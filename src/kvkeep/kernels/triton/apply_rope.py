@@ -46,7 +46,7 @@ def _rotate(
 
 @triton.jit
 def _rotate_pair(a, b, cos, sin):
-    """In float32, rounded to the input dtype after each rotation."""
+    """Rotate in float32, rounded to the input dtype after each rotation."""
     first, second = a.to(tl.float32), b.to(tl.float32)
     return (first * cos - second * sin).to(a.dtype), (second * cos + first * sin).to(b.dtype)
 

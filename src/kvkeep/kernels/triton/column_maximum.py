@@ -74,7 +74,7 @@ def _maximum(
     weights: Tensor | None = None,
     norm: int = 0,
 ) -> Tensor:
-    """Over all queries of tokens at most `near` from a key; the last m are of the keys' tokens.
+    """Take the maximum over all queries of tokens at most `near` from a key; the last m are of the keys' tokens.
 
     queries [heads, q, dim], keys [kv_heads, m, dim], weights [heads, m]: factors of the attention to each key
     """

@@ -86,7 +86,7 @@ def _must_be_contiguous(**tensors: Tensor) -> None:
 
 @triton.jit
 def _load_halves(buffer, at, channels, dim: tl.constexpr, valid):
-    """Lower and upper half of the channels of vectors number `at`; zeros where not valid."""
+    """Load the lower and upper half of the channels of vectors number `at`; zeros where not valid."""
     half: tl.constexpr = (dim + 1) // 2
     pointer = buffer + at * dim + channels
     low = tl.load(pointer, mask=valid & (channels < half), other=0)

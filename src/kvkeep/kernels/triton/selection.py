@@ -39,7 +39,7 @@ def ranks(
 
 
 def _rows(tensor: Tensor | None, instead: Tensor) -> Tensor:
-    """With a last stride of 1; a mask as bytes."""
+    """Give each tensor a last stride of 1, and a mask as bytes."""
     if tensor is None:
         return instead
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -58,7 +58,7 @@ class Chains:
         return self._prompt(self._names(3), EXAMPLE_VALUE, units)
 
     def example(self, frame: Frame) -> str:
-        """Solved, in 500 tokens; or five lines, where a tokenizer makes more of them."""
+        """Draw a solved example in 500 tokens; or five lines, where a tokenizer makes more of them."""
         small = replace(frame, asked=EXAMPLE_LENGTH, answer=0)
         units = small.units(self.draw_example, EXAMPLE_STEP)
         try:
