@@ -30,7 +30,7 @@ KNOWN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logi
 
 
 class InterceptedForward:
-    """What stands in place of `model.forward`. A copy or a pickle of the model has its own forward again, without kvkeep."""
+    """What stands in place of `model.forward`. A copy or a pickle of the model has its own forward again."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = weakref.ref(model)  # which holds this: it is freed as soon as nobody uses it
