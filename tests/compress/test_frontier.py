@@ -10,8 +10,15 @@ from test_against_oracles import assert_same, draw, ours
 import kvkeep
 from kvkeep.compress.attention import gram, uniform
 from kvkeep.compress.budget.coverage import Needed, amounts
-from kvkeep.compress.budget.heads import AdaptiveHeads, EqualHeads, Threshold
-from kvkeep.compress.budget.shared import Candidates, SharedBudget, best_of, coverage_of
+from kvkeep.compress.budget.heads import (
+    AdaptiveHeads,
+    Candidates,
+    EqualHeads,
+    SharedBudget,
+    Threshold,
+    best_of,
+    coverage_of,
+)
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.cache.gathered_heads import gather_heads, own_heads
 from kvkeep.cache.reach import placed
-from kvkeep.compress.budget.shared import Candidates, best_of, coverage_of
+from kvkeep.compress.budget.heads import Candidates, best_of, coverage_of
 from kvkeep.compress.method import Method
 from kvkeep.compress.pipeline import (
     PlacedSelection,

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvkeep.compress.attention import token_mask
 from kvkeep.compress.budget.coverage import amounts, covered
-from kvkeep.compress.budget.shared import Candidates, SharedBudget
+from kvkeep.compress.budget.heads import Candidates, SharedBudget
 from kvkeep.compress.method import Method
 from kvkeep.compress.protocols import Scorer, ScorerTraits
 from kvkeep.kernels.dispatch import places_of, ranks

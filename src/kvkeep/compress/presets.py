@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from kvkeep.arguments import Amount, Cosine, Count, Odd, Positive, Range, Share
 from kvkeep.compress.budget.coverage import COVERAGE
-from kvkeep.compress.budget.heads import AdaptiveHeads, Threshold
+from kvkeep.compress.budget.heads import AdaptiveHeads, SharedBudget, Threshold
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
-from kvkeep.compress.budget.shared import SharedBudget
 from kvkeep.compress.critical import Critical
 from kvkeep.compress.grouping import Blocks, Kind, Prototypes
 from kvkeep.compress.guard import Guard
