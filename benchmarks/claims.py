@@ -19,10 +19,9 @@ from claims_attention import hits as answer_hits
 from torch import Tensor
 
 import kvkeep
-from kvkeep.compress.attention import attention
+from kvkeep.compress.attention import attention, outlier_degree
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
-from kvkeep.compress.outliers import outlier_degree
 from kvkeep.model.load import load, quiet_transformers
 from kvkeep.types import Observation
 
@@ -174,7 +173,7 @@ def bias(lab: Lab) -> str:
 
 
 def tenth(attended: Tensor, degree: Tensor) -> float:
-    """Share of these tokens' attention that the tenth of highest degree gets; mean over key heads."""
+    """Share of these tokens' attention that the tenth of highest degree gets; mean over KV heads."""
     top = degree >= degree.quantile(0.9, dim=1, keepdim=True)
     return float(((attended * top).sum(1) / attended.sum(1)).mean())
 

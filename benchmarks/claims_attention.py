@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep.compress.attention import attention, squared_value_norms, token_mask
+from kvkeep.compress.attention import attention, pool, squared_value_norms, token_mask
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.pipeline import compress, update_token_state
-from kvkeep.compress.pooling import pool
 from kvkeep.compress.scorers.ahakv import relative_value_norms
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
 from kvkeep.types import Observation
@@ -155,7 +154,7 @@ def _hit(seen: Observation, voters: int, n: int, parts: Sequence[tuple[int, int]
 
 
 def positions(lab: Any, tokens: int = 3600, budget: int = 720) -> tuple[list[list], list[list], list[list]]:
-    """Mean over layers and key heads: each tenth of the text's share of the eviction score (figures 2a, 2b), its share
+    """Mean over layers and KV heads: each tenth of the text's share of the eviction score (figures 2a, 2b), its share
     of the kept tokens (2c, 5, 6) with their mean place and entropy, also without those kept for being recent, and 2d's
     share of tokens above a threshold.
     """

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import kvkeep
-from kvkeep.compress.attention import attention, attention_received, token_mask
+from kvkeep.compress.attention import attention, attention_received, outlier_degree, token_mask
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
-from kvkeep.compress.outliers import outlier_degree
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.kernels.dispatch import key_similarity
 from kvkeep.types import Observation
@@ -52,7 +51,7 @@ def degrees(lab: Any) -> str:
 
     found = lab.layers(look, _texts(lab), 1)
     head = ["layers", *(f"> {limit:g}" for limit in LIMITS), *(f"heads with any > {each:g}" for each in LIMITS[3:6])]
-    return table("Share of tokens by outlier degree, and of key heads that have any", head, _by_part(found))
+    return table("Share of tokens by outlier degree, and of KV heads that have any", head, _by_part(found))
 
 
 def similarities(lab: Any) -> str:
@@ -80,7 +79,7 @@ def clusters(lab: Any) -> str:
     found = [torch.stack(lab.watch(lambda seen: look(seen).cpu(), ids, 1)) for ids in texts]
     parts = zip(PARTS, thirds(torch.stack(found).nanmean(0)), strict=True)
     head = ["layers", *(f"Θ > {limit:g}" for limit in LIMITS)]
-    return table("Clustering degree Γ, median over key heads", head, [[name, *part.tolist()] for name, part in parts])
+    return table("Clustering degree Γ, median over KV heads", head, [[name, *part.tolist()] for name, part in parts])
 
 
 def clustering_degree(keys: Tensor, chosen: Tensor) -> Tensor:
@@ -116,7 +115,7 @@ def _attended(lab: Any, skip: int) -> str:
 
 
 def tenths(seen: Observation, skip: int) -> Tensor:
-    """The share of attention of each tenth of the context by degree, highest first; mean over key heads. [10]"""
+    """The share of attention of each tenth of the context by degree, highest first; mean over KV heads. [10]"""
     end = seen.tokens - DECODED
     degree = outlier_degree(seen, KAPPA)[:, skip:end]
     given = attention(seen, DECODED).mean((1, 2))[:, skip:end]
@@ -196,7 +195,7 @@ def needles(lab: Any) -> str:
             return torch.stack([own.mean(), rest.mean(), (own < rest).float().mean()])
 
         found.append(lab.layers(look, [ids], 1))
-    head = ["layers", "needle", "text around it", "key heads where the needle's is lower"]
+    head = ["layers", "needle", "text around it", "KV heads where the needle's is lower"]
     return table("Mean neighbourhood similarity", head, _by_part(torch.stack(found).mean(0)))
 
 

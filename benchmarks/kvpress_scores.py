@@ -27,7 +27,7 @@ METHODS = "snapkv", EXPECTED, ADAPTIVE, "kvzip"
 KEPT = 0.25, 0.125  # shares
 TASKS = "niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2"  # one number of seven digits each
 NEW_TOKENS = 32
-Masks = list[list[int]]  # of each layer and key head: bit p is set if token p is kept
+Masks = list[list[int]]  # of each layer and KV head: bit p is set if token p is kept
 
 
 def main() -> None:

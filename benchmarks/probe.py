@@ -28,8 +28,8 @@ from torch.nn.functional import normalize
 import kvkeep
 from kvkeep.compress.method import Method
 from kvkeep.compress.retrieval.index import OffloadedTokens, Representatives
-from kvkeep.compress.retrieval.query import Moments, activation_bias, concat_heads
 from kvkeep.kernels.torch.reference import causal_lower_right, probabilities
+from kvkeep.kernels.torch.retrieval_units import Moments, activation_bias, concat_heads
 from kvkeep.model.load import load, quiet_transformers
 from kvkeep.model.rope import Rotation, rotations
 from kvkeep.types import Observation
@@ -101,7 +101,7 @@ VARIANTS: dict[str, Probe] = {
     "bias, variance + 1 % of its mean": regularised,
     "bias, moments before the window": before,
     "bias, moments of directions": of_directions,
-    "bias, per key head": per_head,
+    "bias, per KV head": per_head,
     "bias, squared": lambda w: w.weighted(w.surprise().square()),
     "bias, softmax": lambda w: w.weighted(w.surprise().softmax(0)),
     "bias, softmax of the sum": lambda w: w.weighted((w.surprise() * w.queries.shape[1]).softmax(0)),

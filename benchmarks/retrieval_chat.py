@@ -28,7 +28,7 @@ import torch
 from kvkeep.cache.retrieval import LayerRetriever
 from kvkeep.compress.parse import parse
 from kvkeep.engine.sequence import Sequence, SequenceConfig
-from kvkeep.evaluate.tasks.ruler.haystack import NOISE, Essays
+from kvkeep.evaluate.tasks.ruler.niah import NOISE, Essays
 from kvkeep.model.chat import encode, eos_token_ids
 from kvkeep.model.load import load, quiet_transformers
 from kvkeep.storage.offload.layer_state import LayerState

@@ -6,7 +6,7 @@ from typing import Any
 
 import griffe
 
-FIELD = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*)(?=: )", re.M)  # "budget: tokens per key head"
+FIELD = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*)(?=: )", re.M)  # "budget: tokens per KV head"
 
 
 def as_markdown(text: str) -> str:

@@ -6,7 +6,7 @@ from functools import wraps
 import numpy as np
 import torch
 
-from kvkeep.compress.retrieval.query import Moments
+from kvkeep.kernels.torch.retrieval_units import Moments
 from kvkeep.storage.offload.host import HostStore
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1), (1, 1), (3, 3)]

@@ -88,7 +88,7 @@ AttentionMaskInterface.register("masked_reference", lambda *args, **kwargs: None
 def reference(model, ids: Tensor, stages: Sequence[tuple[int, list]]) -> Tensor:
     """Logits of a stock model whose queries from `end` on see, of what came before it, only what was kept.
 
-    stages: (end, kept) in order, kept [layer][key head] -> positions before end.
+    stages: (end, kept) in order, kept [layer][KV head] -> positions before end.
     """
     shape = {name: getattr(model.config, name) for name in SHAPE}
     config = type(model.config)(**shape, attn_implementation="masked_reference")
@@ -106,7 +106,7 @@ def reference(model, ids: Tensor, stages: Sequence[tuple[int, list]]) -> Tensor:
 
 
 def row(cache, which: int = 0) -> list:
-    """What every layer kept of one row: [layer][key head] -> positions."""
+    """What every layer kept of one row: [layer][KV head] -> positions."""
     return [layer[which] for layer in kept(cache)]
 
 

@@ -11,13 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvkeep"
-LOW = {"types", "errors", "arguments", "plugins", "registry", "terminal"}
+LOW = {"types", "errors", "arguments", "registry", "terminal"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
     "arguments": {"errors"},
-    "plugins": set(),
-    "registry": {"errors", "plugins"},
+    "registry": {"errors"},
     "terminal": set(),
     "kernels": {"types"},
     "compress": LOW | {"kernels"},
@@ -41,12 +40,15 @@ def part(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
+    """All that a file imports, within functions, for type checkers and by `import_module` included."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found |= {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
     return found
 
 
@@ -57,6 +59,13 @@ FILES = [path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py"
 def test_imports_point_down(path):
     ours = {name.split(".")[1] for name in imported(path) if re.match(r"kvkeep\.", name)}
     assert ours <= MAY_IMPORT[part(path)] | {part(path)}
+
+
+def test_the_core_runs_without_evaluation_and_commands():
+    core = {"cache", "compress", "engine", "kernels", "model", "storage", "serve"}
+    beside = ("kvkeep.bench", "kvkeep.cli", "kvkeep.evaluate", "kvkeep.pages", "kvkeep.plots")
+    users = {path for path in FILES if part(path) in core for name in imported(path) if str(name).startswith(beside)}
+    assert not users, users
 
 
 def test_only_model_touches_transformers():
@@ -83,7 +92,7 @@ def test_readme_shows_every_folder():
 
 
 def imports_of_ours() -> dict[str, set[str]]:
-    """Every module and the modules it imports, late imports and those for type checkers included."""
+    """Every module and the modules it imports."""
     name = {path: ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts) for path in FILES}
     modules = set(name.values())
     return {name[path]: (imported(path) & modules) - {name[path]} for path in FILES}
@@ -98,8 +107,12 @@ def test_no_import_circle():
 
 def test_triton_only_through_dispatch():
     users = {path.relative_to(SOURCE).as_posix() for path in FILES if any("triton" in name for name in imported(path))}
-    beside = {user for user in users if not user.startswith("kernels/triton/")}
-    assert not beside, beside
+    assert {user for user in users if not user.startswith("kernels/triton/")} == {"kernels/dispatch.py"}
+
+
+def test_one_table_of_kernels():
+    makers = [path for path in FILES if re.search(r"\bKernel(Dispatch)?\(", path.read_text())]
+    assert makers == [SOURCE / "kernels" / "dispatch.py"]
 
 
 def test_no_file_name_twice():

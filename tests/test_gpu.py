@@ -14,7 +14,7 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.sequence import SequenceConfig
-from kvkeep.kernels.torch import rotation
+from kvkeep.kernels.torch import elementwise
 from kvkeep.model import cuda_graph
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.fused import fused_ops
@@ -204,7 +204,7 @@ def test_a_kernel_started_again_is_the_one_for_its_arguments():
         angle = torch.randn(n, dim // 2, device="cuda")
         turns = torch.cat([angle, angle], 1).cos(), torch.cat([-angle, angle], 1).sin()
         for angles in ([turns], [turns, turns]):
-            got, want = apply_rope.rotate(keys, *angles), rotation.rotate(keys, *angles)
+            got, want = apply_rope.rotate(keys, *angles), elementwise.rotate(keys, *angles)
             bound = 2e-6 if kind == torch.float32 else 2 * torch.finfo(kind).eps  # rounded alike, unless on a verge
             assert (got.float() - want.float()).abs().max() <= bound * keys.float().abs().max()
         table = torch.empty(3, 4 + n, dtype=torch.int64, device="cuda")

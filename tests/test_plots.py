@@ -9,7 +9,7 @@ import torch
 import kvkeep
 from kvkeep.cache.shaded_text import ShadedText
 from kvkeep.errors import CacheMisuse
-from kvkeep.model.token_texts import token_texts
+from kvkeep.model.user_text import token_texts
 
 TEXT = "The keeper counted <b>geese</b> & 🦢🦢, مرحبا.\n" * 6
 
@@ -30,7 +30,7 @@ def test_maps_show_what_is_kept(cache):
     figure = plots.budgets(cache)
     panel, bar = figure.axes
     assert panel.images[0].get_array().tolist() == [[len(head) for head in heads] for heads in kept]
-    assert (panel.get_xlabel(), panel.get_ylabel(), bar.get_ylabel()) == ("key head", "layer", "tokens kept")
+    assert (panel.get_xlabel(), panel.get_ylabel(), bar.get_ylabel()) == ("KV head", "layer", "tokens kept")
     n = ids.shape[1]
     shares = plots.kept_map(cache, bins=10).axes[0].images[0].get_array().tolist()
     for heads, row in zip(kept, shares, strict=True):

@@ -14,7 +14,7 @@ import torch
 from conftest import make_llama
 
 import kvkeep
-from kvkeep import plugins
+from kvkeep import registry
 from kvkeep.compress.presets import METHODS
 from kvkeep.compress.retrieval.chunking import Chunks
 from kvkeep.compress.retrieval.config import RetrievalConfig
@@ -284,8 +284,8 @@ def test_a_registered_task(registered, tmp_path):
 
 def test_a_plugin_that_cannot_be_imported_is_a_warning(monkeypatch):
     point = EntryPoint("bad", "no_such_module.at_all", "kvkeep.methods")
-    monkeypatch.setattr(plugins, "_loaded", set())
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
+    monkeypatch.setattr(registry, "_loaded", set())
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
     with pytest.warns(UserWarning, match=r"the plugin 'bad' \(no_such_module.at_all, in kvkeep.methods\)"):
         assert "snapkv" in kvkeep.methods
     assert len(kvkeep.methods) == len(METHODS)  # asked once

@@ -44,7 +44,7 @@ def passes():
 
 
 def held_after(method, budget, step):
-    """Tokens per key head, on average, after so many decode steps over a full cache."""
+    """Tokens per KV head, on average, after so many decode steps over a full cache."""
     every = method.schedule.every
     return budget + (step if every is None else step % every)
 

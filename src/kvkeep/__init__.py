@@ -30,19 +30,7 @@ _HOME = {  # imported when first used, so that `import kvkeep` costs nothing
     "register_task": "kvkeep.evaluate.suite",
     "select": "kvkeep.compress.api",
 }
-__all__ = [
-    "Cache",
-    "Context",
-    "Engine",
-    "Guard",
-    "Method",
-    "Selection",
-    "load",
-    "methods",
-    "register_method",
-    "register_task",
-    "select",
-]
+__all__ = sorted(_HOME)
 
 
 def __dir__() -> list[str]:

@@ -45,7 +45,7 @@ class Range:
         return inside and (value % 2 == 1 or not self.odd)
 
     def __str__(self) -> str:
-        """For example "1 or more", "0 to 1", or "more than 0, up to 1"."""
+        """Say the range, for example "1 or more", "0 to 1", or "more than 0, up to 1"."""
         low = f"more than {self.above}" if self.above > -inf else f"{self.least} or more"
         if self.below < inf:
             low += f", less than {self.below}"
@@ -103,7 +103,7 @@ def hints(owner: Any) -> dict[str, Any]:
 
 @cache
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """Of each alternative of an annotation: what a value must be, what to say, and its range or its values."""
+    """List, for each alternative of an annotation, what a value must be, what to say, and its range or its values."""
     if get_origin(hint) in (Union, UnionType):
         return tuple(found for each in get_args(hint) for found in _alternatives(each))
     if get_origin(hint) is Literal:

@@ -28,7 +28,7 @@ STYLE: dict[Any, Any] = {
 
 
 def kept_map(cache: Cache, row: int = 0, bins: int = 120) -> Any:
-    """Where in the text each layer keeps tokens: the share of every stretch, over its key heads. -> a figure"""
+    """Where in the text each layer keeps tokens: the share of every stretch, over its KV heads. -> a figure"""
     layers, seen = _kept(cache, row), cache.tracker.seen[row]
     bins = min(bins, seen)
     edges = [-(-i * seen // bins) for i in range(bins + 1)]  # token i is in stretch i * bins // seen
@@ -45,14 +45,14 @@ def kept_map(cache: Cache, row: int = 0, bins: int = 120) -> Any:
 
 
 def budgets(cache: Cache, row: int = 0) -> Any:
-    """How many tokens every key head of every layer keeps. -> a figure"""
+    """How many tokens every KV head of every layer keeps. -> a figure"""
     counts = [[len(head) for head in heads] for heads in _kept(cache, row)]
     title = f"{cache.method.name}, budget {cache.budget}: tokens kept"
-    return _heat(counts, cache, title, "key head", "tokens kept", max(map(max, counts)))
+    return _heat(counts, cache, title, "KV head", "tokens kept", max(map(max, counts)))
 
 
 def _kept(cache: Cache, row: int) -> list[list[list[int]]]:
-    """[layer][key head] -> token positions"""
+    """[layer][KV head] -> token positions"""
     if not cache.seen:
         raise CacheMisuse("this cache is empty; show it after a forward pass.")
     return [cache.kept(layer)[row] for layer in cache.compressed_layers]

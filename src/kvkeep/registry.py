@@ -1,14 +1,39 @@
-"""Dictionaries of names that suggest the nearest known name for an unknown one, and take more from other packages."""
+"""Dictionaries of names that suggest the nearest known name for an unknown one, and take more from other packages.
+
+Other packages add methods and tasks by entry points: each names a module, and importing it registers them.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Iterable
+from importlib.metadata import entry_points
+from threading import RLock
 from typing import Any
 
 from kvkeep.errors import BadParameter, UnknownName
-from kvkeep.plugins import load
+
+_loaded: set[str] = set()
+_lock = RLock()
+
+
+def load_plugins(group: str) -> None:
+    """Import what installed packages name in this group, once; what cannot be imported is left out, with a warning."""
+    with _lock:
+        if group in _loaded:
+            return
+        _loaded.add(group)
+        for point in entry_points(group=group):
+            try:
+                point.load()
+            except Exception as error:  # whatever other packages raise
+                warnings.warn(
+                    f"the plugin '{point.name}' ({point.value}, in {group}) could not be imported, so what it adds is "
+                    f"missing: {type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -34,7 +59,7 @@ class Registry(dict):
 
     def load_plugins(self) -> None:
         if self.plugins:
-            load(self.plugins)
+            load_plugins(self.plugins)
 
     def __missing__(self, name: str) -> Any:
         self.load_plugins()

@@ -15,17 +15,17 @@ Rotate = Callable[..., Tensor]  # moves vectors [.., n, dim] by [.., n] position
 
 
 def stay(vectors: Tensor, by: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """In the place of a rotation: vectors without positions."""
+    """Leave vectors as they are: a rotation of those without positions."""
     return vectors if dtype is None else vectors.to(dtype)
 
 
 NOTHING = torch.empty(0)  # in place of a tensor that is not needed
-PAD_POSITION = 2**31 - 1  # of padding where key heads hold different numbers of tokens: later than any query
+PAD_POSITION = 2**31 - 1  # of padding where KV heads hold different numbers of tokens: later than any query
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens per key head: so many, or a fraction of the tokens seen, but no more than `most`."""
+    """Tokens per KV head: so many, or a fraction of the tokens seen, but no more than `most`."""
 
     value: int | float
     most: int = PAD_POSITION
@@ -35,13 +35,13 @@ class Budget:
             object.__setattr__(self, "value", min(self.value, self.most))
 
     def tokens(self, seen: int) -> int:
-        """For a text of `seen` tokens."""
+        """The budget in tokens for a text of `seen` tokens."""
         return self.value if isinstance(self.value, int) else min(self.most, max(1, int(self.value * seen + 1e-9)))
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Keys and values with per-token data: [n, …] for one key head, [kv_heads, n, …] for several."""
+    """Keys and values with per-token data: [n, …] for one KV head, [kv_heads, n, …] for several."""
 
     keys: Tensor
     values: Tensor
@@ -67,7 +67,7 @@ class Tokens:
 class Observation:
     """One layer of one sequence as a scorer sees it: the newest queries and every key they attend to. Read-only.
 
-    Queries are at positions `seq_len - w … seq_len - 1`. Tokens of a key head are in ascending order of position;
+    Queries are at positions `seq_len - w … seq_len - 1`. Tokens of a KV head are in ascending order of position;
     a head with fewer tokens than the longest is padded at the end with position PAD_POSITION.
     """
 
@@ -75,7 +75,7 @@ class Observation:
     keys: Tensor  # [kv_heads, n, dim]
     values: Tensor  # [kv_heads, n, dim]
     token_positions: Tensor  # [kv_heads, n] index of each token in the text
-    lengths: tuple[int, ...]  # tokens per key head, padding excluded
+    lengths: tuple[int, ...]  # tokens per KV head, padding excluded
     seq_len: int  # tokens of text so far
     new: int  # of them, those of this forward pass
     scale: float  # the model's softmax scale
@@ -124,7 +124,7 @@ class Observation:
 
     @property
     def is_padded(self) -> bool:
-        """Some key heads hold fewer tokens than others."""
+        """Some KV heads hold fewer tokens than others."""
         return min(self.lengths) < self.tokens
 
     @property
@@ -138,7 +138,7 @@ class Observation:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the longest key head."""
+        """Tokens of the longest KV head."""
         return self.keys.shape[1]
 
 
@@ -175,7 +175,7 @@ class Replayed:
 class Step:
     """One decode step of all rows (layers of one shape are further rows).
 
-    Every key head has n slots, with tokens in any order, the new one included. A slot without a token has the position
+    Every KV head has n slots, with tokens in any order, the new one included. A slot without a token has the position
     PAD_POSITION and a logit of -inf. All is on the device: a step must not wait for the host.
     """
 
@@ -195,7 +195,7 @@ class Step:
         return self.softmax(self.logits)
 
     def softmax(self, logits: Tensor) -> Tensor:
-        """Of logits like the step's, with its sink logits."""
+        """Softmax of logits like the step's, with its sink logits."""
         if self.sink_logits is None:
             return logits.softmax(-1)
         return torch.cat([logits, self.sink_logits[..., None].float()], -1).softmax(-1)[..., :-1]
@@ -206,9 +206,9 @@ class Selection:
     """The tokens one layer of one sequence keeps: output of compress/, input of the cache."""
 
     index: Tensor  # [kv_heads, longest] token indices, ascending; padding beyond a head's length
-    lengths: tuple[int, ...]  # tokens kept per key head
+    lengths: tuple[int, ...]  # tokens kept per KV head
     coverage: float | None = None  # share of the scores that they make up, where that decides how many they are
 
     def tolist(self) -> list[list[int]]:
-        """Per key head, the kept token indices in ascending order."""
+        """Per KV head, the kept token indices in ascending order."""
         return [row[:length] for row, length in zip(self.index.tolist(), self.lengths, strict=True)]

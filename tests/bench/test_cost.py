@@ -8,9 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvkeep.bench.baselines import Eager, Static, StaticSteps
-from kvkeep.bench.cost import Cost, Plan, costs
-from kvkeep.bench.roofline import COPIED, Roofline
+from kvkeep.bench.cost import Cost, Eager, Plan, Static, StaticSteps, costs
+from kvkeep.bench.timing import COPIED, Roofline
 from kvkeep.cli import bench
 from kvkeep.cli.app import app
 from kvkeep.errors import BadParameter
@@ -35,7 +34,7 @@ def test_costs_of_every_cell_beside_the_uncompressed_model():
         assert cost.step_ratio == pytest.approx(cost.step_s / plain.step_s)
         assert cost.prefill_ratio == pytest.approx(cost.prefill_s / plain.prefill_s)
         assert cost.tokens_per_s == pytest.approx(cost.batch / cost.step_s) and cost.step_s > 0
-        token = 2 * 2 * 2 * 16 * 4  # layers, key heads, key and value, numbers, bytes
+        token = 2 * 2 * 2 * 16 * 4  # layers, KV heads, key and value, numbers, bytes
         kept = {"full": cost.context}.get(cost.method, 32 if cost.budget == 32 else cost.context // 2)
         if cost.by == "static":
             kept = -(-(cost.context + 6) // 16) * 16  # room for two steps and four to spare

@@ -20,7 +20,7 @@ LAYERS = HEADS = 4
 
 
 def by_position(seen, budget):
-    """A score of a key head and token position, whatever else is there."""
+    """A score of a KV head and token position, whatever else is there."""
     where = seen.token_positions.long().clamp_max(399)
     return NUMBERS[: seen.kv_heads].gather(1, where)
 

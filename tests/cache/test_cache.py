@@ -267,7 +267,7 @@ def test_a_report_parts_what_was_kept_of_the_prompt_from_what_was_generated(tiny
         tiny(IDS[:, i : i + 1], past_key_values=cache)
     report = cache.report()
     assert report.kept == {"prompt": 60, "generated": 18} and report.kept_per_head == 78
-    assert "kept per key head 60 of the prompt + 18 generated (4 layers × 4 heads, on average)" in str(report)
+    assert "kept per KV head 60 of the prompt + 18 generated (4 layers × 4 heads, on average)" in str(report)
     cache.save(tmp_path / "c")
     assert kvkeep.Cache.load(tmp_path / "c", tiny).report().kept == report.kept == cache.fork().report().kept
     tiny(IDS[:, :30], past_key_values=cache)  # a second turn: what was generated is part of its prompt
@@ -300,10 +300,10 @@ def test_rows_of_a_batch_have_prompts_of_their_own(tiny):
 
 def test_a_cache_says_in_a_line_what_it_is(tiny):
     cache = kvkeep.Cache(tiny, "snapkv", 60)
-    assert repr(cache) == "<kvkeep.Cache snapkv, budget 60: 0 tokens seen, 0 of the prompt kept per key head, 0 B>"
+    assert repr(cache) == "<kvkeep.Cache snapkv, budget 60: 0 tokens seen, 0 of the prompt kept per KV head, 0 B>"
     tiny(IDS, past_key_values=cache)
     tiny(IDS[:, :1], past_key_values=cache)
-    held = "60 of the prompt + 1 generated kept per key head"
+    held = "60 of the prompt + 1 generated kept per KV head"
     size = format_bytes(cache.nbytes)
     assert repr(cache) == f"<kvkeep.Cache snapkv, budget 60: {IDS.shape[1] + 1} tokens seen, {held}, {size}>"
     away = kvkeep.Cache(tiny, "quest", 60)

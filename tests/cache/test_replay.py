@@ -28,7 +28,7 @@ from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.evaluate.shared_prefill import prefill_shared
 from kvkeep.kernels.dispatch import appended_attention
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.output_projection import hidden_norms, output_weight
+from kvkeep.model.projections import hidden_norms, output_weight
 from kvkeep.model.user_text import ids_of
 
 IDS = torch.randperm(128, generator=torch.Generator().manual_seed(7))[None, :90]

@@ -15,7 +15,7 @@ import kvkeep
 from kvkeep.cache import retrieval
 from kvkeep.cache.retrieval import LayerRetriever, PrefillChunk
 from kvkeep.compress.parse import parse
-from kvkeep.compress.retrieval import topk
+from kvkeep.compress.retrieval import index as unit_index
 from kvkeep.errors import BadParameter, BudgetTooSmall, CacheMisuse, UnsupportedModel
 from kvkeep.storage.offload.device_lru import DeviceLRU
 
@@ -176,7 +176,7 @@ def test_the_device_holds_the_budget_and_the_host_the_rest(spec):
 
 
 def tokens_in_memory(state):
-    """Tokens per key head that the device really holds, by the storages of all keys a state refers to."""
+    """Tokens per KV head that the device really holds, by the storages of all keys a state refers to."""
     keys = [state.near[0], *(pair[0] for pair in (state.sinks, state.retrieved and state.retrieved.pair) if pair)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in keys if t.numel()}
     return sum(storages.values()) // keys[0][:, :1].nbytes
@@ -265,7 +265,7 @@ def test_layers_share_what_they_fetch_and_never_more(monkeypatch):
 def test_shares_follow_density_or_its_reverse(reverse, monkeypatch):
     """ActQKV, appendix D.3: with 1 / density the layers of lowest density fetch most."""
     known, shares, share = iter([2.0, 1.5, 3.0, 1.0, 2.5, 0.5, 4.0]), [], retrieval.density_share
-    monkeypatch.setattr(topk, "score_entropy", lambda scores: next(known))
+    monkeypatch.setattr(unit_index, "score_entropy", lambda scores: next(known))
     monkeypatch.setattr(retrieval, "density_share", lambda *given: shares.append(share(*given)) or shares[-1])
     model = llama(num_hidden_layers=4)
     cache = kvkeep.Cache(model, "actqkv", 64, chunk=2, sinks=2, local=10, reverse=reverse)

@@ -1,4 +1,4 @@
-"""One budget for the key heads of all layers, in a cache: exact, bounded in memory, and as usable as any other."""
+"""One budget for the KV heads of all layers, in a cache: exact, bounded in memory, and as usable as any other."""
 
 import pytest
 import torch

@@ -13,11 +13,11 @@ from oracles.protokv import oracle_protokv
 from oracles.snapkv import oracle_snapkv
 
 import kvkeep
+from kvkeep.compress.attention import uniform
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.scorers.ahakv import gain
 from kvkeep.compress.scorers.chance import POSITIONS
-from kvkeep.compress.uniform import uniform
 from kvkeep.errors import BadParameter
 from kvkeep.types import PAD_POSITION
 

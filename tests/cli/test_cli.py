@@ -65,7 +65,7 @@ def document(tmp_path):
 def test_run_prints_the_answer_and_what_was_saved(tiny, document):
     done = kvkeep_("run", document, "How many?", "--budget", 100, "--max-new-tokens", 5)
     assert done.exit_code == 0, done.output
-    for words in ("prompt tokens", "kept per key head", "cache holds", "would hold", "first token", "per second"):
+    for words in ("prompt tokens", "kept per KV head", "cache holds", "would hold", "first token", "per second"):
         assert words in done.stdout
     assert done.stderr == "kvkeep_lookahead: prefill\n"  # no terminal: a log
     assert tiny[0]["name"] == "default"
@@ -666,7 +666,7 @@ def test_eval_with_nothing_to_do(tiny, tmp_path, monkeypatch):
 
 
 def test_inspect_writes_a_page(tiny, document, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.cli.inspect_page.load", kvkeep.cli.run.load)
+    monkeypatch.setattr("kvkeep.cli.pages.load", kvkeep.cli.run.load)
     args = ("inspect", document, "How many?", "--max-new-tokens", 3, "-o", tmp_path / "page.html")
     done = kvkeep_(*args, "--methods", "snapkv, full,streamingllm,snapkv", "--budget", 100)
     assert done.exit_code == 0, done.output

@@ -6,8 +6,7 @@ from typer.testing import CliRunner
 from kvkeep.cli import reproduce as command
 from kvkeep.cli.app import app
 from kvkeep.errors import BadInput, NoData
-from kvkeep.evaluate.recipes.jobs import jobs
-from kvkeep.evaluate.recipes.recipe import recipe
+from kvkeep.evaluate.recipes.recipe import jobs, recipe
 from kvkeep.evaluate.suite import RULER_SAMPLES
 
 

@@ -103,7 +103,7 @@ def test_a_conversation(tiny):
     assert done.exit_code == 0, done.output
     assert "/help is no command; there are /new and /quit." in done.stderr
     answers = done.stderr.split("\n")[-4:-1]
-    assert len([line for line in answers if line.startswith("[64 of ") and "tokens kept per key head" in line]) == 3
+    assert len([line for line in answers if line.startswith("[64 of ") and "tokens kept per KV head" in line]) == 3
     counts = r"of (\d+) tokens.*; (\d+) reused from earlier turns, (\d+) prefilled"
     numbers = [tuple(map(int, re.search(counts, line).groups())) for line in answers]
     first, second, again = (reused for _, reused, _ in numbers)

@@ -28,13 +28,13 @@ from oracles.snapkv import oracle_chunkkv, oracle_snapkv, scores_chunkkv, scores
 from oracles.tova import oracle_tova, scores_tova
 
 import kvkeep
+from kvkeep.compress.attention import uniform
 from kvkeep.compress.budget.heads import AdaptiveHeads
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.parse import parse
 from kvkeep.compress.positions import Capped, Contiguous, Gap, PlacementInput
 from kvkeep.compress.scorers.protokv import ProtoKVScorer
-from kvkeep.compress.select import Units
-from kvkeep.compress.uniform import uniform
+from kvkeep.kernels.torch.ranking import Units
 from kvkeep.types import PAD_POSITION, Observation
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1), (8, 2)]

@@ -8,19 +8,27 @@ from oracles import frontier
 from test_against_oracles import assert_same, draw, ours
 
 import kvkeep
-from kvkeep.compress.attention import gram
+from kvkeep.compress.attention import gram, uniform
 from kvkeep.compress.budget.coverage import Needed, amounts
-from kvkeep.compress.budget.heads import AdaptiveHeads, EqualHeads, Threshold
-from kvkeep.compress.budget.shared import Candidates, SharedBudget, best_of, coverage_of
+from kvkeep.compress.budget.heads import (
+    AdaptiveHeads,
+    Candidates,
+    EqualHeads,
+    SharedBudget,
+    Threshold,
+    best_of,
+    coverage_of,
+)
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
+from kvkeep.compress.pipeline import first
 from kvkeep.compress.scorers.chance import POSITIONS
 from kvkeep.compress.scorers.compactor import CompactorScorer
 from kvkeep.compress.scorers.echo import Repetition
-from kvkeep.compress.select import ranks, select
-from kvkeep.compress.uniform import uniform
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.dispatch import ranks
+from kvkeep.kernels.torch.ranking import ranked
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.types import Observation, Tokens
 
@@ -233,7 +241,7 @@ def test_threshold(seed):
     if n > budget:
         held = torch.from_numpy(scores)
         quota = Threshold(EqualHeads(), tau)(held, must, [n] * heads, budget)
-        kept = select(held, must, torch.ones_like(must), None, quota).tolist()
+        kept = first(ranked(held, must, torch.ones_like(must), None), quota).tolist()
         assert kept == frontier.threshold(scores, forced, budget, tau)
 
 

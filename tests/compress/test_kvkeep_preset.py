@@ -10,12 +10,12 @@ import kvkeep
 
 DEFAULTS = dict(window=32, pool=7, block=16, sinks=4, alpha=0.5)
 OTHER = dict(window=8, pool=5, block=4, sinks=2, alpha=0.25)
-GROUPS = [(4, 4), (2, 2), (4, 2), (6, 2), (8, 2), (6, 3), (4, 1), (3, 1), (1, 1)]  # query heads, key heads
+GROUPS = [(4, 4), (2, 2), (4, 2), (6, 2), (8, 2), (6, 3), (4, 1), (3, 1), (1, 1)]  # query heads, KV heads
 SLACK = 1e-5  # float32 sums are off by about 1e-6: rivals this close, relative to the better one, may swap places
 
 
 def votes_of(queries, keys, w):
-    """Per key head and token: attention of the last w queries, summed over them, averaged over the head's group."""
+    """Per KV head and token: attention of the last w queries, summed over them, averaged over the head's group."""
     n, d, group = len(keys[0]), len(keys[0][0]), len(queries) // len(keys)
     votes = [[0.0] * n for _ in keys]
     for head, rows in enumerate(queries):
@@ -93,7 +93,7 @@ def choose(scores, forced, budget, block, alpha):
 
 
 def scored(queries, keys, values, budget, window, pool, sinks, how=max, power=1.0):
-    """Scores per key head, and the tokens that stay whatever their score."""
+    """Scores per KV head, and the tokens that stay whatever their score."""
     queries, keys, values = queries.tolist(), keys.tolist(), values.tolist()
     n = len(keys[0])
     w = min(max(1, min(window, budget // 2)), n)

@@ -12,7 +12,7 @@ import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.compress.scorers.kvzip import Replay, output_gram
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.torch import reference
+from kvkeep.kernels.torch import scoring
 from kvkeep.types import Replayed
 
 
@@ -50,9 +50,9 @@ def test_blocks_of_queries_soft_caps_and_sink_logits(softcap, monkeypatch):
     """However few queries come at a time, the same; and as the softmax over one row says."""
     torch.manual_seed(0)
     q, own, keys, sinks, extra = (torch.randn(*s) for s in ((4, 50, 8), (2, 50, 8), (2, 20, 8), (2, 3, 8), (4,)))
-    whole = reference.repeated_attention(q, own, keys, sinks, 0.5, softcap, extra)
-    monkeypatch.setitem(reference.BLOCK_PROBS, "cpu", 1)
-    torch.testing.assert_close(reference.repeated_attention(q, own, keys, sinks, 0.5, softcap, extra), whole)
+    whole = scoring.repeated_attention(q, own, keys, sinks, 0.5, softcap, extra)
+    monkeypatch.setitem(scoring.BLOCK_PROBS, "cpu", 1)
+    torch.testing.assert_close(scoring.repeated_attention(q, own, keys, sinks, 0.5, softcap, extra), whole)
     logits = (
         torch.cat([sinks, keys, own], 1).repeat_interleave(2, 0) @ q.transpose(1, 2) * 0.5
     )  # [heads, keys, queries]

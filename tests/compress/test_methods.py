@@ -12,15 +12,16 @@ from masked_reference import forward_rows
 import kvkeep
 from kvkeep.compress.budget.heads import AdaptiveHeads
 from kvkeep.compress.budget.layers import distribute
-from kvkeep.compress.grouping.prototypes import Prototypes
+from kvkeep.compress.grouping import Prototypes
 from kvkeep.compress.method import Method, Preset
 from kvkeep.compress.parse import _convert, parse
+from kvkeep.compress.pipeline import first
 from kvkeep.compress.presets import METHODS as PRESETS
 from kvkeep.compress.presets import MODIFIERS
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
 from kvkeep.compress.scorers.protokv import ProtoKVScorer
-from kvkeep.compress.select import Units, select
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.torch.ranking import Units, ranked
 from kvkeep.types import Observation
 
 METHODS = EVICTING
@@ -116,7 +117,7 @@ def test_memory_is_what_is_kept_and_that_is_the_budget(spec):
         if turn == 300:
             for layers in zip(*cache.report().tokens, strict=True):  # of each row
                 assert sum(map(sum, layers)) == 2 * 4 * budget and all(sum(layer) > 0 for layer in layers)
-            claimed = 2 * 2 * 4 * budget * 2 * 8 * 4  # rows, layers, key heads, budget, keys and values, dim, float32
+            claimed = 2 * 2 * 4 * budget * 2 * 8 * 4  # rows, layers, KV heads, budget, keys and values, dim, float32
             assert abs(cache.nbytes - claimed) <= 0.02 * claimed
         for step in (1, 2):
             model(torch.randint(0, 128, (2, 1)), past_key_values=cache)
@@ -149,13 +150,13 @@ def test_h2o_in_pieces_remembers_every_query(piece):
 
 def test_the_mass_of_a_long_text_is_summed_in_blocks(monkeypatch):
     """However little may be held at a time, the column sums are the same."""
-    from kvkeep.kernels.torch import reference
+    from kvkeep.kernels.torch import scoring
 
     q, k, _ = draw(300)
     where = torch.arange(300).expand(2, -1)
-    whole = reference.column_mass(q, k, where, 300, 0.25)
-    monkeypatch.setitem(reference.BLOCK_PROBS, "cpu", 1)
-    torch.testing.assert_close(reference.column_mass(q, k, where, 300, 0.25), whole, atol=1e-4, rtol=0)
+    whole = scoring.column_mass(q, k, where, 300, 0.25)
+    monkeypatch.setitem(scoring.BLOCK_PROBS, "cpu", 1)
+    torch.testing.assert_close(scoring.column_mass(q, k, where, 300, 0.25), whole, atol=1e-4, rtol=0)
     assert whole.sum().item() == pytest.approx(2 * 300, rel=1e-5)
 
 
@@ -326,7 +327,7 @@ def test_padding_comes_after_every_unit_however_many_there_are():
     scores = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, float("-inf")]])
     real, none = scores > float("-inf"), torch.zeros(2, 3, dtype=torch.bool)
     units = Units(torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.tensor([[9.0, 1.0, 2.0] + [5.0] * 9] * 2))
-    assert select(scores, none, real, units, [2, 2]).tolist() == [[0, 2], [0, 1]]
+    assert first(ranked(scores, none, real, units), [2, 2]).tolist() == [[0, 2], [0, 1]]
 
 
 @pytest.mark.parametrize("spec", SELECTING)

@@ -182,7 +182,7 @@ def test_page_bounds(seed):
 def test_no_product_exceeds_the_bound(data):
     """Worth >= mean over the group's heads of the largest q·k >= largest product of their mean query with a key.
 
-    With one query head per key head that is the bound itself. With more it does not bound the best head's product.
+    With one query head per KV head that is the bound itself. With more it does not bound the best head's product.
     """
     group, kv_heads, n, dim = (data.draw(st.integers(1, most)) for most in (3, 2, 6, 4))
     numbers = st.floats(-100, 100, width=32)
@@ -206,7 +206,7 @@ def test_the_bound_of_a_group_is_not_that_of_its_best_head():
 
 
 def centred(rng, k):
-    """Units per key head (some heads may have nobody in one), their centres and their sizes."""
+    """Units per KV head (some heads may have nobody in one), their centres and their sizes."""
     kv_heads, n, dim = k.shape
     if rng.random() < 0.5:
         member = np.stack([cut_up(rng, n)] * kv_heads)

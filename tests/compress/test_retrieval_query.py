@@ -5,7 +5,7 @@ import pytest
 from draws import close, draw, in_windows, many, noise, single
 from oracles import retrieval as r
 
-from kvkeep.compress.retrieval.query import activation_bias, concat_heads
+from kvkeep.kernels.torch.retrieval_units import activation_bias, concat_heads
 
 
 @pytest.mark.core

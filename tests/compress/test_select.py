@@ -5,9 +5,10 @@ import torch
 from conftest import make_llama
 
 import kvkeep
-from kvkeep.compress import pipeline, select
+from kvkeep.compress import pipeline
 from kvkeep.compress.budget import heads
-from kvkeep.compress.select import Units
+from kvkeep.kernels.torch import ranking
+from kvkeep.kernels.torch.ranking import Units
 
 
 def drawn(seed):
@@ -32,30 +33,29 @@ def test_all_rows_at_once_are_rows_one_by_one(seed, monkeypatch):
     budget = int(torch.randint(1, max(lengths) + 1, ()))
     both = []
     for packs in (False, True):
-        for module in (select, heads):
-            monkeypatch.setattr(module, "packs", lambda scores, packs=packs: packs)
-        order = select.ranked(scores, forced, tokens, units)
+        monkeypatch.setattr(ranking, "packs", lambda scores, packs=packs: packs)
+        order = ranking.ranked(scores, forced, tokens, units)
         quota = heads.AdaptiveHeads(0.3)(scores, forced, lengths, budget, units)
         assert quota == heads.AdaptiveHeads(0.3)(scores, forced, lengths, budget, units, order)
-        both.append((order.tolist(), quota, select.best_first(scores).tolist()))
+        both.append((order.tolist(), quota, ranking.best_first(scores).tolist()))
     assert both[0] == both[1]
-    assert torch.equal(select.inverse(order).gather(1, order), torch.arange(order.shape[1]).expand_as(order))
+    assert torch.equal(ranking.inverse(order).gather(1, order), torch.arange(order.shape[1]).expand_as(order))
 
 
-@pytest.mark.parametrize("rows", [select.ROWS, select.ROWS + 1, 9000])
+@pytest.mark.parametrize("rows", [ranking.ROWS, ranking.ROWS + 1, 9000])
 def test_more_rows_than_numbers_fit_beside_the_keys(rows, monkeypatch):
     """Partitions of a long text, in all heads: `lagkv` has 8,000 of 131,000 tokens."""
-    monkeypatch.setattr(select, "packs", lambda scores: True)
+    monkeypatch.setattr(ranking, "packs", lambda scores: True)
     scores = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0)).round()
     want = [sorted(range(3), key=lambda i: (-row[i], -i)) for row in scores.tolist()]
-    assert select.best_first(scores).tolist() == want
+    assert ranking.best_first(scores).tolist() == want
 
 
 def test_integers_are_in_the_order_of_the_scores():
     scores = torch.tensor([float("-inf"), -3e38, -1.0, -1e-45, -0.0, 0.0, 1e-45, 2.0, float("inf")])
-    keys = select.sortable(scores).tolist()
+    keys = ranking.sortable(scores).tolist()
     assert keys[4] == keys[5] and sorted(set(keys)) == [*keys[:4], *keys[5:]]
-    assert keys[0] >= 0 and keys[-1] <= select.MOST
+    assert keys[0] >= 0 and keys[-1] <= ranking.MOST
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def top(scores: Tensor, budget: int, window: int) -> list[list[int]]:
 @pytest.mark.core
 @pytest.mark.trap(7)
 def test_groups_are_averaged_before_max_pooling():
-    """Votes of heads that share a key head are averaged, then pooled; with max pooling the order matters."""
+    """Votes of heads that share a KV head are averaged, then pooled; with max pooling the order matters."""
     q, k, v = random_qkv()
     votes = window_attention(q, k, 8).sum(1)[:, :-8]
     first = max_pool1d(votes.view(2, 3, -1).mean(1), 7, 1, 3)

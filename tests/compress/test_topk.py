@@ -7,8 +7,9 @@ from draws import many, noise, single
 from oracles import reading
 from oracles import retrieval as r
 
-from kvkeep.compress.retrieval.index import NEG_INF
-from kvkeep.compress.retrieval.topk import density_share, score_entropy, select_uniform_units, select_units
+from kvkeep.compress.retrieval.index import NEG_INF, select_units
+from kvkeep.kernels.dispatch import select_uniform_units
+from kvkeep.kernels.torch.retrieval_units import density_share, score_entropy
 
 
 def spent(score, sizes, quota):

@@ -305,7 +305,7 @@ def test_a_context_is_saved_and_loaded(chat, tmp_path):
 
 def test_a_context_says_what_it_is(chat):
     context = engine(chat, "snapkv", 100).read(TEXT)
-    held = f"100 of the context kept per key head, {kvkeep.cache.report.format_bytes(context.report().bytes)}"
+    held = f"100 of the context kept per KV head, {kvkeep.cache.report.format_bytes(context.report().bytes)}"
     assert repr(context) == f"<kvkeep.Context snapkv, budget 100: {len(TEXT) + 1} tokens seen, {held}>"
     said = repr(context)
     quietly(context, "Why?")

@@ -11,12 +11,12 @@ from test_tasks import ARC, OPENBOOK, WIC, WINOGRANDE, book, row, written
 from tokenizers import normalizers
 
 from kvkeep.errors import BadInput
-from kvkeep.evaluate.multiple_choice import choice_prompts
 from kvkeep.evaluate.prompt import AGAIN, HALVES, build_prompt
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
 from kvkeep.evaluate.tasks.needle import needle
 from kvkeep.evaluate.tasks.ruler import ruler
+from kvkeep.evaluate.worker import choice_prompts
 from kvkeep.model import chat
 from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.load import load_tokenizer

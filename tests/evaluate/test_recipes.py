@@ -17,8 +17,7 @@ from kvkeep.errors import UnknownName
 from kvkeep.evaluate import suite, summary
 from kvkeep.evaluate.recipes import compare as comparison
 from kvkeep.evaluate.recipes.compare import compare, mean, row_name
-from kvkeep.evaluate.recipes.jobs import jobs, used
-from kvkeep.evaluate.recipes.recipe import PAPERS, _read, names, recipe, shrink
+from kvkeep.evaluate.recipes.recipe import PAPERS, _read, jobs, names, recipe, shrink, used
 from kvkeep.evaluate.tasks import infinitebench, longbench
 from kvkeep.model.random_models import SHAPES
 

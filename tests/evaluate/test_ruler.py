@@ -14,7 +14,7 @@ import tiny_chat
 from kvkeep.errors import BadInput, BadParameter, MissingExtra, UnknownName
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.tasks.ruler import TASKS, available, ruler, vocabulary
-from kvkeep.evaluate.tasks.ruler.haystack import Essays, sentences, splitter
+from kvkeep.evaluate.tasks.ruler.niah import Essays, sentences, splitter
 from kvkeep.evaluate.tasks.ruler.vocabulary import Pairs
 from kvkeep.evaluate.tasks.ruler.words import zeta
 

@@ -15,12 +15,10 @@ from kvkeep.cli.show import remarks
 from kvkeep.compress.parse import parse
 from kvkeep.errors import BadInput, NoData
 from kvkeep.evaluate.grid import Grid, run
-from kvkeep.evaluate.multiple_choice import loglikelihoods
 from kvkeep.evaluate.prompt import answerable, build_prompt
-from kvkeep.evaluate.recipes.jobs import jobs
-from kvkeep.evaluate.recipes.recipe import recipe
+from kvkeep.evaluate.recipes.recipe import jobs, recipe
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.worker import Worker
+from kvkeep.evaluate.worker import Worker, loglikelihoods
 
 CONTEXT = "".join(chr(97 + i * i % 23) + (". " if i % 31 == 0 else "") for i in range(700))
 BUDGET = 64

@@ -8,8 +8,8 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from kvkeep.kernels.torch import reference
-from kvkeep.kernels.triton import chunk_mass, column_mass, column_maximum, decode, extend_attention
+from kvkeep.kernels.torch import reference, scoring
+from kvkeep.kernels.triton import column_mass, column_maximum, decode
 from kvkeep.types import PAD_POSITION
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,7 +82,7 @@ def test_several_new_tokens_over_heads_of_any_length(shape, capped, kind):
     queries, extra = drawn(rows, q, heads, dim, kind=kind).transpose(1, 2), drawn(heads) if sunk else None
     keys, values = (drawn(int(room.sum()), d, kind=kind) for d in (dim, 2 * dim))
     given = starts, lengths, counts, 0.3, softcap, extra
-    got = extend_attention.extend_attention(queries, keys, values, *given)
+    got = decode.extend_attention(queries, keys, values, *given)
     want = reference.extend_attention(queries.float(), keys.float(), values.float(), *given)
     assert got.dtype == kind and off(got, want) <= BOUND[kind] + (torch.finfo(kind).eps if kind != torch.float32 else 0)
     for row, count in enumerate(counts.tolist()):
@@ -173,7 +173,7 @@ def test_column_mass(shape, capped, kind):
     positions = torch.stack([torch.randperm(seq_len)[:n].sort().values for _ in range(kv_heads)]).int().to(DEVICE)
     sinks = drawn(heads) if sunk else None
     got = column_mass.column_mass(queries, keys, positions, seq_len, 0.3, softcap, sinks)
-    want = reference.column_mass(queries.float(), keys.float(), positions, seq_len, 0.3, softcap, sinks)
+    want = scoring.column_mass(queries.float(), keys.float(), positions, seq_len, 0.3, softcap, sinks)
     assert off(got, want) <= BOUND[kind]
 
 
@@ -188,7 +188,7 @@ def test_column_maximum(shape, capped, kind, near):
     keys, first = drawn(kv_heads, m, dim, kind=kind), drawn(kv_heads, sinks, dim, kind=kind)
     how = 0.3, softcap, drawn(heads) if sunk else None, near
     got = column_maximum.column_maximum(queries, moved, keys, first, *how)
-    want = reference.column_maximum(*(t.float() for t in (queries, moved, keys, first)), *how)
+    want = scoring.column_maximum(*(t.float() for t in (queries, moved, keys, first)), *how)
     assert off(got, want) <= BOUND[kind]
 
 
@@ -205,7 +205,7 @@ def test_repeated_attention(shape, capped, kind, more, near, mass):
     weights = (torch.rand(heads, m, device=DEVICE), torch.rand(q, device=DEVICE) + 0.1) if weighted else (None, None)
     how = 0.3, softcap, drawn(heads) if sunk else None, near, *weights, norm
     got = column_maximum.repeated_attention(queries, own, keys, first, *how)
-    want = reference.repeated_attention(*(t.float() for t in (queries, own, keys, first)), *how)
+    want = scoring.repeated_attention(*(t.float() for t in (queries, own, keys, first)), *how)
     assert off(got, want) <= BOUND[kind]
 
 
@@ -224,21 +224,21 @@ def test_chunk_mass(shape, kind):
     torch.manual_seed(size)
     queries = drawn(heads, chunks * size + 2, dim, kind=kind)[:, 1:-1]
     keys = drawn(chunks * size, kv_heads, dim, kind=kind).transpose(0, 1)
-    got, want = chunk_mass.chunk_mass(queries, keys, size), reference.chunk_mass(queries, keys, size)
+    got, want = column_mass.chunk_mass(queries, keys, size), scoring.chunk_mass(queries, keys, size)
     assert off(got, want) <= BOUND[torch.float32]  # no product is rounded
     assert got.view(kv_heads, chunks, size).sum(-1).allclose(torch.tensor(float(size), device=DEVICE))
 
 
 def test_chunk_mass_of_logits_beyond_the_exponential():
     queries, keys = 100 * torch.eye(16, device=DEVICE)[None, :8], torch.eye(16, device=DEVICE)[None, :8]
-    assert chunk_mass.chunk_mass(queries, keys, 4)[0].allclose(torch.ones(8, device=DEVICE))
+    assert column_mass.chunk_mass(queries, keys, 4)[0].allclose(torch.ones(8, device=DEVICE))
 
 
 def test_column_mass_of_queries_with_more_digits_than_keys():
     torch.manual_seed(0)
     queries, keys = drawn(4, 33, 64, scale=2), drawn(2, 200, 64, kind=torch.bfloat16)
     rest = keys, torch.arange(200, device=DEVICE).expand(2, -1), 200, 0.3
-    assert off(column_mass.column_mass(queries, *rest), reference.column_mass(queries, *rest)) <= BOUND[torch.float32]
+    assert off(column_mass.column_mass(queries, *rest), scoring.column_mass(queries, *rest)) <= BOUND[torch.float32]
 
 
 @pytest.mark.parametrize("q, n", [(300, 300), (130, 530), (5, 300)])
@@ -246,18 +246,18 @@ def test_column_mass_with_weights_and_known_sums(q, n):
     torch.manual_seed(q)
     queries, keys, weights = drawn(4, q, 32, scale=2), drawn(2, n, 32), torch.rand(4, q, device=DEVICE)
     rest = keys, torch.arange(n, device=DEVICE).expand(2, -1), n, 0.3
-    want = reference.column_mass(queries, *rest, weights=weights)
+    want = scoring.column_mass(queries, *rest, weights=weights)
     sums = column_mass.log_sum_exp(queries.contiguous(), keys, rest[1].contiguous(), n, 0.3, None)
     seen = torch.arange(n, device=DEVICE) <= torch.arange(n - q, n, device=DEVICE)[:, None]
     logits = (queries.view(2, 2, q, 32) @ keys[:, None].transpose(2, 3) * 0.3).masked_fill(~seen, float("-inf"))
     assert off(sums, logits.logsumexp(-1).view(4, q)) <= 1e-5
     assert off(column_mass.column_mass(queries, *rest, weights=weights), want) <= 1e-5
     assert off(column_mass.column_mass(queries, *rest, None, None, weights, sums), want) <= 1e-5
-    ones = reference.column_mass(queries, *rest)
+    ones = scoring.column_mass(queries, *rest)
     assert off(want, ones) > 0.1 and off(column_mass.column_mass(queries, *rest), ones) <= 1e-5
 
 
-@pytest.mark.parametrize("module", [column_mass, reference])
+@pytest.mark.parametrize("module", [column_mass, scoring])
 @pytest.mark.parametrize("n, q, kept", [(40, 6, 25), (256, 80, 100), (300, 200, 290)])
 def test_column_mass_where_one_head_kept_all_and_another_did_not(n, q, kept, module):
     torch.manual_seed(0)

@@ -10,8 +10,8 @@ import torch
 from conftest import make_llama
 
 import kvkeep
-from kvkeep.kernels.torch import rotation
-from kvkeep.kernels.triton import apply_angles, apply_rope, host_gather
+from kvkeep.kernels.torch import elementwise
+from kvkeep.kernels.triton import apply_rope, host_gather
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore
 from kvkeep.storage.offload.pinned import HostBlockTable
 
@@ -235,7 +235,7 @@ def test_turning(heads, n, dim, times, kind):
         angle = 100 * torch.rand(n, dim // 2, device=DEVICE)
         angles.append((torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)))
     vectors = drawn(heads, n + 3, dim, kind=kind)[:, 1 : n + 1]
-    got, want = apply_rope.rotate(vectors, *angles), rotation.rotate(vectors, *angles)
+    got, want = apply_rope.rotate(vectors, *angles), elementwise.rotate(vectors, *angles)
     bound = 1e-6 if kind == torch.float32 else 2 * torch.finfo(kind).eps  # rounded alike, unless on a verge
     assert got.dtype == kind and (got.float() - want.float()).abs().max() <= bound * vectors.float().abs().max()
 
@@ -250,7 +250,7 @@ def test_angles(heads, n, dim, pairs, interleaved, own, wide, kind):
     angle = 100 * torch.rand(*([heads] if own else []), n, pairs, device=DEVICE)
     vectors = drawn(n + 3, heads, dim, kind=kind).transpose(0, 1)[:, 1 : n + 1]
     how = vectors, angle.cos(), angle.sin(), interleaved, torch.float32 if wide else kind
-    got, want = apply_angles.apply_angles(*how), rotation.rotate_pairs(*how)
+    got, want = apply_rope.apply_angles(*how), elementwise.apply_angles(*how)
     bound = 1e-6 if wide or kind == torch.float32 else 2 * torch.finfo(kind).eps
     assert got.dtype == want.dtype and (got.float() - want.float()).abs().max() <= bound * vectors.float().abs().max()
     assert got[..., 2 * pairs :].equal(want[..., 2 * pairs :])

@@ -5,7 +5,7 @@ import torch
 from decode_cases import DEVICE, drawn, off, pairs
 from torch.nn.attention import SDPBackend
 
-from kvkeep.kernels.chunk_attention import causal_lower_right, joined_attention, masked_chunk_attention
+from kvkeep.kernels.torch.reference import causal_lower_right, joined_attention, masked_chunk_attention
 from kvkeep.kernels.triton import prefill_attention
 
 

@@ -9,11 +9,9 @@ from decode_cases import BOUND, DEVICE, drawn, off, pairs
 from host_gather_cases import with_store
 
 import kvkeep
-from kvkeep.compress.retrieval import index, topk
-from kvkeep.compress.retrieval import query as probing
 from kvkeep.kernels.dispatch import KernelDispatch
-from kvkeep.kernels.torch import reference
-from kvkeep.kernels.triton import representatives, retrieval_attention, unit_scores, unit_select, weighted_query
+from kvkeep.kernels.torch import retrieval_units, slotted
+from kvkeep.kernels.triton import retrieval_attention, row_queries, unit_scores, unit_select
 from kvkeep.storage.offload.pinned import HostBlockTable
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]
@@ -78,7 +76,7 @@ def test_two_region_attention(shape, way, kind):
     rest = 0.3, softcap, sinks, band, before
     got, mass = retrieval_attention.two_region_attention(queries, rotated, (lambda: away) if far else None, here, *rest)
     wants, turns, aways, heres = wide_floats(*given)
-    want, known = reference.two_region_attention(wants, turns, (lambda: aways) if far else None, heres, *rest)
+    want, known = slotted.two_region_attention(wants, turns, (lambda: aways) if far else None, heres, *rest)
     assert got.dtype == kind and got.shape == (heads, w, wide) and off(got, want) <= bound(kind)
     assert mass.shape == (near,) and off(mass, known) <= BOUND[torch.float32]
     gather = (lambda: away) if far else None
@@ -87,7 +85,7 @@ def test_two_region_attention(shape, way, kind):
     had = None if before is None else torch.rand(heads, near - w + 5, device=DEVICE)[:, 5:]  # a part of more
     rest = *rest[:-1], had, True
     again, mass = retrieval_attention.two_region_attention(queries, rotated, gather, here, *rest)
-    known = reference.two_region_attention(wants, turns, (lambda: aways) if far else None, heres, *rest)[1]
+    known = slotted.two_region_attention(wants, turns, (lambda: aways) if far else None, heres, *rest)[1]
     assert again.equal(got) and mass.shape == (heads, near) and off(mass, known) <= BOUND[torch.float32]
 
 
@@ -95,7 +93,7 @@ def test_only_queries_close_behind_a_key_count_and_never_its_own():
     queries, rotated, away, here = window(2, 1, 6, 5, 9, 16, 16, torch.float32)
     for band, before in product((1, 3, 8, 50), (None, torch.ones(4, device=DEVICE))):
         rest = lambda: away, here, 0.3, None, None, band, before  # noqa: E731
-        got, want = (each.two_region_attention(queries, rotated, *rest)[1] for each in (retrieval_attention, reference))
+        got, want = (each.two_region_attention(queries, rotated, *rest)[1] for each in (retrieval_attention, slotted))
         assert off(got, want) <= 1e-5 and got[-1] == 0
     assert (
         retrieval_attention.two_region_attention(queries, rotated, None, here, 0.3, None, None, 1)[1][:2].eq(0).all()
@@ -113,14 +111,14 @@ def test_weighted_query(heads, kv_heads, w, dim, asked, kind):
         queries = (drawn(heads, w, dim, kind=torch.float32, scale=2) + 5).to(kind)
         queries[..., 3] = 1.5  # never varies
         before = (moments.count, moments.mean, moments.variance) if moments else (0, None, None)
-        want = probing._weighted_query(queries, kv_heads, *before, question)
-        got = weighted_query.weighted_query(queries, kv_heads, *before, question)
+        want = retrieval_units.weighted_query(queries, kv_heads, *before, question)
+        got = row_queries.weighted_query(queries, kv_heads, *before, question)
         assert all(off(a, b) <= 2e-5 for a, b in zip(got, want, strict=True))
-        moments = probing.Moments(before[0] + w, *want[:2])
+        moments = retrieval_units.Moments(before[0] + w, *want[:2])
 
 
 def test_queries_that_never_vary_ask_alike():
-    got = weighted_query.weighted_query(torch.full((2, 5, 16), 3.0, device=DEVICE), 1, 0, None, None, None)
+    got = row_queries.weighted_query(torch.full((2, 5, 16), 3.0, device=DEVICE), 1, 0, None, None, None)
     assert [float(each[0]) for each in got] == [3.0, 0.0, 3.0]
 
 
@@ -133,11 +131,11 @@ def test_unit_representatives(shape, cosine, kind):
     torch.manual_seed(units)
     keys = drawn(kv_heads, units * size + 9, dim, kind=kind)[:, 4 : units * size + 4]
     for mass in (torch.rand(units * size, device=DEVICE), torch.randint(0, 3, (units * size,), device=DEVICE).float()):
-        both = representatives.unit_representatives, index._unit_representatives
+        both = unit_scores.unit_representatives, retrieval_units.unit_representatives
         got, want = (f(keys, mass, units, count, cosine) for f in both)
         assert got.shape == want.shape and off(got, want) <= 1e-6
         room = torch.full_like(got, 9.0)
-        assert representatives.unit_representatives(keys, mass, units, count, cosine, room) is room and room.equal(got)
+        assert unit_scores.unit_representatives(keys, mass, units, count, cosine, room) is room and room.equal(got)
 
 
 GROUPS = [  # kv_heads, group, units, size, dim, count
@@ -157,13 +155,13 @@ def test_unit_representatives_of_every_head(shape, cosine, kind):
     keys = drawn(kv_heads, n + 9, dim, kind=kind)[:, 4 : n + 4]
     for mass in (torch.rand(heads, n + 3, device=DEVICE), torch.randint(0, 3, (heads, n + 3), device=DEVICE).float()):
         mass = mass[:, 3:]
-        both = representatives.unit_representatives, index._unit_representatives
+        both = unit_scores.unit_representatives, retrieval_units.unit_representatives
         got, want = (f(keys, mass, units, count, cosine) for f in both)
         assert got.shape == want.shape and off(got, want) <= 1e-6
         room = torch.full_like(got, 9.0)
-        assert representatives.unit_representatives(keys, mass, units, count, cosine, room) is room and room.equal(got)
+        assert unit_scores.unit_representatives(keys, mass, units, count, cosine, room) is room and room.equal(got)
         if count < size and heads > 1:  # heads do choose differently
-            assert off(got, index._unit_representatives(keys, mass.mean(0), units, count, cosine)) > 1e-3
+            assert off(got, retrieval_units.unit_representatives(keys, mass.mean(0), units, count, cosine)) > 1e-3
 
 
 @pytest.mark.parametrize("cosine", [False, True])
@@ -172,7 +170,7 @@ def test_score_representatives(units, dim, cosine):
     torch.manual_seed(units)
     for kind in KINDS:  # what is known of units is kept as keys are
         vector, about = drawn(dim), drawn(1, units, dim).to(kind)
-        score, reference_score = unit_scores.score_representatives, index._score_representatives
+        score, reference_score = unit_scores.score_representatives, retrieval_units.score_representatives
         assert off(score(vector, about, cosine), reference_score(vector, about, cosine)) <= 1e-5
 
 
@@ -181,7 +179,7 @@ def test_select_uniform_units(heads, units, size, quota):
     torch.manual_seed(units)
     few = torch.randint(-2, 3, (heads, units), device=DEVICE).float()  # hardly any two are different
     for worth in (drawn(heads, units), few, -few, few * 0, drawn(heads, units, scale=1e-20), drawn(heads, units).abs()):
-        want = topk._select_uniform_units(worth, size, quota)
+        want = retrieval_units.select_uniform_units(worth, size, quota)
         assert unit_select.select_uniform_units(worth, size, quota).equal(want)
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvkeep.compress.retrieval.index import Bounds, Centres, OffloadedTokens, Representatives, RetrievalQuery
-from kvkeep.compress.retrieval.query import concat_heads
-from kvkeep.kernels.torch import reference
-from kvkeep.kernels.torch.reference import entropy, probabilities
-from kvkeep.kernels.triton import assign, divergence, key_similarity, quadratic_form, unit_scores
+from kvkeep.kernels.torch import scoring
+from kvkeep.kernels.torch.retrieval_units import concat_heads
+from kvkeep.kernels.torch.scoring import entropy, probabilities
+from kvkeep.kernels.triton import assign, divergence, key_products, unit_scores
 from kvkeep.types import PAD_POSITION
 
 TIE = 1e-6  # cosines this close are the same to float32
@@ -33,7 +33,7 @@ def plain_rows(queries, keys, positions, seq_len, scale, softcap, sinks):
 
 
 def plain_distance(rows: Tensor, smooth: int, stepwise: bool = False) -> Tensor:
-    """reference.row_js_distance in double: entropies of 10 leave float32 no digits."""
+    """scoring.row_js_distance in double: entropies of 10 leave float32 no digits."""
     rows = rows.double()
     band = torch.ones(rows.shape[1], rows.shape[1], dtype=rows.dtype, device=rows.device).triu().tril(smooth - 1)
     smoothed = (band / (band @ rows.sum(-1, keepdim=True)).clamp_min(1e-30)) @ rows
@@ -43,7 +43,7 @@ def plain_distance(rows: Tensor, smooth: int, stepwise: bool = False) -> Tensor:
 
 
 def plain_cosines(keys: Tensor, centres: Tensor, sizes: Tensor) -> Tensor:
-    """reference.assign before the maximum, in double."""
+    """scoring.assign before the maximum, in double."""
     cosines = normalize(keys.double(), dim=-1) @ normalize(centres.double(), dim=-1).transpose(1, 2)
     return cosines - 4.0 * (sizes == 0)[:, None]
 
@@ -69,15 +69,15 @@ def test_the_twins_are_what_the_library_does():
     bounds, centres = Bounds().build(leaving), Centres().build(leaving)
     near = torch.testing.assert_close
     near(plain_bounds(query, bounds), Bounds().score(asking, bounds, sizes))
-    near(reference.means(keys, member, 5)[0], centres)
+    near(scoring.means(keys, member, 5)[0], centres)
     near(plain_centroids(query.view(2, 2, 16).mean(1) * 0.5, centres), Centres().score(asking, centres, sizes))
     about = Representatives().build(replace(leaving, member=member[:1]))
     near(plain_centroids(concat_heads(queries, 2).mean(0)[None], about), Representatives().score(asking, about, sizes))
     sizes = torch.tensor([[3, 0, 1, 1, 9], [0, 0, 1, 1, 0]], device=DEVICE)
-    near(plain_cosines(keys, centres, sizes).argmax(-1), reference.assign(keys, centres, sizes))
+    near(plain_cosines(keys, centres, sizes).argmax(-1), scoring.assign(keys, centres, sizes))
     positions = torch.arange(30, device=DEVICE).expand(2, -1)
     rows = plain_rows(queries, keys, positions, 30, 0.5, None, None)
-    want = reference.js_distance(queries, keys, positions, 30, 2, 0.5)
+    want = scoring.js_distance(queries, keys, positions, 30, 2, 0.5)
     near(plain_distance(rows, 2).float(), want, rtol=1e-3, atol=1e-3)
 
 
@@ -113,7 +113,7 @@ def test_distance(shape, compared, kind):
     got = divergence.js_distance(queries, keys, positions, seq_len, smooth, 0.3, softcap, sinks, stepwise)
     rows = plain_rows(queries, keys, positions, seq_len, 0.3, softcap, sinks)
     assert off(got, plain_distance(rows, smooth, stepwise)) <= BOUND[kind]
-    assert off(got, reference.row_js_distance(rows, smooth, stepwise)) <= 5e-3  # its own noise
+    assert off(got, scoring.row_js_distance(rows, smooth, stepwise)) <= 5e-3  # its own noise
     assert got[:, 0].eq(0).all()
 
 
@@ -173,7 +173,7 @@ def test_means(heads, n, c, dim, kind):
     keys, member = drawn(heads, n, dim, kind=kind), torch.randint(0, c, (heads, n), device=DEVICE)
     member[-1, n // 2 + 1 :] = c  # a shorter head: padding is nobody's
     member[member == c // 2] = 0  # a cluster without members (where there are two)
-    (got, size), (want, count) = assign.means(keys, member, c), reference.means(keys, member, c)
+    (got, size), (want, count) = assign.means(keys, member, c), scoring.means(keys, member, c)
     assert size.equal(count) and got[size == 0].eq(0).all()
     assert off(got, want) <= BOUND[torch.float32]
     assert assign.means(keys, member, c)[0].equal(got)
@@ -185,8 +185,8 @@ def test_key_similarity(heads, n, dim, kappa, kind):
     torch.manual_seed(n)
     keys, real = drawn(heads, n, dim, kind=kind), torch.ones(heads, n, dtype=torch.bool, device=DEVICE)
     real[-1, n // 2 + 1 :] = False
-    want = reference.key_similarity(keys, real, kappa)
-    got = key_similarity.key_similarity(keys, real, kappa)
+    want = scoring.key_similarity(keys, real, kappa)
+    got = key_products.key_similarity(keys, real, kappa)
     assert off(got[real], want[real]) <= BOUND[torch.float32]
 
 
@@ -222,5 +222,5 @@ def test_quadratic_form(heads, kv_heads, n, dim):
     matrices, vectors = drawn(heads, dim, dim), drawn(heads, dim, scale=3)
     repeated = keys.double().repeat_interleave(heads // kv_heads, 0)
     want = ((repeated @ matrices.double() + vectors.double()[:, None]) * repeated).sum(-1)
-    assert off(reference.quadratic_form(keys, matrices, vectors), want) <= BOUND[torch.float32]
-    assert off(quadratic_form.quadratic_form(keys, matrices, vectors), want) <= BOUND[torch.float32]
+    assert off(scoring.quadratic_form(keys, matrices, vectors), want) <= BOUND[torch.float32]
+    assert off(key_products.quadratic_form(keys, matrices, vectors), want) <= BOUND[torch.float32]

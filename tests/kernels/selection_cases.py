@@ -1,11 +1,11 @@
-"""Selection kernels equal compress/'s torch functions, ties, both zeros, infinities and padding included."""
+"""Selection kernels equal torch's functions, ties, both zeros, infinities and padding included."""
 
 import pytest
 import torch
 
-from kvkeep.compress import pooling, select
-from kvkeep.compress.budget import heads
-from kvkeep.kernels.triton import selection, smoothing
+from kvkeep.compress import pipeline
+from kvkeep.kernels.torch import ranking, scoring
+from kvkeep.kernels.triton import selection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,20 +31,20 @@ def drawn(seed):
 @pytest.mark.parametrize("seed", range(24))
 def test_ranks_counts_and_places(seed):
     scores, forced, tokens, member, unit_scores, lengths = drawn(seed)
-    rank = select._ranks(scores, forced, tokens, member, unit_scores)
+    rank = ranking.ranks(scores, forced, tokens, member, unit_scores)
     assert torch.equal(selection.ranks(scores, forced, tokens, member, unit_scores), rank)
     if seed % 2 == 0:
         assert torch.equal(selection.ranks(scores, forced, None, member, unit_scores), rank)
-        assert torch.equal(select._ranks(scores, forced, None, member, unit_scores), rank)
+        assert torch.equal(ranking.ranks(scores, forced, None, member, unit_scores), rank)
     total = int(torch.randint(1, int(lengths.sum()) + 1, ()))
     floor = torch.randint(0, total // len(scores) + 1, (len(scores),)).double().to(DEVICE)
     how = scores, rank, floor, total, member, unit_scores
     counts = selection.top_counts(*how)
-    assert torch.equal(counts, heads._top_counts(*how)) and int(counts.sum()) == total
+    assert torch.equal(counts, ranking.top_counts(*how)) and int(counts.sum()) == total
     places = selection.places_of(rank, counts, total)
-    assert torch.equal(places, select._places_of(rank, counts, total))
-    known = select.PlacedSelection(places, counts).known()
-    assert known.tolist() == select.first(rank.argsort(1), counts.tolist()).tolist()
+    assert torch.equal(places, ranking.places_of(rank, counts, total))
+    known = pipeline.PlacedSelection(places, counts).known()
+    assert known.tolist() == pipeline.first(rank.argsort(1), counts.tolist()).tolist()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -55,5 +55,5 @@ def test_smoothing(kind, width, seed):
     scores, among = torch.randn(kv_heads, n, device=DEVICE), torch.rand(kv_heads, n, device=DEVICE) < 0.8
     if seed % 3 == 0:
         among = among[:1].expand(kv_heads, -1)
-    got, want = smoothing.smooth(scores, among, width, kind), pooling._with_torch(scores, among, width, kind)
+    got, want = selection.smooth(scores, among, width, kind), scoring.smooth(scores, among, width, kind)
     assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)

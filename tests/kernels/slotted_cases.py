@@ -4,9 +4,8 @@ import pytest
 import torch
 from decode_cases import DEVICE
 
-from kvkeep.compress.retrieval import index, query, topk
-from kvkeep.kernels.torch import slotted
-from kvkeep.kernels.triton import row_queries, slotted_attention, unit_fetch, unit_scores, unit_select
+from kvkeep.kernels.torch import retrieval_units, slotted
+from kvkeep.kernels.triton import host_gather, row_queries, slotted_attention, unit_scores, unit_select
 from kvkeep.storage.offload.device_lru import Pair
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore
 from kvkeep.storage.offload.pinned import HostBlockTable
@@ -40,9 +39,9 @@ def test_units_of_rows_are_scored(units, cosine):
     torch.manual_seed(0)
     vectors, entries, bounds = drawn(2, 48), drawn(2, 70, 48), drawn(6, 70, 2, 24)
     got = unit_scores.score_representatives(vectors, entries, cosine, whole(*units))
-    want = index._score_representatives(vectors, entries, cosine)
+    want = retrieval_units.score_representatives(vectors, entries, cosine)
     pages = unit_scores.score_page_bounds(drawn(12, 24) * 0 + 1, bounds, whole(*units)).view(2, 3, 70)
-    plain = index._score_page_bounds(torch.ones(12, 24, device=DEVICE), bounds).view(2, 3, 70)
+    plain = retrieval_units.score_page_bounds(torch.ones(12, 24, device=DEVICE), bounds).view(2, 3, 70)
     for row, n in enumerate(units):
         if n:
             assert off(got[row, :n], want[row, :n]) <= 1e-5 and off(pages[row, :, :n], plain[row, :, :n]) <= 1e-5
@@ -54,7 +53,7 @@ def test_heads_vote_for_tokens(heads, kv_heads, most, dim, units, kind):
     torch.manual_seed(most)
     queries, keys = drawn(len(units), heads, dim, kind=kind), drawn(len(units), kv_heads, most, dim, kind=kind)
     got = unit_scores.score_tokens(queries, keys, 0.3, whole(*units))
-    want = index._score_tokens(queries, keys, 0.3, whole(*units))
+    want = retrieval_units.score_tokens(queries, keys, 0.3, whole(*units))
     for row, n in enumerate(units):
         if n:
             assert off(got[row, :n], want[row, :n]) <= 1e-5
@@ -69,7 +68,7 @@ def test_as_many_units_as_each_row_has_room_for(lists, few, monkeypatch):
     for scores in (drawn(4, lists, 5000), torch.randint(-2, 3, (4, lists, 5000), device=DEVICE).float()):
         got, want = (torch.full((4, lists, 600), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
         unit_select.select_counted(scores, units, counts.clamp_max(units), got)
-        topk._select_counted(scores, units, counts.clamp_max(units), want)
+        retrieval_units.select_counted(scores, units, counts.clamp_max(units), want)
         assert got.equal(want) and (got[2:] == -7).all()
 
 
@@ -102,7 +101,7 @@ def test_units_come_from_where_they_are(lists, own_index, kind):
             for each in range(lists):
                 some = torch.randperm(min(8 + step, of[0].shape[1] // unit))[: int(counts[row])].sort().values
                 selected[row, each, : len(some)] = some
-        unit_fetch.fetch_units(*layer.arguments(selected, counts, whole(*[step + 7] * 3)))
+        host_gather.fetch_units(*layer.arguments(selected, counts, whole(*[step + 7] * 3)))
         for row, of in tokens.items():
             for head in range(2):
                 here = selected[row, head % lists, : int(counts[row])].long()
@@ -125,7 +124,7 @@ def test_what_is_there_is_not_read_again():
 
     def fetch(step, *units):
         selected = torch.tensor([[[*units]]], dtype=torch.int32, device=DEVICE)
-        unit_fetch.fetch_units(*layer.arguments(selected, whole(3), whole(step)))
+        host_gather.fetch_units(*layer.arguments(selected, whole(3), whole(step)))
 
     fetch(1, 0, 1, 2)
     first = layer.slots[0, 0].tolist()
@@ -149,7 +148,7 @@ def test_attention_over_slots_and_near_tokens(how, kind):
     slots = torch.stack([torch.randperm(40, device=DEVICE)[:30] for _ in range(rows * lists)])
     slots = slots.view(rows, lists, 30).to(torch.int32)
     num_far, begin, end = whole(sinks + 90, 0, sinks, sinks + 6), whole(3, 0, 70, 0), whole(150, 5, 71, 0)
-    end = torch.stack([end, end + 7], 1)[:, 0]  # as a pool has it: one key head's lengths of many
+    end = torch.stack([end, end + 7], 1)[:, 0]  # as a pool has it: one KV head's lengths of many
     options = {"active": whole(1, 0, 1, 1)}
     if how == "sinks and cap":
         options |= {"softcap": 4.0, "sink_logits": drawn(heads)}
@@ -177,7 +176,7 @@ def test_one_query_for_each_row_and_its_moments(kind):
     queries, moments = drawn(6, 3, 24, kind=kind).transpose(0, 1), drawn(3, 2, 48).abs()
     weight = torch.tensor([0.25, 0.0, 0.01], device=DEVICE)
     each = [moments.clone() for _ in range(2)]
-    both = row_queries.mean_queries, query._mean_queries
+    both = row_queries.mean_queries, retrieval_units.mean_queries
     got, want = (f(queries, 2, m, weight) for f, m in zip(both, each, strict=True))
     assert off(got, want) <= 1e-6 and off(*each) <= 1e-6 and each[0][1].equal(moments[1])
     assert row_queries.mean_queries(queries, 2, None, weight).equal(got)
@@ -191,7 +190,7 @@ def test_layers_share_a_quota(layer):
     densities[0, 3:, 0] = densities[3, 2, 0] = float("nan")
     densities[..., 1] = whole(0, 3, 0, 7)[:, None]
     each = [(left.clone(), densities.clone()) for _ in range(2)]
-    both = row_queries.share_quota, topk._share_quota
+    both = row_queries.share_quota, retrieval_units.share_quota
     got, want = (f(scores, units, *given, layer, 40) for f, given in zip(both, each, strict=True))
     assert got.equal(want) and got[1] == 0 and got.max() <= 40
     assert each[0][0].equal(each[1][0]) and off(*(d.nan_to_num(-1) for _, d in each)) <= 1e-5

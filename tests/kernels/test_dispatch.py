@@ -10,13 +10,12 @@ class OnGpu(torch.Tensor):
     device = torch.device("cuda")
 
 
-def test_a_failing_kernel_is_reported_once_and_done_without(monkeypatch):
+def test_a_failing_kernel_is_reported_once_and_done_without():
     from kvkeep.kernels.dispatch import KernelDispatch
 
-    best = KernelDispatch("column_mass", "nothing_of_this_name")
+    best = KernelDispatch("column_mass", "nothing_of_this_name", lambda *_: "torch")
     queries = torch.randn(2, 3, 4).as_subclass(OnGpu)
     rest = (torch.randn(1, 3, 4), torch.arange(3)[None], 3, 0.5)
-    monkeypatch.setattr(best, "reference", lambda *_: "torch")
     with pytest.warns(UserWarning, match="'column_mass' cannot be used .No module named .*; torch does its work"):
         assert best(queries, *rest) == "torch"
     with warnings.catch_warnings():
@@ -45,8 +44,8 @@ def test_a_kernel_starts_where_its_tensors_are(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now[-1])
     monkeypatch.setattr(torch.cuda, "device", On)
-    best = KernelDispatch("column_mass", "mass")
-    best.kernel = lambda *_: now[-1]
+    best = KernelDispatch("column_mass", "mass", lambda *_: "torch")
+    best.kernel.function = lambda *_: now[-1]
     assert best(torch.randn(2).as_subclass(There)) == 1 and now == [0]
     now[0] = 1
     monkeypatch.setattr(torch.cuda, "device", None)  # nothing to do
@@ -75,7 +74,7 @@ def test_chunks_of_keys_that_fit_into_shared_memory_have_a_kernel(size, dim, kin
 
 
 def test_rotations_that_have_a_kernel():
-    from kvkeep.kernels.torch.rotation import apply_angles
+    from kvkeep.kernels.dispatch import apply_angles
 
     def is_used(*shape, angles=(5, 8), kind=torch.bfloat16, dtype=torch.float32, change=lambda vectors: vectors):
         vectors, angles = change(torch.zeros(shape, dtype=kind)), torch.zeros(angles)
@@ -105,17 +104,18 @@ def test_quadratic_forms_that_have_a_kernel(dim, kind, fits):
 
 
 def test_long_texts_that_are_attended_to_in_two_passes(monkeypatch):
-    from kvkeep.kernels import chunk_attention as module
+    from kvkeep.kernels import dispatch
+    from kvkeep.kernels.torch import reference
 
     def is_used(q=8, n=32, dim=16, kind=torch.bfloat16, own=None, backend="cudnn", like=OnGpu):
-        monkeypatch.setattr(module, "sdpa_backend", lambda *_: backend)
+        monkeypatch.setattr(reference, "sdpa_backend", lambda *_: backend)
         shapes = ((4, q, kind), (2, n, kind), (2, n, kind), (2, q, own or kind), (2, q, own or kind))
         parts = [torch.zeros(1, heads, m, dim, dtype=of).as_subclass(like) for heads, m, of in shapes]
-        return module.appended_attention.uses_kernel(*parts, 0.3)
+        return dispatch.appended_attention.uses_kernel(*parts, 0.3)
 
-    monkeypatch.setattr(module, "WORTH", 256)
+    monkeypatch.setattr(dispatch, "TWO_PASSES", 256)
     assert is_used() and not is_used(n=31) and not is_used(q=7)
     assert not is_used(dim=20) and not is_used(own=torch.float32) and not is_used(backend=None)
     assert not is_used(like=torch.Tensor)
     monkeypatch.undo()
-    assert module.sdpa_backend(*(torch.zeros(1, 2, 4, 8) for _ in range(3)), 0.3) is None  # float32
+    assert reference.sdpa_backend(*(torch.zeros(1, 2, 4, 8) for _ in range(3)), 0.3) is None  # float32

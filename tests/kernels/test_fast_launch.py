@@ -292,23 +292,21 @@ def test_host_functions_are_tritons(n):
     not isinstance(common.fast_launch(common.dot), FastLauncher), reason="nothing is compiled, or by an old Triton"
 )
 def test_kernels_of_reading_and_writing_are_quick():
-    names = ("apply_rope", "decode", "host_gather", "quantized_decode", "representatives", "retrieval_attention")
     for name in (
-        *names,
-        "unit_scores",
-        "unit_select",
-        "extend_attention",
-        "weighted_query",
+        "apply_rope",
+        "assign",
         "column_mass",
         "column_maximum",
-        "chunk_mass",
-        "apply_angles",
-        "quadratic_form",
+        "decode",
         "divergence",
-        "assign",
-        "key_similarity",
+        "host_gather",
+        "key_products",
+        "quantized_decode",
+        "retrieval_attention",
+        "row_queries",
         "selection",
-        "smoothing",
+        "unit_scores",
+        "unit_select",
     ):
         module = import_module(f"kvkeep.kernels.triton.{name}")
         started = set(re.findall(r"^ +(_\w+)\[", Path(module.__file__).read_text(), re.MULTILINE))
@@ -319,14 +317,14 @@ def test_nothing_changes_under_the_interpreter():
     """There a kernel is a plain function, and results are torch's."""
     code = """if True:
         import torch
-        from kvkeep.kernels.torch import rotation
+        from kvkeep.kernels.torch import elementwise
         from kvkeep.kernels.triton import apply_rope
         from kvkeep.kernels.triton.common import FastLauncher
         assert not isinstance(apply_rope._rotate, FastLauncher)
         for n in (1, 9, 16, 9):
             vectors, angle = torch.randn(2, n, 8), torch.randn(n, 4)
             turns = torch.cat([angle, angle], 1).cos(), torch.cat([-angle, angle], 1).sin()
-            assert (apply_rope.rotate(vectors, turns) - rotation.rotate(vectors, turns)).abs().max() < 1e-5
+            assert (apply_rope.rotate(vectors, turns) - elementwise.rotate(vectors, turns)).abs().max() < 1e-5
     """
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

@@ -7,7 +7,7 @@ import operator
 import pytest
 import torch
 
-from kvkeep.kernels.torch import reference, rotation
+from kvkeep.kernels.torch import elementwise, scoring
 from kvkeep.kernels.torch.reference import padded_attention
 
 
@@ -30,7 +30,7 @@ def test_attention_over_slots_is_attention(q, softcap, sinks):
 
 @pytest.mark.parametrize("logits", [1, 2**25])
 def test_attention_within_chunks_is_a_softmax_of_each_query(logits, monkeypatch):
-    monkeypatch.setattr(reference, "CHUNK_LOGITS", logits)  # one chunk at a time, or all
+    monkeypatch.setattr(scoring, "CHUNK_LOGITS", logits)  # one chunk at a time, or all
     torch.manual_seed(0)
     heads, kv_heads, chunks, size, dim = 4, 2, 3, 5, 6
     queries, keys = torch.randn(heads, chunks * size, dim), torch.randn(kv_heads, chunks * size, dim)
@@ -40,13 +40,13 @@ def test_attention_within_chunks_is_a_softmax_of_each_query(logits, monkeypatch)
         weights = [math.exp(float(queries[head, i].double() @ keys[mine, first + j].double())) for j in range(size)]
         for j, weight in enumerate(weights):
             want[mine, first + j] += weight / sum(weights) / 2
-    assert torch.allclose(reference.chunk_mass(queries, keys, size).double(), want, atol=1e-5)
+    assert torch.allclose(scoring.chunk_mass(queries, keys, size).double(), want, atol=1e-5)
 
 
 def test_a_quadratic_form_of_every_key_and_query_head():
     torch.manual_seed(0)
     keys, matrices, vectors = torch.randn(2, 7, 5), torch.randn(6, 5, 5), torch.randn(6, 5)
-    got = reference.quadratic_form(keys, matrices, vectors)
+    got = scoring.quadratic_form(keys, matrices, vectors)
     for head, i in torch.cartesian_prod(torch.arange(6), torch.arange(7)).tolist():
         key, matrix, vector = (t.tolist() for t in (keys[head // 3, i].double(), matrices[head], vectors[head]))
         want = sum(key[a] * matrix[a][b] * key[b] for a in range(5) for b in range(5))
@@ -57,7 +57,7 @@ def test_a_quadratic_form_of_every_key_and_query_head():
 def test_pairs_are_rotated_and_other_channels_stay(interleaved):
     torch.manual_seed(0)
     vectors, angles = torch.randn(2, 3, 10), torch.randn(3, 4) * 9
-    got = rotation.rotate_pairs(vectors, angles.cos(), angles.sin(), interleaved, torch.float32)
+    got = elementwise.apply_angles(vectors, angles.cos(), angles.sin(), interleaved, torch.float32)
     assert got[..., 8:].equal(vectors[..., 8:])
     for head, i, pair in torch.cartesian_prod(*map(torch.arange, (2, 3, 4))).tolist():
         a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + 4)

@@ -27,7 +27,7 @@ REFUSED = {
     "lookahead": "runs the model again after a prompt",
     "kvzip_plus": "needs the whole output projection",
     "snapkv+critical": "needs the whole output projection",
-    "intelllm+adakv": "gives key heads new positions",
+    "intelllm+adakv": "gives KV heads new positions",
 }
 WORKING = [*(name for name in EVICTING if name not in REFUSED), *MIXED]
 SPECS = [*WORKING, *RETRIEVING, *REFUSED]

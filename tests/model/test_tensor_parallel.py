@@ -1,4 +1,4 @@
-"""Tensor parallelism: two processes with two of four key heads each answer as one process with all of them.
+"""Tensor parallelism: two processes with two of four KV heads each answer as one process with all of them.
 
 The model computes in float64: the processes add up in another order, and a rounding must not change what is kept.
 """
@@ -65,7 +65,7 @@ def test_the_same_answers_and_the_same_tokens_kept_as_in_one_process(name, ran, 
 @pytest.mark.parametrize("name", sorted(set(SPECS) - {*WORKING, *PER_HEAD, *REFUSED}))
 def test_methods_that_retrieve_for_all_heads_at_once_are_refused(name, ran):
     refused = ran[1][0]["answers"][name]
-    assert isinstance(refused, str) and f"'{name}' retrieves the same tokens for all key heads" in refused
+    assert isinstance(refused, str) and f"'{name}' retrieves the same tokens for all KV heads" in refused
 
 
 @pytest.mark.parametrize("name", REFUSED)

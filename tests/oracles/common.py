@@ -41,7 +41,7 @@ def positions(Q, K, qpos=None, kpos=None):
 def attention(Q, K, scale=None, rows=None, qpos=None, kpos=None):
     """a[h, r, j]: causal attention of the last `rows` queries (default: all) over all keys, per query head.
 
-    Row r is the query at token t-rows+r; query head h reads key head h // g. A row that sees no key is all zero.
+    Row r is the query at token t-rows+r; query head h reads KV head h // g. A row that sees no key is all zero.
     """
     heads, t, d = Q.shape
     group = heads // K.shape[0]
@@ -59,7 +59,7 @@ def attention(Q, K, scale=None, rows=None, qpos=None, kpos=None):
 
 
 def group_mean(per_query_head, key_heads):
-    """Average the g query heads h with h // g == key head. [Hq, n] -> [Hk, n]."""
+    """Average the g query heads h with h // g == KV head. [Hq, n] -> [Hk, n]."""
     heads = len(per_query_head)
     group = heads // key_heads
     out = np.zeros((key_heads, per_query_head.shape[1]))
@@ -97,7 +97,7 @@ def kept_window(window, budget, n):
 
 
 def everything(K):
-    """All tokens, per key head: the answer whenever n <= B."""
+    """All tokens, per KV head: the answer whenever n <= B."""
     return [list(range(K.shape[1])) for _ in range(K.shape[0])]
 
 

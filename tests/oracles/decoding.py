@@ -2,10 +2,10 @@
 the table of comparisons).
 
 Q [Hq, T, d], K and V [Hk, T, d] of all T tokens; the first n are the prompt, read at once, the others come one at a
-time. Every replay_* returns T - n + 1 entries: what is kept after the prompt, then after each decode step, per key head
+time. Every replay_* returns T - n + 1 entries: what is kept after the prompt, then after each decode step, per KV head
 an ascending list of true positions. Every trace_* yields (kept, ranked): ranked[head] is {position: value} over the
 tokens that were cached when the choice was made (the newest included, before any drop), so that near ties can be seen.
-The state is a dictionary per key head from true position to what that token carries.
+The state is a dictionary per KV head from true position to what that token carries.
 """
 
 import math
@@ -44,7 +44,7 @@ def mean_of(rows):
 
 
 def group_rows(rows, key_heads):
-    """Rows of the query heads -> per key head the mean of its group."""
+    """Rows of the query heads -> per KV head the mean of its group."""
     group = len(rows) // key_heads
     return [mean_of(rows[kh * group : (kh + 1) * group]) for kh in range(key_heads)]
 
@@ -108,7 +108,7 @@ def squared_norm(vector):
 
 
 def prompt_ahakv(Q, K, V, n, budget, pool, value_pool, value_prior, decode_prior, **votes):
-    """After the prompt, per key head {position: value}: (ranked, F, prior).
+    """After the prompt, per KV head {position: value}: (ranked, F, prior).
 
     F is what decoding adds rows to: γ̄·S, un-pooled (Algorithm 1, line 19). With decode_prior: S itself, and `prior` is
     carried beside it, γ as it is, not divided by the maximum; else prior is 1 for all.

@@ -48,7 +48,7 @@ def force_all(scores, tokens):
 
 
 def keep(scores, K, budget):
-    """Per key head the best `budget` tokens; everything where n <= B."""
+    """Per KV head the best `budget` tokens; everything where n <= B."""
     if K.shape[1] <= budget:
         return everything(K)
     return [top(row, budget) for row in scores]
@@ -66,7 +66,7 @@ def zscore(x):
 
 
 def scores_random(Q, K, V, budget, *, uniform):
-    """[Hk, n]: the given uniform number of every key head and token; nothing is forced."""
+    """[Hk, n]: the given uniform number of every KV head and token; nothing is forced."""
     out = np.zeros(K.shape[:2])
     for h in range(K.shape[0]):
         for j in range(K.shape[1]):
@@ -80,7 +80,7 @@ def oracle_random(Q, K, V, budget, *, uniform):
 
 
 def stream_keep_prompt_random(prompt, generated, budget, buffer, *, uniform):
-    """What each key head holds after a prompt and after every generated token: ascending lists. [step][head]
+    """What each KV head holds after a prompt and after every generated token: ascending lists. [step][head]
 
     A token's number is uniform[head][token]. A prompt beyond the budget loses its lowest numbers; whenever a head holds
     budget + buffer tokens, generated ones leave, lowest first, until it holds the budget, and after them the prompt's.

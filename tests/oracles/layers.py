@@ -44,7 +44,7 @@ def whole(shares):
 def allocate(weights, budget, n, floor=1):
     """Integer budgets of the layers: they sum to len(weights) * budget, each in floor..n; all n where n <= budget.
 
-    budget: mean tokens per layer and key head. floor: tokens a layer always keeps (window, sinks); at least 1."""
+    budget: mean tokens per layer and KV head. floor: tokens a layer always keeps (window, sinks); at least 1."""
     layers = len(weights)
     if n <= budget:
         return [n] * layers

@@ -68,9 +68,9 @@ def oracle_nacl(
     qpos=None,
     kpos=None,
 ):
-    """Per key head: sinks, best scores, a Gumbel top-k sample of the other candidates, the forced last tokens.
+    """Per KV head: sinks, best scores, a Gumbel top-k sample of the other candidates, the forced last tokens.
 
-    noise [Hk, m]: standard Gumbel noise, one number for each key head and token."""
+    noise [Hk, m]: standard Gumbel noise, one number for each KV head and token."""
     heads, n = K.shape[:2]
     if n <= budget:
         return everything(K)

@@ -109,7 +109,7 @@ def lsh_clusters(keys, W, b, bits, buckets, chunks, lsh_join):
 def clusters_of(
     keys, W, b, kappa=5, anchors=32, chunks=None, prototypes="both", lsh_join="bucket", bits=2, buckets=None
 ):
-    """Steps 1-6 for one key head: the cluster number of every token, buckets 0..u-1, then ranges u..u+v-1.
+    """Steps 1-6 for one KV head: the cluster number of every token, buckets 0..u-1, then ranges u..u+v-1.
 
     "chunks": no anchors are taken out, ranges only (u = 0). "lsh": see lsh_clusters.
     """
@@ -185,14 +185,14 @@ def parts_protokv(
     qpos=None,
     kpos=None,
 ):
-    """(ŝ with +inf on the window, s, clusters), each per key head. All settings and their defaults stand here."""
+    """(ŝ with +inf on the window, s, clusters), each per KV head. All settings and their defaults stand here."""
     n = K.shape[1]
     W, b = np.asarray(W, dtype=np.float64), np.asarray(b, dtype=np.float64)
     rows, stay = kept_window(window_of(window, budget), budget, n)
     s = votes_protokv(Q, K, rows, votes, scale, qpos, kpos)
     ranks, clusters = [], []
     for h in range(K.shape[0]):
-        Wh, bh = (W[h], b[h]) if W.ndim == 3 else (W, b)  # one projection for all heads, or one per key head
+        Wh, bh = (W[h], b[h]) if W.ndim == 3 else (W, b)  # one projection for all heads, or one per KV head
         cluster = clusters_of(K[h], Wh, bh, kappa, anchors, chunks, prototypes, lsh_join, bits, buckets)
         clusters.append(cluster)
         ranks.append(force(cluster_worth(s[h], cluster, worth), range(n - stay, n)))

@@ -2,8 +2,8 @@
 (METHODS.md, system 4; infllm, qllm, emllm).
 
 keys [kv_heads, N, d] without rotation; mass [heads, N], the mean attention token j got from the queries of the local
-window that follows it, per query head; query head h reads key head h // g. A probe is joined, [kv_heads·d]: queries
-averaged within a group, concatenated over key heads. `tokens` are the tokens of one unit, of any number.
+window that follows it, per query head; query head h reads KV head h // g. A probe is joined, [kv_heads·d]: queries
+averaged within a group, concatenated over KV heads. `tokens` are the tokens of one unit, of any number.
 """
 
 import math
@@ -40,7 +40,7 @@ def representative_keys(keys, chosen):
 
 
 def repeated(probe, kv_heads, heads):
-    """[kv_heads·d] -> [heads·d]: each key head's part once for every query head of its group."""
+    """[kv_heads·d] -> [heads·d]: each KV head's part once for every query head of its group."""
     parts, group = np.split(np.asarray(probe, dtype=np.float64), kv_heads), heads // kv_heads
     return np.concatenate([parts[h // group] for h in range(heads)])
 

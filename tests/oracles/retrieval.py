@@ -1,7 +1,7 @@
 """Retrieval: never drop, look up (METHODS.md: system 4, the recall of system 5, the table of comparisons).
 
-One sequence, one layer. Queries [heads, t, d], keys [kv_heads, n, d]; query head h reads key head h // g. "Joined"
-vectors [t, D], D = kv_heads·d, are queries averaged within a group, or keys, concatenated over key heads.
+One sequence, one layer. Queries [heads, t, d], keys [kv_heads, n, d]; query head h reads KV head h // g. "Joined"
+vectors [t, D], D = kv_heads·d, are queries averaged within a group, or keys, concatenated over KV heads.
 """
 
 import math
@@ -29,7 +29,7 @@ def mean_vector(vectors):
 
 
 def joined(vectors, kv_heads):
-    """[heads, t, d] -> [t, kv_heads·d]: averaged within each group, then concatenated over key heads."""
+    """[heads, t, d] -> [t, kv_heads·d]: averaged within each group, then concatenated over KV heads."""
     group = len(vectors) // kv_heads
     rows = []
     for t in range(len(vectors[0])):
@@ -95,13 +95,13 @@ def representative_scores(queries, chunk_keys, scale, softmax_over_chunk=False):
 
 
 def representatives(queries_of_following_local, chunk_keys, scale, count, softmax=False):
-    """The chunk's `count` tokens of highest mean attention, one choice for the layer (mean over key heads)."""
+    """The chunk's `count` tokens of highest mean attention, one choice for the layer (mean over KV heads)."""
     scores = representative_scores(queries_of_following_local, chunk_keys, scale, softmax)
     return top(mean_vector(scores), count)
 
 
 def representatives_per_head(queries_of_following_local, chunk_keys, scale, count, softmax=False):
-    """The same with a choice per key head."""
+    """The same with a choice per KV head."""
     return [top(row, count) for row in representative_scores(queries_of_following_local, chunk_keys, scale, softmax)]
 
 
@@ -157,7 +157,7 @@ def quest_maxima(query, page_keys):
 
 
 def over_group(per_head, kv_heads):
-    """[heads] -> [kv_heads]: mean over the query heads that share a key head."""
+    """[heads] -> [kv_heads]: mean over the query heads that share a KV head."""
     group = len(per_head) // kv_heads
     return [math.fsum(per_head[kh * group : (kh + 1) * group]) / group for kh in range(kv_heads)]
 

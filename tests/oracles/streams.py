@@ -4,7 +4,7 @@ import numpy as np
 
 
 def stream(select, Q, K, V, budget, chunk, **params):
-    """Kept true positions per key head after the whole input, compressing to B after every chunk.
+    """Kept true positions per KV head after the whole input, compressing to B after every chunk.
 
     `select` is an oracle that takes qpos= and kpos= (snapkv, chunkkv, tova, h2o, intentkv, streamingllm,
     lm_infinite, intelllm). It is given all queries seen so far and the cached keys in order, numbered 0..m-1; a query

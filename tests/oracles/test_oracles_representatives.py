@@ -29,13 +29,13 @@ def test_representatives_of_each_query_head_in_rank_order():
 
 def test_the_head_of_a_representative_reads_its_own_key_head():
     keys = np.array([[[1.0], [2.0], [3.0]], [[10.0], [20.0], [30.0]]])
-    got = known.representative_keys(keys, [[0, 1, 2, 0], [2, 2, 1, 1]])  # heads 0, 1 read key head 0; 2, 3 read 1
+    got = known.representative_keys(keys, [[0, 1, 2, 0], [2, 2, 1, 1]])  # heads 0, 1 read KV head 0; 2, 3 read 1
     assert [one.tolist() for one in got] == [[1, 2, 30, 10], [3, 3, 20, 20]]
     assert known.repeated([1, 2, 3, 4], 2, 4).tolist() == [1, 2, 1, 2, 3, 4, 3, 4]
 
 
 def test_unit_score_by_hand():
-    # one key head, two query heads; representative 0: (3, 0) and (0, 4), length 5; 1: (0, 4) twice, length √32
+    # one KV head, two query heads; representative 0: (3, 0) and (0, 4), length 5; 1: (0, 4) twice, length √32
     keys, chosen = np.array([[[3.0, 0], [0, 4.0]]]), [[0, 1], [1, 1]]
     # probe (1, 1), repeated: length 2. Cosines (3 + 4)/(2·5) and 8/(2·√32) = 1/√2; dots (3 + 4)/2 and 8/2
     assert known.unit_score([1, 1], keys, chosen, True) == pytest.approx((0.7 + math.sqrt(0.5)) / 2)

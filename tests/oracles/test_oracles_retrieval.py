@@ -151,7 +151,7 @@ def test_layer_budgets_are_whole_chunks_and_never_above_the_total():
 
 
 def test_quest_bound_by_hand():
-    page = [[[1, -2], [-3, 5]]]  # one key head: min (-3, -2), max (1, 5)
+    page = [[[1, -2], [-3, 5]]]  # one KV head: min (-3, -2), max (1, 5)
     assert r.quest_bounds([[2, 1], [-1, -1]], page) == [2 + 5, 3 + 2]
     assert r.quest_maxima([[2, 1], [-1, -1]], page) == [0, 1]
     assert r.over_group([7, 5], 1) == [6]

@@ -68,11 +68,11 @@ def test_attention_of_zero_queries_is_uniform_over_the_past():
 def test_attention_by_hand_and_head_grouping():
     Q, K = np.array([[[2.0]], [[0.0]], [[1.0]], [[3.0]]]), np.array([[[1.0]], [[1.0]]])
     Q, K = np.repeat(Q, 2, axis=1), np.repeat(K, 2, axis=1)
-    K[0, 0], K[1, 0] = 0.0, 5.0  # key head 0: keys 0 and 1; key head 1: keys 5 and 1
+    K[0, 0], K[1, 0] = 0.0, 5.0  # KV head 0: keys 0 and 1; KV head 1: keys 5 and 1
     a = common.attention(Q, K, scale=0.5, rows=1)[:, 0]
     assert np.allclose(a[0], [1 / (1 + math.e), math.e / (1 + math.e)])  # logits 0, 1
     assert np.allclose(a[1], [0.5, 0.5])
-    assert np.allclose(a[2, 0] / a[2, 1], math.exp(0.5 * (5 - 1)))  # query head 2 reads key head 1
+    assert np.allclose(a[2, 0] / a[2, 1], math.exp(0.5 * (5 - 1)))  # query head 2 reads KV head 1
     assert np.allclose(a[3, 0] / a[3, 1], math.exp(1.5 * (5 - 1)))
     assert common.group_mean(a, 2)[0] == pytest.approx((a[0] + a[1]) / 2)
 

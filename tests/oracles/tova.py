@@ -6,7 +6,7 @@ from .common import attention, everything, group_mean, top
 
 
 def scores_tova(Q, K, V, budget=None, *, scale=None, qpos=None, kpos=None):
-    """[Hk, m]: the last query's attention averaged over ALL query heads; the same row for every key head."""
+    """[Hk, m]: the last query's attention averaged over ALL query heads; the same row for every KV head."""
     last = attention(Q, K, scale, 1, qpos, kpos)[:, 0, :]
     row = group_mean(last, 1)[0]
     return np.array([row for _ in range(K.shape[0])])

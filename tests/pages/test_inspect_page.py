@@ -8,10 +8,9 @@ import pytest
 import tiny_chat
 import torch
 
-from kvkeep.pages.html import write_page
+from kvkeep.pages.html import pack_bits, pack_levels, write_page
 from kvkeep.pages.inspection import BINS, agreement, histogram
 from kvkeep.pages.inspector import Inspector
-from kvkeep.pages.packed import pack_bits, pack_levels
 
 DOCUMENT = "The keeper counted 4827163 geese. 🦢 مرحبا بالعالم <script>document.title = 'x'</script> <b>&amp;\n\n" * 5
 QUESTION = "How many <i>geese</i>? مرحبا"

@@ -10,8 +10,7 @@ import torch
 import kvkeep
 from kvkeep.errors import BadInput, BadParameter, UnknownName
 from kvkeep.model.chat import context_ids, encode, join_question, question_ids
-from kvkeep.pages.answer_attention import answer_attention
-from kvkeep.pages.html import as_json, page
+from kvkeep.pages.html import as_json, pack_bits, pack_levels, pack_numbers, page
 from kvkeep.pages.inspection import (
     TOP,
     MethodFacts,
@@ -24,8 +23,7 @@ from kvkeep.pages.inspection import (
     most_attended,
 )
 from kvkeep.pages.inspector import Inspector, Outcome, mark_differing
-from kvkeep.pages.method_values import evicting, method_values
-from kvkeep.pages.packed import pack_bits, pack_levels, pack_numbers
+from kvkeep.pages.method_values import answer_attention, evicting, method_values
 
 DOCUMENT = "The keeper counted 4827163 geese. 🦢 مرحبا <script>alert(1)</script> <!-- \n\n" * 4
 QUESTION = "How many geese?"

@@ -1,4 +1,4 @@
-"""`kvkeep serve --tensor-parallel 2`: two processes with a key head each answer as one with both.
+"""`kvkeep serve --tensor-parallel 2`: two processes with a KV head each answer as one with both.
 
 The model computes in float64: the processes add up in another order, and a rounding must not change an answer.
 """
@@ -214,7 +214,7 @@ def test_what_cannot_be_split_is_said_before_anything_is_loaded(tmp_path):
     made, tokenizer = serving.model()
     (tmp_path / "config.json").write_text(json.dumps(made.config.to_dict() | {"num_key_value_heads": 4}))
     assert check_split(str(tmp_path), 2, "cpu") == "cpu"
-    with pytest.raises(UnsupportedModel, match="has 4 key heads, which cannot be split over 3 processes; use 2 or 4"):
+    with pytest.raises(UnsupportedModel, match="has 4 KV heads, which cannot be split over 3 processes; use 2 or 4"):
         check_split(str(tmp_path), 3, "cpu")
     with pytest.raises(BadParameter, match="takes the first 2 GPUs; use --device cpu"):
         check_split(str(tmp_path), 2, "cpu:0")

@@ -1,4 +1,4 @@
-"""Bytes are those of kept tokens, counted by key head; the rest is freed."""
+"""Bytes are those of kept tokens, counted by KV head; the rest is freed."""
 
 from __future__ import annotations
 

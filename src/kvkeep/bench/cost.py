@@ -15,9 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.bench.baselines import SPARE, Eager, Static
-from kvkeep.bench.roofline import Roofline
-from kvkeep.bench.timing import median_interval, timed_prefill
+from kvkeep.bench.timing import Roofline, as_cuda_graph, median_interval, timed_prefill
 from kvkeep.cache.cache import Cache
 from kvkeep.compress.parse import parse
 from kvkeep.compress.schedule import as_schedule
@@ -28,6 +26,97 @@ from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadParameter
 from kvkeep.model.chunked_mlp import chunked_mlp
 from kvkeep.model.fused import fused_ops
+from kvkeep.model.hf_layers import dynamic_cache, static_cache
+
+SPARE = 4  # decode steps beside those that are timed
+ALIGNED = 16  # fast attention kernels want masks of such lengths
+
+
+@dataclass(frozen=True)
+class Uncompressed:
+    model: Any
+    method: ClassVar[str] = "full"
+    budget: ClassVar[None] = None
+
+    def nbytes(self, cache: Any) -> int:
+        return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+class Eager(Uncompressed):
+    """A cache that grows by one token per step, without a CUDA graph."""
+
+    by: ClassVar[str] = "transformers"
+
+    def make(self, tokens: int) -> Any:
+        return dynamic_cache(self.model)
+
+    def step_seconds(self, cache: Any, context: int, rows: int, steps: int) -> tuple[float, str]:
+        token = torch.zeros(rows, 1, dtype=torch.int64, device=self.model.device)
+
+        def step() -> None:
+            with torch.inference_mode():
+                self.model(token, past_key_values=cache).logits.argmax(-1).tolist()
+
+        try:
+            if rows > 1:
+                cache.batch_repeat_interleave(rows)
+            step()
+            return median_interval(step, steps), ""
+        finally:  # back to the prefilled cache, even after an error
+            for layer in cache.layers:
+                layer.keys, layer.values = (t[:1, :, :context].clone() for t in (layer.keys, layer.values))
+
+
+class Static(Uncompressed):
+    """A cache of fixed size, so that a step can be captured; attention covers its whole length under a mask."""
+
+    by: ClassVar[str] = "static"
+
+    def make(self, tokens: int) -> Any:
+        return static_cache(self.model, -(-tokens // ALIGNED) * ALIGNED)
+
+    def step_seconds(self, cache: Any, context: int, rows: int, steps: int) -> tuple[float, str]:
+        step = StaticSteps(self.model, self._copies(cache, context, rows, steps), context, rows)
+        step()
+        not_captured = self.model.device.type == "cuda" and step.graph is None
+        note = "not captured in a graph" if not_captured else ""
+        return median_interval(lambda: (step(), step.tokens.tolist()), steps), note
+
+    def _copies(self, cache: Any, context: int, rows: int, steps: int) -> Any:
+        """A cache of `rows` copies of the sequence."""
+        made = self.make(context + steps + SPARE)
+        with torch.inference_mode():
+            for mine, theirs in zip(made.layers, cache.layers, strict=True):
+                mine.update(*(t[:, :, :context].expand(rows, -1, -1, -1) for t in (theirs.keys, theirs.values)))
+        return made
+
+
+class StaticSteps:
+    """Every call decodes one token of every row, greedily.
+
+    The cache counts its tokens on the device, and transformers takes positions and mask from that count, so a replayed
+    graph advances by itself.
+    """
+
+    def __init__(self, model: Any, cache: Any, context: int, rows: int) -> None:
+        self.model, self.cache = model, cache
+        self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
+        with torch.inference_mode():
+            self.graph = as_cuda_graph(self._run, model.device)
+            self.tokens.zero_()
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(context)  # the capture has run some steps
+
+    def __call__(self) -> Tensor:
+        """-> logits [rows, vocabulary]"""
+        with torch.inference_mode():
+            return self.graph() if self.graph else self._run()
+
+    def _run(self) -> Tensor:
+        logits = self.model(self.tokens, past_key_values=self.cache).logits[:, -1]
+        torch.argmax(logits, -1, keepdim=True, out=self.tokens)
+        return logits
+
 
 BASELINES = {"transformers": Eager, "static": Static}
 
@@ -67,7 +156,7 @@ class Cost:
         return " ".join(filter(None, parts))
 
     def with_ratios(self, base: Cost) -> Cost:
-        """To the uncompressed model."""
+        """Add the ratios to the uncompressed model."""
         ratios = _ratio(self.prefill_s, base.prefill_s), _ratio(self.step_s, base.step_s)
         return replace(self, prefill_ratio=ratios[0], step_ratio=ratios[1])
 
@@ -110,10 +199,10 @@ class Plan:
 def costs(
     model: Any, plan: Plan, say: Callable[[str], None] = lambda text: None, roofline: Roofline | None = None
 ) -> Iterator[Cost]:
-    """For every length and batch the uncompressed model first, then each method."""
+    """Measure, for every length and batch, the uncompressed model first, then each method."""
     roofline = roofline or Roofline.measure(model, plan.batches)
     names = [name for name in BASELINES if name == Eager.by or name in plan.baselines]
-    compressed = [Compressed(model, *how) for how in product(plan.methods, plan.budgets, plan.storages)]
+    compressed = [Compressed(model, *config) for config in product(plan.methods, plan.budgets, plan.storages)]
     for context in plan.contexts:
         ids = torch.arange(context, device=model.device) * 7919 % model.config.get_text_config().vocab_size
         base: dict[int, Cost] = {}
@@ -127,17 +216,17 @@ def costs(
 def _measure(model: Any, subject: Any, ids: Tensor, plan: Plan, warm: bool) -> Iterator[Cost]:
     """Prefill one sequence, then decode batches of copies of it; running out of memory becomes a note."""
     make = partial(subject.make, len(ids) + plan.steps + SPARE)
-    how = partial(_as_engine, model) if subject.by == Compressed.by else nullcontext
+    within = partial(_as_engine, model) if subject.by == Compressed.by else nullcontext
     storage = getattr(subject, "storage", None)
     named = partial(Cost, subject.by, subject.method, subject.budget, len(ids), storage=storage)
     try:
         if warm:
             few = ids[: max(64, int(2 * (subject.budget or 0)))]
-            timed_prefill(model, few, make, plan.prefill_chunk_size, how)  # compiles kernels
-        cache, seconds, peak = timed_prefill(model, ids, make, plan.prefill_chunk_size, how)
+            timed_prefill(model, few, make, plan.prefill_chunk_size, within)  # compiles kernels
+        cache, seconds, peak = timed_prefill(model, ids, make, plan.prefill_chunk_size, within)
         for _ in range(plan.prefill_repeats - 1):
             cache = None  # freed first: there may be memory for one only
-            cache, again, peak = timed_prefill(model, ids, make, plan.prefill_chunk_size, how)
+            cache, again, peak = timed_prefill(model, ids, make, plan.prefill_chunk_size, within)
             seconds = min(seconds, again)
     except torch.OutOfMemoryError:
         cache = None
@@ -192,10 +281,10 @@ class Compressed:
         """All rows are copies of one sequence."""
         config = SequenceConfig(self.model, _NullTokenizer(), cache.method, self.budget)
         ids, logits = torch.zeros(context, dtype=torch.int64), torch.zeros(1, device=self.model.device)
-        sequence, how = Sequence(config, cache, ids.tolist()), Generation(steps + SPARE)
+        sequence, generation = Sequence(config, cache, ids.tolist()), Generation(steps + SPARE)
         scheduler = Scheduler(self.model, set(), rows)
         for _ in range(rows):
-            scheduler.submit(Request(config, ids, how, sequence, logits=logits))
+            scheduler.submit(Request(config, ids, generation, sequence, logits=logits))
         for _ in range(2):  # admit all, capture
             scheduler.step()
         return median_interval(scheduler.step, steps), ""

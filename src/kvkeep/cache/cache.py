@@ -39,12 +39,11 @@ from kvkeep.model.chat import check_ids, check_tokenizer
 from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import UNLIMITED, HFCacheAdapter, context_length, key_shape
-from kvkeep.model.hf_forward import intercept
-from kvkeep.model.hf_guesses import count_guesses
+from kvkeep.model.hf_forward import count_guesses, intercept
 from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
-from kvkeep.model.output_projection import output_weight
+from kvkeep.model.projections import output_weight
 from kvkeep.model.rope import rotations
-from kvkeep.model.token_texts import token_texts
+from kvkeep.model.user_text import token_texts
 from kvkeep.storage.offload.disk import DiskStore
 from kvkeep.storage.offload.host import HostMemoryBudget
 
@@ -323,7 +322,7 @@ class Cache(HFCacheAdapter):
 
     def __repr__(self) -> str:
         report, name = self.report(), type(self).__name__
-        tokens = f"{sum(self.tracker.seen):,} tokens seen, {format_kept(report.kept)} kept per key head"
+        tokens = f"{sum(self.tracker.seen):,} tokens seen, {format_kept(report.kept)} kept per KV head"
         offloaded = f", {format_bytes(report.host_bytes)} offloaded" if report.host_bytes else ""
         size = f"{format_bytes(report.bytes)}{offloaded}"
         return f"<kvkeep.{name} {self.method.name}, budget {self.budget}: {tokens}, {size}>"

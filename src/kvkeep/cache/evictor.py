@@ -17,12 +17,19 @@ from torch import Tensor
 
 from kvkeep.cache.gathered_heads import gather_heads, own_heads
 from kvkeep.cache.reach import placed
-from kvkeep.compress.budget.shared import Candidates, best_of, coverage_of
+from kvkeep.compress.budget.heads import Candidates, best_of, coverage_of
 from kvkeep.compress.method import Method
-from kvkeep.compress.pipeline import candidates, compress, decide, fits, layer_budgets, update_token_state
+from kvkeep.compress.pipeline import (
+    PlacedSelection,
+    candidates,
+    compress,
+    decide,
+    fits,
+    layer_budgets,
+    update_token_state,
+)
 from kvkeep.compress.positions import PlacementInput, move_within, reserved
 from kvkeep.compress.protocols import LayerWeight
-from kvkeep.compress.select import PlacedSelection
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.storage.ragged import RaggedLayer

@@ -48,7 +48,7 @@ def check_shards(cache: CacheState) -> None:
     method, split = cache.method, f"which tensor parallelism splits over {cache.shards.size} processes"
     if method.retrieval and not method.per_head:
         raise BadParameter(
-            f"'{method.name}' retrieves the same tokens for all key heads, {split}; use one that retrieves for each "
+            f"'{method.name}' retrieves the same tokens for all KV heads, {split}; use one that retrieves for each "
             f"head ('quest', 'clusterkv') or evicts ('kvkeep', 'snapkv'), or {WHOLE}."
         )
     if method.needs_output:
@@ -57,10 +57,10 @@ def check_shards(cache: CacheState) -> None:
         )
     if method.placement and not isinstance(method.heads, EqualHeads):
         raise BadParameter(
-            f"'{method.name}' gives key heads new positions by the fullest of them, {split}; use it without a modifier "
+            f"'{method.name}' gives KV heads new positions by the fullest of them, {split}; use it without a modifier "
             f"that shares a budget between heads, or {WHOLE}."
         )
     if method.across_layers:
         raise BadParameter(
-            f"'{method.name}' shares one budget between the key heads of all layers, {split}; use +adakv, or {WHOLE}."
+            f"'{method.name}' shares one budget between the KV heads of all layers, {split}; use +adakv, or {WHOLE}."
         )

@@ -62,7 +62,7 @@ class KeyReach:
         longest = self.longest()
         if longest >= self.context_length:
             raise BadParameter(
-                f"a key head holds {longest} tokens, which leaves no room for another within the context length of "
+                f"a KV head holds {longest} tokens, which leaves no room for another within the context length of "
                 f"{self.context_length}; use a smaller budget."
             )
         return self.context_length - longest

@@ -23,12 +23,11 @@ from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.protocols import ReplayMemory
 from kvkeep.compress.scorers.kvzip import output_gram
 from kvkeep.errors import CacheMisuse, UnsupportedModel
-from kvkeep.kernels.dispatch import appended_attention
-from kvkeep.kernels.torch.reference import segment_attention
+from kvkeep.kernels.dispatch import appended_attention, segment_attention
 from kvkeep.model.chat import common_prefix_length, end_of_message, start_of_message
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, context_length, execution_device
-from kvkeep.model.output_projection import hidden_norms, output_weight
+from kvkeep.model.projections import hidden_norms, output_weight
 from kvkeep.model.rope import position_limit
 from kvkeep.model.user_text import ids_of
 from kvkeep.storage.ragged import RaggedLayer

@@ -98,7 +98,7 @@ class Report:
         return "\n".join([
             f"{self.method}, budget {'–' if self.method == 'full' else self.budget}",
             f"  tokens seen       {seen}",
-            f"  kept per key head {format_kept(self.kept)} ({self.layers} layers × {self.kv_heads} heads, on average)",
+            f"  kept per KV head {format_kept(self.kept)} ({self.layers} layers × {self.kv_heads} heads, on average)",
             *covered,
             f"  keys and values   {held} of {full} ({fraction}), at most {most}",
             *offloaded,

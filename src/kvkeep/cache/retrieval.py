@@ -21,11 +21,17 @@ from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.compress.method import Method
 from kvkeep.compress.protocols import MomentsIndex
 from kvkeep.compress.retrieval.config import RetrievalConfig
-from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery
-from kvkeep.compress.retrieval.query import concat_heads, weighted_query
-from kvkeep.compress.retrieval.topk import by_unit, density, density_share, select_uniform_units, select_units
+from kvkeep.compress.retrieval.index import (
+    OffloadedTokens,
+    RetrievalQuery,
+    by_unit,
+    density,
+    select_units,
+    weighted_query,
+)
 from kvkeep.errors import CacheMisuse
-from kvkeep.kernels.dispatch import two_region_attention
+from kvkeep.kernels.dispatch import select_uniform_units, two_region_attention
+from kvkeep.kernels.torch.retrieval_units import concat_heads, density_share
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore, Pair

@@ -19,9 +19,8 @@ from kvkeep.cache.rope_shift import RopeShift, is_whole
 from kvkeep.compress.protocols import RowIndex
 from kvkeep.compress.retrieval.config import RetrievalConfig, Sizes
 from kvkeep.compress.retrieval.index import OffloadedTokens, RowQueries
-from kvkeep.compress.retrieval.query import Moments, mean_queries
-from kvkeep.compress.retrieval.topk import select_counted, share_quota
-from kvkeep.kernels.dispatch import append_ragged, slotted_attention
+from kvkeep.kernels.dispatch import append_ragged, mean_queries, select_counted, share_quota, slotted_attention
+from kvkeep.kernels.torch.retrieval_units import Moments
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.offload.host import HostStore, Pair
 from kvkeep.storage.offload.layer_state import AppendBuffer, LayerState, Retrieved

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.errors import BadTensor, UnsupportedModel
-from kvkeep.kernels.torch.reference import probabilities
+from kvkeep.kernels.torch.scoring import probabilities
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.ragged import RaggedLayer
 

@@ -98,7 +98,7 @@ def run(
     from kvkeep.engine.sampling import Generation
     from kvkeep.model.load import check_device
 
-    how = Generation(max_new_tokens, temperature, top_p, top_k, seed)
+    generation = Generation(max_new_tokens, temperature, top_p, top_k, seed)
     with show.busy("starting") as say:
         check_device(device, dtype)
         check_lengths(model, plans, text, question, max_new_tokens, say)
@@ -106,7 +106,7 @@ def run(
         engines = [runner.engine(plan, prefill_chunk_size) for plan in plans]
         runner.warm_up(engines, text, seed, say)
     outcomes = [
-        runner.ask(engine, plan, text, question, asdict(how), None if as_json or number else sys.stdout)
+        runner.ask(engine, plan, text, question, asdict(generation), None if as_json or number else sys.stdout)
         for number, (engine, plan) in enumerate(zip(engines, plans, strict=True))
     ]
     if as_json:
@@ -140,15 +140,15 @@ def inspect(
     inputs.check_model(model)
     names = list(dict.fromkeys(name.strip() for name in methods.split(",")))
     plans = [plan for name in names for plan in inputs.plans(name, budget.split(",")[0], [])]
-    from kvkeep.cli import inspect_page
+    from kvkeep.cli import pages
     from kvkeep.model.load import check_device
     from kvkeep.pages.inspector import check_protocol
 
     check_protocol(protocol)
-    how = inspect_page.Options(model, protocol, max_new_tokens, device, dtype, out)
+    chosen = pages.Options(model, protocol, max_new_tokens, device, dtype, out)
     with show.busy("starting") as say:
         check_device(device, dtype)
-        written = inspect_page.run(text, question, plans, how, say)
+        written = pages.inspect(text, question, plans, chosen, say)
     typer.echo(written)
 
 
@@ -169,14 +169,13 @@ def chat(
     """Chat with a model in the terminal, and see what its cache holds. /new begins again, /quit ends."""
     inputs.check_model(model)
     plan = inputs.plans(method, budget, settings or [], storage)[0]
-    from kvkeep.cli import terminal_chat
-    from kvkeep.cli.run import load_engine
+    from kvkeep.cli import run as running
 
     with show.busy("starting") as say:
-        engine = load_engine(model, device, dtype, plan, say, method=method, prefix_cache=terminal_chat.PREFIX_BYTES)
-    how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        engine = running.load_engine(model, device, dtype, plan, say, method=method, prefix_cache=running.PREFIX_BYTES)
+    generation = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     with engine:
-        terminal_chat.run(engine, system, how)
+        running.chat(engine, system, generation)
 
 
 @app.command(epilog=EPILOG)
@@ -277,8 +276,8 @@ def serve(
     inputs.check_model(model)
     from kvkeep.cli import serve as serving
 
-    how = given.pop("budget"), given.pop("settings") or [], given.pop("storage")
-    plan = inputs.plans(method, *how)[0]
+    chosen = given.pop("budget"), given.pop("settings") or [], given.pop("storage")
+    plan = inputs.plans(method, *chosen)[0]
     with show.busy("starting") as say:
         lists = {name: tuple(given[name] or ()) for name in ("autoscale", "cors_origin")}
         serving.run(serving.Options(**given | lists), plan, say.note)
@@ -355,9 +354,9 @@ def report(
     folder: Annotated[str, typer.Argument(help="The folder that `kvkeep eval --out` wrote its rows to.")],
 ) -> None:
     """Write a page that shows the scores of an evaluation, with pictures and CSV files beside it."""
-    from kvkeep.cli import report_page
+    from kvkeep.cli import pages
 
-    written, missing = report_page.run(folder)
+    written, missing = pages.report(folder)
     if missing:
         typer.echo(missing, err=True)
     typer.echo(written)

@@ -46,7 +46,7 @@ class Options:
 def run(options: Options, say: Any) -> tuple[list[Any], str]:
     """-> costs, and the files written to --out; what is missing is reported before the model is loaded"""
     from kvkeep.bench.cost import Plan, costs
-    from kvkeep.bench.roofline import Roofline
+    from kvkeep.bench.timing import Roofline
     from kvkeep.evaluate.results import make_folder
     from kvkeep.model.load import check_device
 

@@ -110,7 +110,7 @@ def _apart(heights: list[float]) -> list[float]:
 
 
 def _memory(found: Sequence[Any], shades: dict[str, str]) -> Any:
-    """Of one sequence at the longest prompt; pale behind it the peak of prefill, where it is known."""
+    """Draw the bytes of one sequence at the longest prompt; pale behind it the peak of prefill, where it is known."""
     longest = max(cost.context for cost in found)
     costs = list({c.label: c for c in found if c.context == longest and c.kv_bytes is not None}.values())
     figure, panel = plt.subplots(figsize=(8, 1.2 + 0.38 * len(costs)), layout="constrained")

@@ -33,9 +33,7 @@ def _plan(method: str | None, budget: str, settings: list[str], storage: str | N
     parameters = dict(setting(each) for each in settings)
     _, number = setting(f"budget={budget}")
     if isinstance(number, bool | str) and number != "auto":
-        raise BadInput(
-            f"--budget {budget!r} is not a number; give tokens per key head (512), a fraction (0.1) or auto."
-        )
+        raise BadInput(f"--budget {budget!r} is not a number; give tokens per KV head (512), a fraction (0.1) or auto.")
     parse_budget(method or PROMPT_METHODS[0], number, **parameters)[0].bits(storage)
     return Plan(method, number, parameters, storage)
 
@@ -48,7 +46,7 @@ def check_model(name: str) -> None:
 
 
 def byte_count(name: str, text: str) -> int:
-    """Of 40GB, 512 MB, 1.5GiB, or a plain number; 0 is one, too."""
+    """Read the number of bytes in 40GB, 512 MB, 1.5GiB, or a plain number; 0 is one, too."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([kKMGT]?)(i?)B?", text.strip())
     if not found:
         raise BadInput(f"{name} {text!r} is not a size; give one such as 40GB or 512MB.")

@@ -9,7 +9,7 @@ import typer
 
 import kvkeep
 from kvkeep.cli import show
-from kvkeep.model.known_models import KNOWN_MODELS, KnownModel
+from kvkeep.model.default_model import KNOWN_MODELS, KnownModel
 
 USE = """\
 memory   what the weights take in bfloat16, as on a GPU; in float32, as on a

@@ -8,7 +8,7 @@ import typer
 
 from kvkeep.compress.defaults import PROMPT_METHODS
 
-TOKENS = "how many tokens of the prompt each key head keeps (512), or which fraction of them (0.1)"
+TOKENS = "how many tokens of the prompt each KV head keeps (512), or which fraction of them (0.1)"
 
 Document = Annotated[str, typer.Argument(help="The text file to read; - reads standard input.")]
 Question = Annotated[str, typer.Argument(help="The question to answer about the document.")]

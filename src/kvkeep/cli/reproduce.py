@@ -13,8 +13,7 @@ from kvkeep.cli import eval as evaluation
 from kvkeep.cli import show
 from kvkeep.errors import NoData
 from kvkeep.evaluate.recipes.compare import Line, compare, counts, write_csv
-from kvkeep.evaluate.recipes.jobs import Job, jobs
-from kvkeep.evaluate.recipes.recipe import Recipe, names, recipe, shrink
+from kvkeep.evaluate.recipes.recipe import Job, Recipe, jobs, names, recipe, shrink
 
 KINDS = {"scores": "scores", "measure": "measured by a script", "facts": "not an experiment"}
 LISTED = """\
@@ -84,7 +83,7 @@ def _kind(each: Recipe) -> str:
 
 
 def _changed(wanted: Recipe, options: Options) -> Recipe:
-    """By the options: small, another model, fewer samples, another schedule or YaRN."""
+    """Change the recipe by the options: small, another model, fewer samples, another schedule or YaRN."""
     wanted = shrink(wanted) if options.small else wanted
     if options.model and len(wanted.models) > 1:  # one model, beside the first one's printed numbers
         group = next(iter(wanted.models))

@@ -1,25 +1,32 @@
-"""`kvkeep run`: one question about one document, timed."""
+"""`kvkeep run`, one question about one document, timed; `kvkeep chat`, a conversation in the terminal."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import typer
 
 import kvkeep
+from kvkeep.cache.report import format_bytes
 from kvkeep.cli.inputs import Plan
 from kvkeep.cli.show import Outcome, busy
 from kvkeep.compress.defaults import PROMPT_METHODS
 from kvkeep.compress.parse import parse_budget
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.request import Request
 from kvkeep.engine.sequence import check_length
+from kvkeep.errors import KvkeepError
 from kvkeep.model.chat import encode, with_question
 from kvkeep.model.hf_cache import context_length
 from kvkeep.model.load import load, load_context_length, load_tokenizer, quiet_transformers
 
 REPORTED = "kept_per_head", "kept", "bytes", "full_bytes", "index_bytes", "host_bytes", "coverage"  # of a Report
+PREFIX_BYTES = 1_000_000_000  # of what was said before in a chat, which is not prefilled again
 WARM_UP = 2000  # characters of a document: some hundred tokens
 
 
@@ -41,13 +48,13 @@ def load_engine(
     plan: Plan,
     say: Callable[[str], None],
     tp_plan: Literal["auto"] | None = None,
-    **how: Any,
+    **options: Any,
 ) -> kvkeep.Engine:
-    """An engine that is ready to answer. tp_plan: of `kvkeep.load`; how: of `Engine`, which may choose the method"""
+    """Load an engine that is ready to answer. tp_plan: of `kvkeep.load`; options: of `Engine`"""
     quiet_transformers()
     model, tokenizer = load(name, device=device, dtype=dtype, progress=say, tp_plan=tp_plan)
-    how = {"method": plan.method, "storage": plan.storage, **plan.parameters, **how}
-    engine = kvkeep.Engine(model, tokenizer, budget=plan.budget, **how)
+    options = {"method": plan.method, "storage": plan.storage, **plan.parameters, **options}
+    engine = kvkeep.Engine(model, tokenizer, budget=plan.budget, **options)
     engine.warmup(progress=say)
     return engine
 
@@ -73,8 +80,8 @@ class QuestionRunner:
         torch.manual_seed(seed)
 
     def engine(self, plan: Plan, prefill_chunk_size: int | None) -> Any:
-        how = {"prefill_chunk_size": prefill_chunk_size, "storage": plan.storage, **plan.parameters}
-        return kvkeep.Engine(self.model, self.tokenizer, plan.method, plan.budget, **how)
+        options = {"prefill_chunk_size": prefill_chunk_size, "storage": plan.storage, **plan.parameters}
+        return kvkeep.Engine(self.model, self.tokenizer, plan.method, plan.budget, **options)
 
     def ask(self, engine: Any, plan: Plan, document: str, question: str, options: dict[str, Any], out: Any) -> Outcome:
         """options: of generation; out: where text is printed as it is decoded, or None"""
@@ -124,3 +131,56 @@ class AnswerTimer:
     def rate(self, tokens: int) -> float | None:
         """Tokens per second after the first."""
         return (tokens - 1) / (self.last - self.first) if tokens > 1 and self.last > self.first else None
+
+
+def chat(engine: Engine, system: str | None, options: dict[str, Any]) -> None:
+    """`kvkeep chat`: a conversation until /quit or the end of the input; after every answer, what the cache holds."""
+    first = [{"role": "system", "content": system}] if system else []
+    messages = list(first)
+    while (line := _line()) is not None:
+        if line == "/quit":
+            return
+        if line == "/new":
+            messages = list(first)
+        elif line.startswith("/") and " " not in line:
+            typer.echo(f"{line} is no command; there are /new and /quit.", err=True)
+        elif line:
+            messages = _turn(engine, [*messages, {"role": "user", "content": line}], options)
+
+
+def _line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+def _turn(engine: Engine, messages: list[dict[str, str]], options: dict[str, Any]) -> list[dict[str, str]]:
+    """The conversation with the answer; without the last message, if there is none."""
+    try:
+        handle = engine.submit(messages, **options)
+        _print(handle)
+    except KvkeepError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        return messages[:-1]
+    typer.echo(held(handle.request), err=True)
+    return [*messages, {"role": "assistant", "content": handle.text.strip()}]
+
+
+def _print(answer: Any) -> None:
+    """Print the answer while it is decoded; Ctrl+C ends it."""
+    try:
+        for text in answer:
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        answer.cancel()
+    print(flush=True)
+
+
+def held(request: Request) -> str:
+    """What the cache holds of the conversation so far, and what of it was reused: not prefilled again."""
+    tokens, size = len(request.ids), format_bytes(request.kept_bytes)
+    full = format_bytes(request.kept_bytes / max(1.0, request.kept_tokens) * tokens)
+    kept = f"{request.kept_tokens:,.0f} of {tokens:,} tokens kept per KV head, {size} of {full}"
+    reused = f"{request.num_cached:,} reused from earlier turns, {tokens - request.num_cached:,} prefilled"
+    return f"[{kept}; {reused}, {len(request.answer.ids)} generated]"

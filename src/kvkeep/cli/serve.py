@@ -68,7 +68,7 @@ def check_packages() -> None:
 
 
 def run(options: Options, plan: Plan, say: Callable[[str], None]) -> None:
-    """Until SIGTERM or SIGINT: then answers under way are finished, and new ones refused."""
+    """Serve until SIGTERM or SIGINT: then answers under way are finished, and new ones refused."""
     check_packages()
     from kvkeep.serve.keys import Keys
 
@@ -106,7 +106,7 @@ def is_local(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Before the model is loaded: a port in use is said at once. Nobody can connect yet."""
+    """Bind the port before the model is loaded: one in use is said at once. Nobody can connect yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with ExitStack() as unless_bound:
@@ -126,7 +126,7 @@ def _engine(options: Options, plan: Plan, say: Callable[[str], None], tp_plan: L
     from kvkeep.engine.prefix_store import PrefixStore
 
     size = byte_count("--prefix-cache", options.prefix_cache)
-    how = {
+    limits = {
         "method": options.method,  # None: kvkeep_lookahead, and kvkeep_context for contexts
         "memory": byte_count("--memory", options.memory) if options.memory else None,
         "prefix_cache": PrefixStore(size, options.prefix_folder) if size else None,
@@ -134,7 +134,7 @@ def _engine(options: Options, plan: Plan, say: Callable[[str], None], tp_plan: L
         "max_waiting": options.max_waiting,
         "allow_special_tokens": options.allow_special_tokens,
     }
-    return load_engine(options.model, options.device, options.dtype, plan, say, tp_plan, **how)
+    return load_engine(options.model, options.device, options.dtype, plan, say, tp_plan, **limits)
 
 
 def make_server(options: Options, plan: Plan, keys: Any, say: Callable[[str], None] = lambda text: None) -> Any:
@@ -157,7 +157,7 @@ def make_server(options: Options, plan: Plan, keys: Any, say: Callable[[str], No
 
 
 def _split_server(options: Options, plan: Plan, say: Callable[[str], None], make: Callable[[Any], Any]) -> Any:
-    """Of a model that is split over several processes: this is the first, the others follow. make: of an engine"""
+    """Serve a model that is split over several processes: this is the first, the others follow. make: of an engine"""
     from kvkeep.serve.followers import Followers
 
     size = options.tensor_parallel
@@ -220,7 +220,7 @@ def _serve_replicas(
         raise MissingExtra(f"--ray needs ray[serve] ({error}); install it with `pip install 'kvkeep[ray]'`.") from None
     with connected(ray, None if options.ray == LOCAL else options.ray):
         has_gpus = ray.cluster_resources().get("GPU") and not (options.device or "").startswith("cpu")
-        how = Deployment(
+        deployment = Deployment(
             name=f"kvkeep-{socket.gethostname()}-{listening.getsockname()[1]}",
             replicas=options.replicas,
             autoscaling=autoscaling_settings(options),
@@ -234,16 +234,16 @@ def _serve_replicas(
         )
         say(f"starting {options.replicas} replicas on Ray")
         try:
-            handle = how.start(partial(make_server, options, plan, keys))
+            handle = deployment.start(partial(make_server, options, plan, keys))
             most = byte_count("--max-body", options.max_body)
             front = Front(handle, keys, most, _local_only(options, keys))
             _serve(options, front, options.name or model_name(options.model), listening, say, lifespan="off")
         finally:
-            how.stop()
+            deployment.stop()
 
 
 def autoscaling_settings(options: Options) -> dict[str, Any]:
-    """Of Ray Serve, by name."""
+    """List the autoscaling settings of Ray Serve by name."""
     import yaml
 
     pairs = [each.partition("=") for each in options.autoscale]

@@ -53,7 +53,7 @@ class Say:
             typer.echo(text, err=True)
 
     def often(self, text: str) -> None:
-        """For texts that change all the time: a log gets one every PREFILL_LOG_S."""
+        """Show texts that change all the time: a log gets one every PREFILL_LOG_S."""
         if self.bar.is_shown or time.monotonic() - self.last >= PREFILL_LOG_S:
             self(text)
 
@@ -150,7 +150,7 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
         *row("answer", lambda each: each.answer, len(outcomes) > 1),
         *row("budget", lambda each: "–" if each.budget is None else str(each.budget)),
         *row("prompt tokens", _length),
-        *row("kept per key head", lambda each: format_kept(each.kept)),
+        *row("kept per KV head", lambda each: format_kept(each.kept)),
         *row("scores covered", _covered, any(each.coverage for each in outcomes)),
         *row("cache holds", lambda e: f"{format_bytes(e.bytes)} ({held_share(e.bytes, e.full_bytes):.0%})"),
         *row("offloaded", lambda each: format_bytes(each.host_bytes), any(each.host_bytes for each in outcomes)),

@@ -1,4 +1,4 @@
-"""Attention statistics of a layer's tokens, for scorers and layer budgets."""
+"""What scorers and layer budgets share: statistics of a layer's attention, keys and values, and random numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep.kernels.dispatch import column_mass
-from kvkeep.kernels.torch.reference import probabilities, sum_over_queries
+from kvkeep.kernels.dispatch import column_mass, key_similarity, smooth
+from kvkeep.kernels.torch.scoring import probabilities, sum_over_queries
 from kvkeep.types import PAD_POSITION, Observation
 
 GRAM_BLOCK = 1024  # tokens whose products are summed in float32
@@ -32,8 +32,8 @@ def attention_received(seen: Observation, last: int) -> Tensor:
     queries = seen.queries[:, -last:]
     if not column_mass.uses_kernel(queries, seen.keys):
         return sum_over_queries(attention(seen, last))
-    how = seen.scale, seen.softcap, seen.sink_logits
-    return column_mass(queries, seen.keys, seen.token_positions, seen.seq_len, *how)
+    softmax = seen.scale, seen.softcap, seen.sink_logits
+    return column_mass(queries, seen.keys, seen.token_positions, seen.seq_len, *softmax)
 
 
 def causal_mask(seen: Observation, last: int) -> Tensor:
@@ -44,6 +44,11 @@ def causal_mask(seen: Observation, last: int) -> Tensor:
     newest = seen.token_positions if len(set(seen.lengths)) > 1 else seen.token_positions[:, -last:]
     queries = torch.arange(seen.seq_len - last, seen.seq_len, device=newest.device)
     return newest[:, None, :] <= queries[:, None]
+
+
+def pool(scores: Tensor, among: Tensor, width: int, kind: str = "avg") -> Tensor:
+    """Smooth the scores of the tokens `among`, with each other only. scores, among [kv_heads, n]"""
+    return scores if width == 1 else smooth(scores, among, width, kind)
 
 
 def squared_value_norms(seen: Observation) -> Tensor:
@@ -107,3 +112,33 @@ def new_chunks(seen: Observation, size: int, together: bool = False) -> Iterator
         for run in [starts] if together else [[first] for first in starts]:
             part = slice(run[0] - before, run[-1] + length - before)
             yield run[0], length, seen.queries[:, part], keys[:, part]
+
+
+def outlier_degree(seen: Observation, kappa: int) -> Tensor:
+    """How far a key stands out among its neighbours: those with most of the attention do (ProtoKV).
+
+    (mean(S) - S) / std(S), S the mean cosine of a key with its neighbours up to kappa away, itself included. Deviation:
+    the paper's equation 5 has the opposite sign; its text and figures mean "dissimilar = high degree".
+    -> [kv_heads, n], 0 where all keys are equally similar
+    """
+    tokens = token_mask(seen)
+    similarity = key_similarity(seen.keys, tokens, kappa)
+    n = tokens.sum(1, keepdim=True)
+    mean = (similarity * tokens).sum(1, keepdim=True) / n
+    std = (((similarity - mean) ** 2) * tokens).sum(1, keepdim=True).div(n).sqrt()
+    return torch.where(std > 1e-7, (mean - similarity) / std.clamp_min(1e-7), 0.0)
+
+
+def uniform(seed: int, counters: Tensor) -> Tensor:
+    """Random numbers in (0, 1), a hash of each counter: the same on every device and in every order. float64"""
+    bits = counters.long()
+    for round_ in (seed, seed >> 32):
+        bits = bits + (round_ & 0xFFFFFFFF) * 0x9E3779B9 & 0xFFFFFFFF
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+            bits = (bits ^ (bits >> shift)) * factor & 0xFFFFFFFF
+    return (bits.double() + 0.5) / 2**32
+
+
+def layer_seed(seed: int, layer: int) -> int:
+    """Every layer draws its own numbers."""
+    return seed + 1_000_003 * layer

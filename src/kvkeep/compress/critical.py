@@ -1,7 +1,7 @@
 """Part of the budget by score, the rest by what a token would add to the hidden states (arXiv:2502.03805).
 
 Attention says how much of a value is read; what it changes is that share of W_O v. So a scorer's favourites are kept
-first, and the others compete by (score + offset) · ‖W_O v‖₁, averaged over the query heads of a key head.
+first, and the others compete by (score + offset) · ‖W_O v‖₁, averaged over the query heads of a KV head.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import Amount, Checked, Share
-from kvkeep.compress.select import best_first, inverse
+from kvkeep.kernels.torch.ranking import best_first, inverse
 from kvkeep.types import Observation
 
 FAVOURITE = 1e30  # scores from here on are of those kept first

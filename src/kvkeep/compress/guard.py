@@ -38,7 +38,7 @@ class Guard(Checked):
         return min(self.sinks, budget - last) if self.shrink_to_fit else self.sinks, last
 
     def size(self, budget: int) -> int:
-        """Tokens per key head kept of a budget."""
+        """Tokens per KV head kept of a budget."""
         return sum(self.sinks_and_recent(budget))
 
     def fit_to(self, budget: int) -> Guard:

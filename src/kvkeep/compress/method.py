@@ -65,7 +65,7 @@ class Draft(Checked):
         return self.tokens if self.predicting else 1 + self.tokens
 
     def kept(self, budget: int, seen: int) -> int:
-        """Tokens per key head that it is decoded from, of a prompt of `seen` tokens."""
+        """Tokens per KV head that it is decoded from, of a prompt of `seen` tokens."""
         return min(seen, (self.hold or 1) * budget)
 
 
@@ -137,7 +137,7 @@ class Method(Checked):
 
     @property
     def per_head(self) -> bool:
-        """What a key head keeps or retrieves depends on its own queries, keys and values alone."""
+        """What a KV head keeps or retrieves depends on its own queries, keys and values alone."""
         if self.retrieval is not None:
             return getattr(self.retrieval.index, "each_head", False)
         alone = isinstance(self.heads, EqualHeads) and self.layers.layer_weight is None
@@ -218,7 +218,7 @@ class Method(Checked):
 
     @property
     def across_layers(self) -> bool:
-        """Key heads of all layers compete for one budget."""
+        """KV heads of all layers compete for one budget."""
         return getattr(self.heads, "across_layers", False)
 
     def _check_parts(self) -> None:
@@ -242,7 +242,7 @@ class Method(Checked):
     def check(self, budget: int | float | str | None) -> int | float:
         """Refuse a budget too small for what this method always keeps; methods that keep everything need none."""
         if budget is None and (self.scorer or self.retrieval):
-            raise BadParameter(f"{self._called} needs a budget: tokens per key head (512), a fraction (0.1) or 'auto'.")
+            raise BadParameter(f"{self._called} needs a budget: tokens per KV head (512), a fraction (0.1) or 'auto'.")
         budget = check_budget(1.0 if budget is None else budget)
         if isinstance(budget, int):
             (self.retrieval or self.guard).check(budget, self.name)

@@ -74,7 +74,7 @@ def _ratio(value: Any) -> str:
     """kvpress gives the fraction evicted, kvkeep the fraction kept."""
     evicted = value if isinstance(value, float) and 0 < value < 1 else 0.75
     return (
-        f"compression_ratio={value!r}: kvkeep takes budget=: tokens per key head, or a fraction kept; "
+        f"compression_ratio={value!r}: kvkeep takes budget=: tokens per KV head, or a fraction kept; "
         f"compression_ratio={evicted:g} in kvpress is budget={1 - evicted:g}."
     )
 

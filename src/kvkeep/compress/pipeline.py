@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvkeep.compress.attention import token_mask
 from kvkeep.compress.budget.coverage import amounts, covered
-from kvkeep.compress.budget.shared import Candidates, SharedBudget
+from kvkeep.compress.budget.heads import Candidates, SharedBudget
 from kvkeep.compress.method import Method
 from kvkeep.compress.protocols import Scorer, ScorerTraits
-from kvkeep.compress.select import PlacedSelection, Units, first, inverse, packs, ranked, ranks
+from kvkeep.kernels.dispatch import places_of, ranks
+from kvkeep.kernels.torch.ranking import Units, inverse, packs, ranked
 from kvkeep.types import Observation, Selection, Tokens
 
 
@@ -23,7 +25,7 @@ def update_token_state(seen: Observation, method: Method, budget: int) -> Observ
 
 
 def compress(seen: Observation, method: Method, budget: int, layer_budget: int | None = None) -> Selection | None:
-    """The tokens this layer keeps, given a mean budget per key head; None where all of them fit."""
+    """The tokens this layer keeps, given a mean budget per KV head; None where all of them fit."""
     kept = decide(seen, method, budget, layer_budget)
     return kept.known() if isinstance(kept, PlacedSelection) else kept
 
@@ -77,7 +79,7 @@ def fits(seen: Observation, method: Method, budget: int) -> bool:
 def cover(
     seen: Observation, method: Method, budget: int, scores: Tensor, forced: Tensor, units: Units | None, tokens: Tensor
 ) -> Selection:
-    """As many tokens as are needed by their scores. budget: the layer's; the rest as in `score`"""
+    """Keep as many tokens as are needed by their scores. budget: the layer's; the rest as in `score`"""
     assert method.needed is not None
     order, each = ranked(scores, forced, tokens, units), amounts(scores, tokens & ~forced)
     rank, given = inverse(order), (scores, forced, seen.lengths, budget, units)
@@ -120,3 +122,32 @@ def layer_budgets(method: Method, budget: int, tokens: int, weights: Sequence[fl
     """The budget of every layer, given their weights where the method compares layers."""
     floor = max(1, method.guard.fit_to(budget).size(budget))
     return method.layers(budget, floor, tokens, list(weights) if method.layers.layer_weight else len(weights))
+
+
+def first(order: Tensor, quota: Sequence[int]) -> Selection:
+    """The first `quota` of each head's order, in ascending order of index."""
+    longest = max(quota)
+    index = order[:, :longest]
+    if min(quota) != longest:
+        allowed = torch.tensor(quota, device=order.device)[:, None]
+        index = index.masked_fill(torch.arange(longest, device=order.device) >= allowed, order.shape[1])
+    return Selection(index.sort(dim=1).values, tuple(quota))
+
+
+@dataclass(frozen=True)
+class PlacedSelection:
+    """A selection whose lengths are known to the device alone: the host need not wait for them."""
+
+    places: Tensor  # [2, total] KV head and token index of what is kept, head by head, ascending
+    counts: Tensor  # [kv_heads] tokens kept per KV head
+
+    @classmethod
+    def of(cls, rank: Tensor, counts: Tensor, total: int) -> PlacedSelection:
+        return cls(places_of(rank, counts, total), counts)
+
+    def known(self) -> Selection:
+        """Wait for the lengths."""
+        lengths = tuple(self.counts.tolist())
+        if len(set(lengths)) == 1:
+            return Selection(self.places[1].view(len(lengths), -1), lengths)
+        return Selection(pad_sequence(list(self.places[1].split(lengths)), True), lengths)

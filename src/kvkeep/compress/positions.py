@@ -20,7 +20,7 @@ ROOM = 1024  # tokens
 
 @dataclass(frozen=True)
 class PlacementInput:
-    """Input of a placement, for one key head of m kept tokens, or one of each of several rows."""
+    """Input of a placement, for one KV head of m kept tokens, or one of each of several rows."""
 
     token_positions: Tensor  # [.., m] indices of the tokens in the text
     seq_len: int | Tensor  # tokens of text so far: position of the next query; of rows, [.., 1]

@@ -7,12 +7,10 @@ from typing import Annotated, Literal
 
 from kvkeep.arguments import Amount, Cosine, Count, Odd, Positive, Range, Share
 from kvkeep.compress.budget.coverage import COVERAGE
-from kvkeep.compress.budget.heads import AdaptiveHeads, Threshold
+from kvkeep.compress.budget.heads import AdaptiveHeads, SharedBudget, Threshold
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
-from kvkeep.compress.budget.shared import SharedBudget
 from kvkeep.compress.critical import Critical
-from kvkeep.compress.grouping.blocks import Blocks
-from kvkeep.compress.grouping.prototypes import Kind, Prototypes
+from kvkeep.compress.grouping import Blocks, Kind, Prototypes
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Draft, Method, Preset
 from kvkeep.compress.positions import Capped, Contiguous, Gap
@@ -309,8 +307,8 @@ def squeezed(
 
 
 def sentencekv(sinks: int | None = None, local: Positive | None = None, longest=128, once=False):
-    how = {"default_sizes": (32, 32), "needs": "sentences", "once": once}
-    retrieval = RetrievalConfig(SentenceChunks(longest), Centres(), None, "original", sinks, local, **how)
+    options = {"default_sizes": (32, 32), "needs": "sentences", "once": once}
+    retrieval = RetrievalConfig(SentenceChunks(longest), Centres(), None, "original", sinks, local, **options)
     return Method("sentencekv", None, retrieval=retrieval)
 
 
@@ -351,7 +349,7 @@ def among_heads(heads: HeadAllocator):
 
 
 def one_budget(floor: Share = 0.0):
-    """Key heads of all layers compete; each is sure of `floor` of an equal budget."""
+    """KV heads of all layers compete; each is sure of `floor` of an equal budget."""
     return among_heads(SharedBudget(floor))
 
 
@@ -377,7 +375,7 @@ def by_output(share=0.5, offset=1e-4):
     return lambda method: {"rerank": Critical(share, offset)}
 
 
-GROUPED = "attention is averaged over the query heads of a key head"
+GROUPED = "attention is averaged over the query heads of a KV head"
 FIRST = "once=True (ProtoKV's table 3, prefilling): the first decoded token retrieves, for all that follow"
 REPLAY = (
     "parts are shorter where the context length leaves less room, 64 at most, and stand earlier where positions end "
@@ -459,7 +457,7 @@ METHODS = Registry("method", {
         cake, "arXiv:2503.12491", "tokens of high mean or varying attention; layer budgets by entropy and variance",
         f"{ONCE}; tau 1 and 1, which the authors tune per model; {GROUPED}",
     ),
-    "random": Preset(random, "", "tokens drawn at random, of each key head its own: what any method has to beat"),
+    "random": Preset(random, "", "tokens drawn at random, of each KV head its own: what any method has to beat"),
     "keep_prompt_random": Preset(
         keep_prompt_random, "", "the prompt, and of the answer tokens drawn at random: what any method has to beat",
         "a floor for long answers, evicting as rkv does; a prompt beyond the budget is drawn from, too, but last",
@@ -502,7 +500,7 @@ METHODS = Registry("method", {
         actqkv, "ActQKV", "everything; chunks are retrieved for an average query weighted by activation bias",
         "statistics per layer and sequence; the question's queries join the window's, the authors' further term has "
         "weight 0 (question_weight); all tokens of a chunk represent it (representatives=4: the paper's number, chosen "
-        "by each query head); one average query per key head retrieves; "
+        "by each query head); one average query per KV head retrieves; "
         "reverse=True is the ablation of appendix D.3, a query's weight 1 / the sum of its bias",
     ),
     "infllm": Preset(

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvkeep.arguments import Checked, check_finite
 from kvkeep.compress.positions import PlacementInput
 from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery, RowQueries
-from kvkeep.compress.select import Units
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.torch.ranking import Units
 from kvkeep.registry import did_you_mean
 from kvkeep.types import Observation, Replayed, ReplayPass, Rotate, Step
 
@@ -32,7 +32,7 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class StepScorer(Scorer, Protocol):
-    """Also scores one decode step of all rows, so that one token is evicted in place. -> [rows, kv_heads, n]"""
+    """It also scores one decode step of all rows, so that one token is evicted in place. -> [rows, kv_heads, n]"""
 
     def step(self, step: Step, budget: int, /) -> Tensor: ...
 
@@ -54,7 +54,7 @@ class TokenMemory(Protocol):
 
 @runtime_checkable
 class StepMemory(TokenMemory, Protocol):
-    """Also for one decode step of all rows. -> [rows, kv_heads, n, width]"""
+    """It also updates one decode step of all rows. -> [rows, kv_heads, n, width]"""
 
     def step(self, step: Step, budget: int, /) -> Tensor: ...
 
@@ -117,7 +117,7 @@ class Clustering(Grouping, Protocol):
 
 
 class HeadAllocator(Protocol):
-    """Tokens per key head; arguments: budget/heads.py. `needs_scores = True` if it compares the scores of heads.
+    """Tokens per KV head; arguments: budget/heads.py. `needs_scores = True` if it compares the scores of heads.
 
     `across_layers = True`, as `SharedBudget` has it: heads of all layers compete.
     """
@@ -131,7 +131,7 @@ LayerWeight = Callable[[Observation, int], Tensor]
 
 
 class LayerAllocator(Protocol):
-    """Tokens per key head of each layer, whose total is layers * budget; arguments: budget/layers.py.
+    """Tokens per KV head of each layer, whose total is layers * budget; arguments: budget/layers.py.
 
     layer_weight(observation, budget) makes it compare layers: it is then called with their weights, not their number.
     """

@@ -1,4 +1,4 @@
-"""What a decode step evicts: one token of every key head, of all rows and layers at once.
+"""What a decode step evicts: one token of every KV head, of all rows and layers at once.
 
 Pure tensors in and out, and nothing waits for the host: it runs within a CUDA graph (cache/evict_one.py).
 """
@@ -20,7 +20,7 @@ from kvkeep.types import PAD_POSITION, Budget, Step
 
 @dataclass
 class StepRule:
-    """Only for methods whose scorer has `step`, with equal heads and layers; for others, `scorer` is None."""
+    """The rule of methods whose scorer has `step`, with equal heads and layers; for others, `scorer` is None."""
 
     method: Method
     budget: Budget
@@ -54,7 +54,7 @@ class StepRule:
         return replace(step, token_state=self.memory.step(step, self.tokens)) if self.memory else step
 
     def lowest_scored(self, step: Step) -> Tensor:
-        """The slot of each key head's token to evict; of equal scores, the earliest. [rows, kv_heads]"""
+        """The slot of each KV head's token to evict; of equal scores, the earliest. [rows, kv_heads]"""
         assert self.scorer is not None
         scores = self.scorer.step(step, self.tokens).float()
         scores = scores.masked_fill(self.method.guard.step(step, self.tokens), float("inf"))

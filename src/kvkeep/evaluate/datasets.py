@@ -48,7 +48,7 @@ SOURCES = {
 
 
 def data_folder() -> Path:
-    """Of downloaded data: beside the models."""
+    """The folder of downloaded data: beside the models."""
     return default_folder().parents[1] / "data"
 
 

@@ -61,38 +61,27 @@ def run(
     """Answer the samples that have no row yet. about: what else decides a row, e.g. the model. -> all rows"""
     check_ids(samples)
     with exclusive_lock(out):
-        return _run(answer, samples, grid, out, progress, about)
-
-
-def _run(
-    answer: Worker | MapItems,
-    samples: Sequence[Sample],
-    grid: Grid,
-    out: str | Path,
-    progress: Callable[[int, int], None] | None,
-    about: Mapping[str, Any] | None,
-) -> list[dict[str, Any]]:
-    rows, times = Results(Path(out) / "rows.jsonl"), Results(Path(out) / "times.jsonl", timed=True)
-    stamps = {(sample.task, sample.id): {**(about or {}), "sample": digest(sample)} for sample in samples}
-    check_stamps(rows, stamps, out)
-    every = items(samples, grid.protocols)
-    expected = {key for item in every for key in keys(item, grid)}
-    if foreign := len(rows.done - expected):
-        raise BadInput(f"{str(out)!r} holds {foreign} rows that are not of this run; use a folder of its own.")
-    todo = [item for item in every if not keys(item, grid) <= rows.done]
-    for found in (answer(item) for item in todo) if isinstance(answer, Worker) else answer(todo):
-        for row, timed in found:
-            times.add(timed)
-            rows.add(row | stamps[row["task"], row["id"]])
-        if progress:
-            progress(len(rows.rows), len(expected))
-    if rows.done != expected:
-        raise BadInput(f"{str(out)!r} holds {len(rows.done)} rows, this run has {len(expected)}.")
-    return rows.rows
+        rows, times = Results(Path(out) / "rows.jsonl"), Results(Path(out) / "times.jsonl", timed=True)
+        stamps = {(sample.task, sample.id): {**(about or {}), "sample": digest(sample)} for sample in samples}
+        check_stamps(rows, stamps, out)
+        every = items(samples, grid.protocols)
+        expected = {key for item in every for key in keys(item, grid)}
+        if foreign := len(rows.done - expected):
+            raise BadInput(f"{str(out)!r} holds {foreign} rows that are not of this run; use a folder of its own.")
+        todo = [item for item in every if not keys(item, grid) <= rows.done]
+        for found in (answer(item) for item in todo) if isinstance(answer, Worker) else answer(todo):
+            for row, timed in found:
+                times.add(timed)
+                rows.add(row | stamps[row["task"], row["id"]])
+            if progress:
+                progress(len(rows.rows), len(expected))
+        if rows.done != expected:
+            raise BadInput(f"{str(out)!r} holds {len(rows.done)} rows, this run has {len(expected)}.")
+        return rows.rows
 
 
 def items(samples: Sequence[Sample], protocols: Sequence[str]) -> list[Item]:
-    """In the order of the samples; query-agnostic ones about the same context come together.
+    """Group samples in their order; query-agnostic ones about the same context come together.
 
     A sample without a context has one protocol, aware.
     """
@@ -107,13 +96,13 @@ def items(samples: Sequence[Sample], protocols: Sequence[str]) -> list[Item]:
 
 
 def keys(item: Item, grid: Grid) -> set[tuple]:
-    """Of the rows an item yields."""
+    """The keys of the rows that an item yields."""
     places = ((sample.task, sample.id, item.protocol) for sample in item.samples)
     return {(*place, *config) for place, config in product(places, grid.configs)}
 
 
 def digest(sample: Sample) -> str:
-    """Of the whole sample: two samples of one id may come from other data, or another seed."""
+    """Hash the whole sample: two samples of one id may come from other data, or another seed."""
     return hashlib.sha256(repr(sample).encode()).hexdigest()[:16]
 
 

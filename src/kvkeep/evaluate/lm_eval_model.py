@@ -121,7 +121,7 @@ class KvkeepLM(HFLM):
             return self.model(batch, past_key_values=cache, logits_to_keep=last).logits[0]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts: there is no context to compress, so only `full` is allowed."""
+        """Score whole texts: there is no context to compress, so only `full` is allowed."""
         if self.compresses:
             raise BadParameter(
                 f"a text scored from its first token has no context to compress: '{self.method.name}' would be given "

@@ -42,7 +42,7 @@ class PrefilledContext:
         return self.sequence.cache.method
 
     def fork(self, question: str) -> Sequence:
-        """For one question. question: where it was not known at prefill"""
+        """Fork for one question. question: where it was not known at prefill"""
         fork = self.sequence.fork()
         if self.is_frozen:
             fork.cache.tracker.mark_context()
@@ -70,9 +70,8 @@ def prefill(
     sequences = {
         config: _sequence(model, tokenizer, config, method, config in evicting) for config, method in configs.items()
     }
-    separate = [
-        config for config in configs if config in evicting or too_long or _has_retrieval_window(configs[config])
-    ]
+    windowed = {config for config, method in configs.items() if method.retrieval and method.retrieval.window}
+    separate = [config for config in configs if config in evicting or too_long or config in windowed]
     together = [config for config in configs if config not in separate]
     found: dict[Config, PrefilledContext] = {}
     for group in [together] if share and together else [[config] for config in together]:
@@ -81,10 +80,6 @@ def prefill(
     for config in separate:
         found[config] = _prefill_one(model, ids, config, sequences[config], config in evicting, question)
     return [found[config] for config in configs]
-
-
-def _has_retrieval_window(method: Method) -> bool:
-    return method.retrieval is not None and method.retrieval.window is not None
 
 
 def _prefill_shared(model: Any, ids: Tensor, configs: Seq[Config], sequences: Seq[Sequence]) -> list[PrefilledContext]:

@@ -130,7 +130,7 @@ class _ActorPool:
 
 
 def _actor_resources(nodes: Sequence[dict[str, Any]], threads: int) -> tuple[dict[str, int], int]:
-    """Of one actor, and how many actors fit: one per GPU; without GPUs, one per `threads` CPUs of a node."""
+    """The resources of an actor, and how many fit: one per GPU; without GPUs, one per `threads` CPUs of a node."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     gpus = sum(int(node.get("GPU", 0)) for node in alive)
     if gpus:

@@ -102,7 +102,7 @@ class Results:
             raise BadInput(f"{str(self.path)!r} is damaged ({error}); move it away to begin anew.") from None
 
     def add(self, row: dict[str, Any]) -> None:
-        """On disk when this returns; a row whose key is there already is ignored."""
+        """Write a row, which is on disk when this returns; one whose key is there already is ignored."""
         if key(row) in self.done:
             return
         try:
@@ -121,14 +121,14 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 def write_error(path: str | Path, error: OSError, safe: str) -> BadInput:
-    """Of a file that cannot be written; safe: what is on disk already"""
+    """The error for a file that cannot be written; safe: what is on disk already"""
     return BadInput(
         f"{str(path)!r} cannot be written ({error.strerror}); {safe} are safe: make room, and start again to go on."
     )
 
 
 def make_folder(path: str | Path) -> Path:
-    """Unless it exists."""
+    """Make the folder unless it exists."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvkeep import plugins
 from kvkeep.errors import BadInput, KvkeepError, NoData, UnknownName
 from kvkeep.evaluate import datasets
 from kvkeep.evaluate.datasets import SOURCES, Source, fetch
@@ -19,7 +18,7 @@ from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
 from kvkeep.evaluate.tasks.needle import DEPTHS, needle
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
 from kvkeep.evaluate.tasks.ruler import available, ruler
-from kvkeep.registry import check_new, did_you_mean
+from kvkeep.registry import check_new, did_you_mean, load_plugins
 
 SHORT = ("arc_easy", "openbookqa", "wic", "winogrande")
 READ = {
@@ -67,7 +66,7 @@ class Sources:
 
 def names() -> list[str]:
     """Tasks and groups; longbench/… and infinitebench/… take the name of a file."""
-    plugins.load(PLUGINS)
+    load_plugins(PLUGINS)
     return _known()
 
 
@@ -104,7 +103,7 @@ def check(tasks: Iterable[str], sources: Sources) -> None:
 
 
 def why_unavailable(name: str, sources: Sources) -> str:
-    """By the files and packages that are there; "" if the task is available."""
+    """Say why, by the files and packages that are there; "" if the task is available."""
     if name in RULER or name in MADE:
         return available(sources.haystack, sources.squad, sources.hotpotqa)[1].get(name, "")
     _reader(name)
@@ -125,7 +124,7 @@ def _no_data(skipped: dict[str, str]) -> NoData:
 
 
 class Unavailable(Exception):
-    """Of a task; the text says why."""
+    """A task is unavailable; the text says why."""
 
 
 def _path(name: str, sources: Sources, say: Callable[[str], None] | None) -> Path | None:
@@ -194,7 +193,7 @@ def _reader(name: str) -> Callable:
     if folder in FOLDERS and file:
         return FOLDERS[folder]
     if name not in READ:
-        plugins.load(PLUGINS)
+        load_plugins(PLUGINS)
     if name not in READ:
         raise UnknownName(f"there is no task '{name}'.{did_you_mean(name, names())} Known: {', '.join(names())}.")
     return READ[name]

@@ -37,7 +37,7 @@ class Cell:
 
 
 def summarize(rows: Iterable[dict[str, Any]]) -> list[Cell]:
-    """In the order of their first rows; ranges of lengths from short to long."""
+    """Summarize rows, in the order of the first of each cell; ranges of lengths from short to long."""
     groups: dict[tuple, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         place = row["task"], row["protocol"], row["method"], row["budget"]

@@ -1,8 +1,12 @@
-"""Samples about one text -> result rows: every config's answer, its score, and what that score depends on."""
+"""Samples about one text -> result rows: every config's answer, its score, and what that score depends on.
+
+With choices, the prompt is prefilled and compressed, then each choice is scored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -18,12 +22,14 @@ from kvkeep.engine.progress import now
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
+from kvkeep.engine.sequence import Sequence
+from kvkeep.errors import BadInput
 from kvkeep.evaluate.metrics import METRICS
-from kvkeep.evaluate.metrics.answer import extract_answer
-from kvkeep.evaluate.multiple_choice import choice_prompts, loglikelihoods, most_likely_choice
+from kvkeep.evaluate.metrics.math import extract_answer
 from kvkeep.evaluate.prefill import Config, PrefilledContext, prefill
 from kvkeep.evaluate.prompt import Prompt, build_prompt
 from kvkeep.evaluate.sample import Sample
+from kvkeep.evaluate.tasks.choice import pairs
 from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.hf_cache import UNLIMITED, context_length
 
@@ -48,7 +54,7 @@ class Worker:
 
     model: Any
     tokenizer: Any
-    configs: Sequence[Config]
+    configs: Seq[Config]
     share: bool = True  # one prefill for all configs, one batch for their answers
     max_length: int | None = None  # tokens of a prompt; None: the model's context length
     beyond_window: bool = False  # methods that extend the context length get the whole prompt
@@ -73,14 +79,14 @@ class Worker:
 
     @property
     def configs_by_limit(self) -> dict[int, list[Config]]:
-        """By the most tokens of prompt and answer they can attend to."""
+        """Group configs by the most tokens of prompt and answer they can attend to."""
         found: dict[int, list[Config]] = {}
         for config, method in self.methods.items():
             beyond = self.beyond_window and method.extends_context
             found.setdefault(UNLIMITED if beyond else context_length(self.model), []).append(config)
         return found
 
-    def _prefill(self, prompt: Prompt, sample: Sample, configs: Sequence[Config]) -> list[PrefilledContext]:
+    def _prefill(self, prompt: Prompt, sample: Sample, configs: Seq[Config]) -> list[PrefilledContext]:
         """Query-aware methods are given the question before prefill, where it is part of the prefilled ids."""
         known = "" if len(prompt.question) else _asked(sample)
         methods = {config: self.methods[config] for config in configs}
@@ -108,7 +114,7 @@ class Worker:
                 yield self._row(item, sample, prompt, context, facts), {**_row_key(item, sample, context), **timed}
 
     def _decode(
-        self, contexts: Sequence[PrefilledContext], prompt: Prompt, sample: Sample
+        self, contexts: Seq[PrefilledContext], prompt: Prompt, sample: Sample
     ) -> list[tuple[PrefilledContext, list[int], dict[str, Any]]]:
         """-> for each config, in order: its context, the ids it decoded, and timings"""
         requests = [self._request(context, prompt, sample) for context in contexts]
@@ -134,9 +140,9 @@ class Worker:
     def _request(self, context: PrefilledContext, prompt: Prompt, sample: Sample) -> Request:
         """Greedy, until an end token, a stop text or max_new_tokens."""
         sequence = context.fork(_asked(sample) if len(prompt.question) else "")
-        how = Generation(sample.max_new_tokens, stop=sample.stops)
+        generation = Generation(sample.max_new_tokens, stop=sample.stops)
         return Request(
-            sequence.config, torch.cat([prompt.context, prompt.question]), how, sequence, logits=context.logits,
+            sequence.config, torch.cat([prompt.context, prompt.question]), generation, sequence, logits=context.logits,
             keeps_cache=not context.is_frozen, banned_first=self._ends(sample) if sample.non_empty else (),
         )  # fmt: skip
 
@@ -169,7 +175,7 @@ class Worker:
             seconds = now(self.model.device) - began
             for context, mine in zip(contexts, likelihoods, strict=True):
                 score = METRICS[sample.metric](mine, **sample.extra)
-                facts = {"score": score, "answer": most_likely_choice(sample, mine), "loglikelihoods": mine}
+                facts = {"score": score, "answer": sample.choices[mine.index(max(mine))], "loglikelihoods": mine}
                 facts |= {"score_per_character": METRICS["lm_eval_acc_norm"](mine, **sample.extra)}
                 timed = {"seconds": seconds, "prefill_configs": context.prefill_configs}
                 yield self._row(item, sample, prompt, context, facts), {**_row_key(item, sample, context), **timed}
@@ -239,9 +245,9 @@ def _budget_unit(context: PrefilledContext) -> str:
         return "none"
     if (needed := context.method.needed) is not None:
         what = f"scores above {needed.tau:g}" if needed.share is None else f"{needed.share:g} of the scores"
-        return f"{what}, within {context.sequence.cache.budget} per key head"
+        return f"{what}, within {context.sequence.cache.budget} per KV head"
     unit = "fraction of the tokens read" if isinstance(context.config[1], float) else "tokens"
-    return f"{unit} per key head, window included"
+    return f"{unit} per KV head, window included"
 
 
 @cache
@@ -256,8 +262,43 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _until_stop(text: str, stops: Sequence[str]) -> str:
-    """Up to the first stop; a stop before any other text does not count."""
+def _until_stop(text: str, stops: Seq[str]) -> str:
+    """Cut the text at the first stop; a stop before any other text does not count."""
     for stop in stops:
         text = text.lstrip().split(stop)[0] if stop in text.lstrip() else text
     return text
+
+
+def choice_prompts(tokenizer: Any, sample: Sample, protocol: str, context_length: int) -> list[tuple[Prompt, Tensor]]:
+    """For every choice, the prompt and the ids to score: those of prompt and choice tokenized together, less the
+    prompt's. What is too long loses its beginning; the last token is scored but never an input (as in lm-eval)."""
+    found = []
+    for prompt, choice in pairs(sample):
+        context, whole = (torch.tensor(tokenizer(text).input_ids) for text in (prompt, prompt + choice))
+        ids, cut = whole[len(context) :], max(0, len(whole) - context_length - 1)
+        if cut and cut >= len(context):
+            raise BadInput(
+                f"{sample.task} '{sample.id}': a choice has {len(ids)} tokens, the model's context length is "
+                f"{context_length}."
+            )
+        bos = int(bool(len(context)) and int(context[0]) == tokenizer.bos_token_id)
+        first = len(tokenizer(sample.context.rstrip()).input_ids) if sample.context else bos
+        split = first if protocol == "agnostic" and first > max(bos, cut) else len(context)
+        parts = context[cut:split], context[split:]
+        found.append((Prompt(*parts, "plain", 0 if cut else bos, cut, "beginning of the prompt"), ids))
+    return found
+
+
+def loglikelihoods(contexts: Seq[Sequence], after: Tensor, question: Tensor, ids: Tensor) -> list[float]:
+    """Score these tokens after the question, for every context; after: logits after the context [contexts, vocabulary]
+
+    Retrieval methods get the tokens one by one, as in decode: of a chunk they may attend to every token.
+    """
+    chunk, steps = [torch.cat([question, ids[:-1]])], [question, *ids[:-1].split(1)]
+    found = []
+    for sequence, first in zip(contexts, after, strict=True):
+        follow = chunk if sequence.cache.tracker.frozen else steps
+        logits = [first[None], *(sequence.forward(some, keep=0) for some in follow if len(some))]
+        scores = torch.cat(logits)[-len(ids) :].float().log_softmax(-1)
+        found.append(float(scores.gather(1, ids.to(scores.device)[:, None]).sum()))
+    return found

@@ -38,13 +38,13 @@ class CudaGraphRunner:
         assert self.result is not None
         return self.result
 
-    def _try(self, setting: Any, how: str) -> bool:
+    def _try(self, setting: Any, manner: str) -> bool:
         try:
             with setting:
                 self._capture()
         except RuntimeError as error:
             why = str(error).splitlines()[0]
-            warnings.warn(f"decoding cannot run {how} ({why}); it runs without.", stacklevel=4)
+            warnings.warn(f"decoding cannot run {manner} ({why}); it runs without.", stacklevel=4)
         return self.graph is not None
 
     def _capture(self) -> None:

@@ -21,10 +21,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvkeep.kernels.dispatch import rms_norm, rotate_heads
-from kvkeep.model.fused_layer import Layer, fused_layer, fused_mlp
+from kvkeep.model.fused_layer import (
+    LOCK,
+    SAME,
+    Forward,
+    Layer,
+    Replacement,
+    difference,
+    fused_layer,
+    fused_mlp,
+    output_of,
+    random,
+    same,
+)
 from kvkeep.model.modules import attention_modules
 from kvkeep.model.projections import SharedInput, can_join
-from kvkeep.model.replacement import LOCK, SAME, Forward, Replacement, difference, output_of, random, same
 
 ROPE = "apply_rotary_pos_emb"  # its name in transformers' models
 NORMS = (0.0, True), (0.0, False), (1.0, False)  # offset, rounds: Llama's, OLMo's, Gemma's
@@ -62,7 +73,7 @@ def is_faster(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Of one model."""
+    """What is prepared once for one model."""
 
     operations: list[Replacement]
     layers: list[Replacement]

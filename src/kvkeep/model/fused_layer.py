@@ -1,12 +1,15 @@
-"""A gated MLP and a decoder layer with fewer operations, and the modules that compute just that."""
+"""A gated MLP and a decoder layer with fewer operations, and the modules that compute just that.
+
+`Replacement`: a function in the place of another one; `same`: whether two compute the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from threading import local
+from threading import RLock, local
 from typing import Any
 
 import torch
@@ -17,7 +20,60 @@ from kvkeep.kernels.dispatch import gated
 from kvkeep.kernels.torch.elementwise import ACTIVATIONS
 from kvkeep.model.chunked_mlp import CHUNK_TOKENS
 from kvkeep.model.projections import Projections, can_join, is_plain
-from kvkeep.model.replacement import Forward, Replacement, output_of, random, same
+
+SAME = 8  # roundings by which the same operation may differ
+LOCK = RLock()
+
+Forward = Callable[..., Any]
+
+
+class Replacement:
+    """A function in the place of another one for as long as anybody is inside."""
+
+    def __init__(self, names: dict[str, Any], name: str, function: Forward) -> None:
+        """names: of a module's attributes or of a file's functions"""
+        self.names, self.name, self.function = names, name, function
+        self.users, self.before = 0, None
+
+    def __enter__(self) -> None:
+        with LOCK:
+            if not self.users:
+                self.before = self.names.get(self.name)
+                self.names[self.name] = self.function
+            self.users += 1
+
+    def __exit__(self, *_: Any) -> None:
+        with LOCK:
+            self.users -= 1
+            if self.users:
+                return
+            if self.before is None:
+                del self.names[self.name]
+            else:
+                self.names[self.name] = self.before
+
+
+def random(*shape: int, like: Tensor) -> Tensor:
+    return torch.randn(shape, device=like.device).to(like.dtype)
+
+
+def output_of(function: Forward, *args: Tensor) -> Any:
+    """None where it takes other arguments."""
+    with suppress(TypeError, RuntimeError, AttributeError):
+        return function(*args)
+
+
+def same(ours: Tensor, theirs: Any) -> bool:
+    return difference(ours, theirs) <= SAME
+
+
+def difference(ours: Tensor, theirs: Any) -> float:
+    """The difference in roundings of the largest number."""
+    if not isinstance(theirs, Tensor) or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return float("inf")
+    off = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6)
+    return float(off) / torch.finfo(ours.dtype).eps
+
 
 GATE_UP = "gate_proj", "up_proj"
 NORM_NAMES = "input_layernorm", "post_attention_layernorm"
@@ -40,7 +96,7 @@ class GatedMLP:
         return output
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
-        """In place, for a plain `down` without bias."""
+        """Add in place, for a plain `down` without bias."""
         for part, into in zip(_tokens(x).split(CHUNK_TOKENS), _tokens(total).split(CHUNK_TOKENS), strict=True):
             into.addmm_(self._hidden(part), self.down.weight.t())
 
@@ -117,7 +173,7 @@ class Layer:
 def fused_layer(
     module: nn.Module, parts: dict[str, nn.Module], fused: dict[nn.Module, Forward], known: dict[Any, bool]
 ) -> Layer | None:
-    """Of a module whose parts are fused already."""
+    """Fuse a decoder layer whose parts are fused already."""
     if not all(name in parts for name in ("mlp", "self_attn", *NORM_NAMES)):
         return None
     mlp, output = fused.get(parts["mlp"]), dict(parts["self_attn"].named_children()).get("o_proj")

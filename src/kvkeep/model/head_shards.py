@@ -1,4 +1,4 @@
-"""Tensor parallelism (`tp_plan="auto"`): every process has some of the key heads of each layer.
+"""Tensor parallelism (`tp_plan="auto"`): every process has some of the KV heads of each layer.
 
 All processes run the same forward passes and see the same logits. Each keeps tokens of its own heads; what they have to
 decide alike they tell each other here.
@@ -25,7 +25,7 @@ _shards: WeakKeyDictionary[PreTrainedModel, HeadShards | None] = WeakKeyDictiona
 
 @dataclass(frozen=True)
 class HeadShards:
-    """The processes that share the key heads of a model, in the order of their heads, as many each."""
+    """The processes that share the KV heads of a model, in the order of their heads, as many each."""
 
     group: Any
     rank: int

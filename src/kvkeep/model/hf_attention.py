@@ -164,10 +164,10 @@ def _attention(implementation: str) -> Callable:
     return kvkeep_attention
 
 
-def _is_plain_prefill(module: nn.Module, query: Tensor, key: Tensor, mask: Any, how: dict[str, Any]) -> bool:
+def _is_plain_prefill(module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> bool:
     """Causal attention of a whole text, without a mask."""
-    causal = how.get("is_causal", getattr(module, "is_causal", True)) is not False
-    return causal and mask is None and how.get("position_bias") is None and query.shape[2] == key.shape[2] > 1
+    causal = options.get("is_causal", getattr(module, "is_causal", True)) is not False
+    return causal and mask is None and options.get("position_bias") is None and query.shape[2] == key.shape[2] > 1
 
 
 def hf_attention_function(implementation: str, module: nn.Module) -> Callable:

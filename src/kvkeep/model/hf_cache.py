@@ -283,7 +283,7 @@ def single_device(model: PreTrainedModel) -> torch.device | None:
 
 
 def key_shape(model: PreTrainedModel) -> tuple[int, int]:
-    """Key heads of a layer in this process, and the size of a key."""
+    """KV heads of a layer in this process, and the size of a key."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -292,7 +292,7 @@ def key_shape(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def query_heads(model: PreTrainedModel) -> int:
-    """Of a layer, in this process."""
+    """The query heads of a layer, in this process."""
     shards = head_shards(uncompiled(model))
     return model.config.get_text_config(decoder=True).num_attention_heads // (shards.size if shards else 1)
 
@@ -306,7 +306,7 @@ def kv_widths(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
 
 
 def attention_cost(model: PreTrainedModel) -> float:
-    """Of one token per token it attends to, relative to all else the model computes for it."""
+    """The cost of one token per token it attends to, relative to all else the model computes for it."""
     config = model.config.get_text_config(decoder=True)
     heads, size = config.num_attention_heads, key_shape(model)[1]
     return 2 * heads * size * config.num_hidden_layers / model.num_parameters()

@@ -2,6 +2,10 @@
 
 And tells them after it which tokens it had: a method may want the text fed again. A pass that is longer than a cache
 allows becomes several.
+
+Of assisted generation, a hook tells a cache how many tokens are guesses, which transformers may take back (`crop`):
+transformers asks for the logits of the last known token and of every guess behind it (`logits_to_keep`), and attention
+does not see that number.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvkeep.errors import UnsupportedModel
+
 PLAIN = {"use_cache": True, "return_dict": True, "output_attentions": False, "output_hidden_states": False}
 KNOWN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep", *PLAIN}
 
 
 class InterceptedForward:
-    """In place of `model.forward`. A copy or a pickle of the model has its own forward again, and needs no kvkeep."""
+    """What stands in place of `model.forward`. A copy or a pickle of the model has its own forward again."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = weakref.ref(model)  # which holds this: it is freed as soon as nobody uses it
@@ -126,3 +132,36 @@ def is_plain(args: tuple, kwargs: dict[str, Any]) -> bool:
 def step_input(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Token and position ids. [rows, 1] of a decode step"""
     return (*args, kwargs.get("input_ids"))[0], kwargs.get("position_ids")
+
+
+class GuessCounter:
+    """A hook before each forward pass of a model, which tells its cache how many of the last tokens are guesses.
+
+    A copy or a pickle of it, with its model, counts nothing.
+    """
+
+    def __init__(self, cache: Any = None):
+        self.cache: Callable[[], Any] = (lambda: None) if cache is None else weakref.ref(cache)
+
+    @torch.compiler.disable
+    def __call__(self, model: Any, args: Any, inputs: dict[str, Any]) -> None:
+        cache, used, kept = self.cache(), inputs.get("past_key_values"), inputs.get("logits_to_keep")
+        if cache is not None and id(cache) == id(used):
+            cache.guesses = max(0, kept - 1) if isinstance(kept, int) else 0
+
+    def __deepcopy__(self, memo: dict) -> GuessCounter:
+        return GuessCounter()
+
+    def __reduce__(self) -> Any:
+        return GuessCounter, ()
+
+
+def count_guesses(cache: Any) -> None:
+    """Count the guesses of every forward pass through this cache, as long as it lives."""
+    if not cache.model._supports_logits_to_keep():
+        raise UnsupportedModel(
+            f"{cache.name} has no logits_to_keep, which tells guesses from the prompt; leave assistant_model= and "
+            "prompt_lookup_num_tokens= out."
+        )
+    hook = cache.model.register_forward_pre_hook(GuessCounter(cache), with_kwargs=True)
+    weakref.finalize(cache, hook.remove)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvkeep.arguments import check_value
 from kvkeep.errors import BadParameter, ModelUnavailable
-from kvkeep.model.default_model import DEFAULT, Say, check_tokenizer, default_folder, fetch_default
-from kvkeep.model.known_models import KNOWN_MODELS
+from kvkeep.model.default_model import DEFAULT, KNOWN_MODELS, Say, check_tokenizer, default_folder, fetch_default
 from kvkeep.model.missing_packages import causes, first_line, missing_package
 from kvkeep.registry import did_you_mean
 from kvkeep.terminal import Bar, is_watched
@@ -226,17 +225,17 @@ def _from_pretrained(
 ) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    how: dict[str, Any] = _from_where(source)
-    tokenizer = AutoTokenizer.from_pretrained(source, **how)
+    options: dict[str, Any] = _from_where(source)
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
     if yarn:
-        how["config"] = _with_yarn(AutoConfig.from_pretrained(source, **how), yarn)
+        options["config"] = _with_yarn(AutoConfig.from_pretrained(source, **options), yarn)
     if tp_plan:
         from torch import distributed
         from transformers.distributed import DistributedConfig
 
         size = distributed.get_world_size() if distributed.is_initialized() else None  # None: as torchrun says
-        how["distributed_config"] = DistributedConfig(tp_size=size, tp_plan=tp_plan)
-    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **how), tokenizer
+        options["distributed_config"] = DistributedConfig(tp_size=size, tp_plan=tp_plan)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options), tokenizer
 
 
 def _why(name: str, source: str, error: BaseException) -> str:

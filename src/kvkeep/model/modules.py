@@ -15,7 +15,7 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def other_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Of every layer, except attention and modules whose forward was replaced already."""
+    """List the modules of every layer, except attention and modules whose forward was replaced already."""
     attention = {id(module) for module in attention_modules(model)}
     layers = [layer for layer in model.modules() if any(id(module) in attention for module in layer.children())]
     modules = [module for layer in layers for module in layer.children()]

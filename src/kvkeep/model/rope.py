@@ -93,7 +93,7 @@ def rotated_layers(model: Any, config: Any) -> dict[int, bool]:
 
 
 def _differ(here: Tensor, there: Tensor) -> bool:
-    """By more than rounding, in any channel: large channels that hardly rotate must not hide the others. [.., dim]"""
+    """Whether any channel differs by more than rounding: large ones that hardly rotate hide none. [.., dim]"""
     moved, size = (t.flatten(0, -2).norm(dim=0) for t in (there - here, here))
     return bool((moved > 0.1 * size).any())
 

@@ -37,7 +37,7 @@ def check_split(name: str, size: int, device: str | None) -> str:
     if heads % size:
         others = [str(each) for each in range(2, heads + 1) if heads % each == 0]
         raise UnsupportedModel(
-            f"--tensor-parallel {size}: the model {name!r} has {heads} key heads, which cannot be split over {size} "
+            f"--tensor-parallel {size}: the model {name!r} has {heads} KV heads, which cannot be split over {size} "
             f"processes; use {' or '.join(others) or 'one process'}."
         )
     return found.type
@@ -45,7 +45,7 @@ def check_split(name: str, size: int, device: str | None) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Of one process among those that share a model."""
+    """The place of one process among those that share a model."""
 
     rank: int
     size: int
@@ -53,18 +53,18 @@ class Place:
     port: int = 0  # where the first one listens
 
     def listen(self) -> Any:
-        """Of the first process: where the others meet it, at a port that is free. No other machine can connect."""
+        """Listen, as the first process, at a free port where the others meet it. No other machine can connect."""
         with socket.socket() as bound:
             bound.bind((HOST, 0))
             bound.listen()
             port, descriptor = bound.getsockname()[1], bound.detach()  # by itself, torch listens to the whole network
-        how: dict[str, Any] = {"wait_for_workers": False, "timeout": PATIENCE, "master_listen_fd": descriptor}
-        return dist.TCPStore(HOST, port, self.size, is_master=True, **how)
+        options: dict[str, Any] = {"wait_for_workers": False, "timeout": PATIENCE, "master_listen_fd": descriptor}
+        return dist.TCPStore(HOST, port, self.size, is_master=True, **options)
 
     def join(self, meeting: Any = None) -> None:
-        """Until all have come. meeting: of the process that listens"""
+        """Join the others, and wait until all have come. meeting: of the process that listens"""
         os.environ["LOCAL_RANK"] = str(self.rank)  # transformers takes the device from it
-        how: dict[str, Any] = {"backend": "gloo"}
+        options: dict[str, Any] = {"backend": "gloo"}
         if self.device == "cpu":
             if sys.platform == "linux":
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -73,6 +73,6 @@ class Place:
                 torch.set_num_threads(max(1, torch.get_num_threads() // self.size))
         else:
             torch.cuda.set_device(self.rank)
-            how = {"backend": "nccl", "device_id": torch.device("cuda", self.rank)}
+            options = {"backend": "nccl", "device_id": torch.device("cuda", self.rank)}
         meeting = meeting or dist.TCPStore(HOST, self.port, self.size, is_master=False, timeout=PATIENCE)
-        dist.init_process_group(store=meeting, rank=self.rank, world_size=self.size, timeout=PATIENCE, **how)
+        dist.init_process_group(store=meeting, rank=self.rank, world_size=self.size, timeout=PATIENCE, **options)

@@ -1,10 +1,13 @@
-"""A user's text in a prompt: what looks like a control token there is text, and the chat template's own tokens stay."""
+"""A user's text in a prompt: what looks like a control token there is text, and the chat template's own tokens stay.
+
+`token_texts`: the text of every token of a prompt.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -63,8 +66,8 @@ class UserText:
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     """Ids of part of a prompt; no BOS or EOS is added."""
-    how = {"add_special_tokens": False, "verbose": False}  # verbose would warn of lengths, which callers check
-    return list(tokenizer(text, **how).input_ids)
+    options = {"add_special_tokens": False, "verbose": False}  # verbose would warn of lengths, which callers check
+    return list(tokenizer(text, **options).input_ids)
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
@@ -145,3 +148,20 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _strings(part)
+
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # of a character that has more tokens
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text; together, the text. Of a character in several tokens, the last one has it."""
+    texts, first, shown, before = [], 0, 0, ""  # `before` is the text of ids[first:shown]
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[first:end], clean_up_tokenization_spaces=False)
+        if text.endswith(INCOMPLETE) and end < len(ids) and end - shown < 8:
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        first, shown = shown, end
+        before = tokenizer.decode(ids[first:shown], clean_up_tokenization_spaces=False)
+    return texts

@@ -1,13 +1,23 @@
-"""One HTML file of a template, its style and scripts, and the facts it shows: nothing is loaded from elsewhere."""
+"""One HTML file of a template, its style and scripts, and the facts it shows: nothing is loaded from elsewhere.
+
+Arrays are bits or bytes, compressed, in base64.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
-from dataclasses import asdict
+import zlib
+from dataclasses import asdict, dataclass
 from importlib.resources import files
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from kvkeep.errors import BadInput
 
@@ -41,3 +51,58 @@ def write_page(path: str | Path, name: str, facts: Any) -> int:
     except OSError as error:
         raise BadInput(f"{str(path)!r} cannot be written ({error.strerror}); give another path.") from None
     return len(content)
+
+
+LEVELS = 255
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An array; the browser reads it with `unpack` of templates/base.js.
+
+    kind: "bits", least first, every row (the last axis) from a byte of its own; "levels", bytes, each for
+    low + byte / 255 * (high - low); "numbers", two bytes each, least first
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    data: str
+    low: float = 0.0
+    high: float = 1.0
+
+    def unpack(self) -> Tensor:
+        raw = zlib.decompress(base64.b64decode(self.data))
+        if self.kind == "bits":
+            rows = np.frombuffer(raw, np.uint8).reshape(*self.shape[:-1], (self.shape[-1] + 7) // 8)
+            found = np.unpackbits(rows, axis=-1, count=self.shape[-1], bitorder="little").astype(bool)
+        else:
+            found = np.frombuffer(raw, np.uint8 if self.kind == "levels" else "<u2").astype(np.float32)
+            found = found * (self.high - self.low) / LEVELS + self.low if self.kind == "levels" else found
+        return torch.from_numpy(found.reshape(self.shape).copy())
+
+    def __len__(self) -> int:
+        return prod(self.shape)
+
+
+def pack_bits(mask: Tensor) -> Packed:
+    """[.., n] bool"""
+    rows = np.packbits(mask.cpu().numpy(), axis=-1, bitorder="little")
+    return Packed("bits", tuple(mask.shape), _encode(rows.tobytes()))
+
+
+def pack_levels(values: Tensor, high: float | None = None) -> Packed:
+    """Round to one of 256 levels. high: what is above is shown as this, so that few large values hide no others"""
+    values = values.float().cpu()
+    low = float(values.min())
+    high = max(float(values.max()) if high is None else high, low + 1e-12)
+    levels = ((values - low) / (high - low)).clamp(0, 1).mul(LEVELS).round().to(torch.uint8)
+    return Packed("levels", tuple(values.shape), _encode(levels.numpy().tobytes()), low, high)
+
+
+def pack_numbers(values: Tensor) -> Packed:
+    """Whole numbers below 65,536."""
+    return Packed("numbers", tuple(values.shape), _encode(values.cpu().numpy().astype("<u2").tobytes()))
+
+
+def _encode(raw: bytes) -> str:
+    return base64.b64encode(zlib.compress(raw, 9)).decode()

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
-from kvkeep.pages.packed import Packed
+from kvkeep.pages.html import Packed
 
 BINS = 64  # of positions, in histograms
 TOP = 32  # tokens that a head's answer attended to most
 LETTERS = 4  # of a word of the answer that is looked for in the text; numbers may be shorter
 
-Table = list[list[float]]  # [layer][key head], or [layer][bin]
+Table = list[list[float]]  # [layer][KV head], or [layer][bin]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TokenValues:
 
     name: str
     about: str
-    values: Packed  # [layers or 1, key heads or 1, tokens]; 1: the mean of all
+    values: Packed  # [layers or 1, KV heads or 1, tokens]; 1: the mean of all
     first: int = 0  # position of the stretch
 
 
@@ -35,12 +35,12 @@ class Windows:
     """What a retrieval method attended to while it prefilled."""
 
     size: int  # tokens of a window
-    retrieved: Packed  # [layers, windows, bins] share of the tokens of each bin, over the key heads
+    retrieved: Packed  # [layers, windows, bins] share of the tokens of each bin, over the KV heads
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one answer, measured."""
+    """What one answer cost, measured."""
 
     kept_per_head: float  # of the prompt
     bytes: int
@@ -63,11 +63,11 @@ class MethodFacts:
     differs: bool = False  # whether the answer has other words than that of `full`
     error: str = ""  # why there is no answer; then all that follows is missing
     cost: Cost | None = None
-    kept: Packed | None = None  # [layers, key heads, tokens] bits; None: all
-    counts: list[list[int]] | None = None  # [layer][key head] tokens kept
+    kept: Packed | None = None  # [layers, KV heads, tokens] bits; None: all
+    counts: list[list[int]] | None = None  # [layer][KV head] tokens kept
     histogram: list[list[int]] | None = None  # [layer][bin] tokens kept of all heads
-    found: Table | None = None  # [layer][key head] share of the answer's TOP tokens that were kept
-    mass: Table | None = None  # [layer][key head] share of the answer's attention to the prompt that they got
+    found: Table | None = None  # [layer][KV head] share of the answer's TOP tokens that were kept
+    mass: Table | None = None  # [layer][KV head] share of the answer's attention to the prompt that they got
     answer_kept: float | None = None  # share of heads that kept a token of `answer_tokens`, on average
     values: tuple[TokenValues, ...] = ()
     windows: Windows | None = None
@@ -116,7 +116,7 @@ def binned(counts: Tensor, bins: int = BINS) -> Tensor:
 
 
 def jaccard(one: Tensor, other: Tensor) -> float:
-    """Of what two methods keep, on average over layers and heads. [layers, kv_heads, n] bool"""
+    """How far what two methods keep overlaps, on average over layers and heads. [layers, kv_heads, n] bool"""
     return float(((one & other).sum(-1) / (one | other).sum(-1).clamp_min(1)).mean())
 
 

@@ -17,9 +17,8 @@ from kvkeep.engine.engine import Engine
 from kvkeep.errors import BadInput, BadParameter, KvkeepError, QueryAwareWarning
 from kvkeep.model.chat import context_ids, encode, join_question, question_ids, split_template
 from kvkeep.model.hf_cache import context_length
-from kvkeep.model.token_texts import token_texts
-from kvkeep.model.user_text import ids_of
-from kvkeep.pages.answer_attention import answer_attention
+from kvkeep.model.user_text import ids_of, token_texts
+from kvkeep.pages.html import pack_bits
 from kvkeep.pages.inspection import (
     TOP,
     Cost,
@@ -35,9 +34,7 @@ from kvkeep.pages.inspection import (
     mass_of,
     most_attended,
 )
-from kvkeep.pages.method_values import evicting, method_values, pack_values
-from kvkeep.pages.packed import pack_bits
-from kvkeep.pages.window_retrieval import window_retrieval
+from kvkeep.pages.method_values import answer_attention, evicting, method_values, pack_values, window_retrieval
 
 PROTOCOLS = ("aware", "agnostic")  # the question is known before anything is evicted, or it is not
 FULL = "full"
@@ -215,6 +212,6 @@ class Timer:
             self.first = self.last if number == 0 else self.first
 
     def seconds(self, tokens: int) -> tuple[float, float | None]:
-        """To the first text, and tokens per second after it."""
+        """Seconds to the first text, and tokens per second after it."""
         spent = self.last - self.first
         return round(self.first - self.began, 3), round((tokens - 1) / spent, 2) if spent > 0 and tokens > 1 else None

@@ -18,7 +18,7 @@ Config = tuple[str, str, Budget]  # protocol, method, budget
 
 @dataclass(frozen=True)
 class Average:
-    """Over the tasks of a benchmark, as it defines it."""
+    """The average over the tasks of a benchmark, as it defines it."""
 
     name: str
     protocol: str
@@ -45,7 +45,7 @@ class NeedleCell:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one method and budget, on average over all its answers."""
+    """The speed of one method and budget, on average over all its answers."""
 
     protocol: str
     method: str
@@ -69,7 +69,7 @@ class ReportFacts:
 
 
 def report_facts(folder: str | Path) -> ReportFacts:
-    """Of the folder that `kvkeep eval --out` wrote."""
+    """Collect the facts of the folder that `kvkeep eval --out` wrote."""
     rows, times = read_rows(Path(folder) / "rows.jsonl"), Path(folder) / "times.jsonl"
     cells = summarize(rows)
     return ReportFacts(
@@ -110,7 +110,7 @@ def averages(cells: Iterable[Cell]) -> list[Average]:
 
 
 def needle_cells(rows: Iterable[Row]) -> list[NeedleCell]:
-    """Of tasks that hide something at a depth of a text."""
+    """Summarize tasks that hide something at a depth of a text."""
     groups: dict[tuple[str, str, str, Budget, int, float], list[float]] = {}
     for row in rows:
         made = row.get("made", {})

@@ -18,7 +18,7 @@ COLUMNS = 3
 
 
 def draw(facts: ReportFacts, folder: str | Path) -> list[str]:
-    """For each protocol: scores by budget, scores against memory, needles. -> names of the files written"""
+    """Draw, for each protocol, scores by budget, scores against memory, needles. -> names of the files written"""
     found: dict[str, Any] = {}
     with plt.rc_context(STYLE):
         for protocol in dict.fromkeys(cell.protocol for cell in facts.cells):
@@ -38,7 +38,7 @@ def budget_curves(cells: Sequence[Cell]) -> Any:
         for method in methods:
             mine = [cell for cell in cells if (cell.task, cell.method) == (task, method)]
             _curve(panel, method, sorted(mine, key=lambda cell: cell.kept_per_head), methods)
-        panel.set(title=task, xscale="log", ylim=(-3, 103), xlabel="tokens kept per key head", ylabel="score (percent)")
+        panel.set(title=task, xscale="log", ylim=(-3, 103), xlabel="tokens kept per KV head", ylabel="score (percent)")
     handles = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4, frameon=False)
     return figure

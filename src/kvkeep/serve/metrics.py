@@ -34,7 +34,7 @@ class Metrics:
             "kvkeep_answers_waiting": ("Answers without a first token.", lambda: self._count(False)),
             "kvkeep_answers_running": ("Answers that are decoded.", lambda: self._count(True)),
             "kvkeep_kept_bytes": ("Keys and values kept of the prompts under way.", lambda: self._kept_bytes()),
-            "kvkeep_kept_tokens": ("The same in tokens per key head.", lambda: self._kept_tokens()),
+            "kvkeep_kept_tokens": ("The same in tokens per KV head.", lambda: self._kept_tokens()),
             "kvkeep_prefix_bytes": ("Compressed prefixes in the store.", lambda: prefixes.nbytes if prefixes else 0),
             "kvkeep_prefixes": ("How many these are.", lambda: len(prefixes) if prefixes else 0),
             "kvkeep_unsaved_prefixes": (

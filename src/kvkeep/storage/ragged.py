@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvkeep.kernels.dispatch import append_ragged, extend_attention, ragged_attention
+from kvkeep.kernels.dispatch import append_ragged, extend_attention, ragged_attention, segment_attention
 from kvkeep.kernels.torch.quantization import GROUP_SIZE
-from kvkeep.kernels.torch.reference import segment_attention, uniform_stride
+from kvkeep.kernels.torch.reference import uniform_stride
 from kvkeep.storage.quantized import QuantizedLayer, whole_groups
 from kvkeep.storage.upload import upload
 from kvkeep.types import NOTHING, PAD_POSITION, Tokens

@@ -1,1 +1,1 @@
-"""Budgets: of layers within a model (layers.py), of key heads within a layer (heads.py)."""
+"""Budgets: of layers within a model (layers.py), of KV heads within a layer (heads.py)."""

@@ -4,7 +4,7 @@ A share takes no notice of how large scores are: of a text that says the same ag
 attention, and most of them are kept. Where scores are attention in a repetition of the text (kvzip and the like), what
 is needed scores high, and a fixed score keeps less of such a text.
 
-What competes is covered together: the tokens of a key head, of a layer's heads (+adakv), of all layers (+shared).
+What competes is covered together: the tokens of a KV head, of a layer's heads (+adakv), of all layers (+shared).
 Tokens that are kept whatever their score count neither as covered nor as missing. After a prefill alone: decode steps
 keep to the upper bound. Where a prompt is evicted from chunk by chunk, each time the share is of the scores of what is
 held and new: of the whole text, n chunks cover share**n or more, by the scores that its tokens had at the time.
@@ -40,7 +40,7 @@ class Needed:
 
 
 def above(ordered: Tensor, tau: float) -> Tensor:
-    """Up to the last amount above tau. ordered [.., n], best first -> [..]"""
+    """Count up to the last amount above tau. ordered [.., n], best first -> [..]"""
     places = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
     return torch.where(ordered > tau, places, 0).amax(-1)
 

@@ -1,25 +1,28 @@
-"""Head budgets: (scores, forced, lengths, budget, units) -> tokens per key head.
+"""Head budgets: (scores, forced, lengths, budget, units) -> tokens per KV head.
 
 scores [kv_heads, n], -inf beyond a head's length; forced [kv_heads, n]: tokens that are always kept; units: groups of
 tokens selected whole, None for single tokens. One with `counts` also says them on the device, given each token's rank.
+
+One budget for all KV heads of all layers: their tokens compete by score, and layers come one after the other. A token
+that is not among the best `total` of the layers so far will not be among the best of all, so no more than those need be
+held: what is kept is exact, and memory is bounded by what will be kept and one layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Share
-from kvkeep.compress.budget.coverage import Needed, amounts
+from kvkeep.compress.budget.coverage import Needed, amounts, covered
 from kvkeep.compress.protocols import HeadAllocator
-from kvkeep.compress.select import MOST, Units, best_first, inverse, packs, ranked, sort_packed, sortable
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.kernel_dispatch import KernelDispatch
-
-INF = float("inf")
+from kvkeep.kernels.dispatch import top_counts
+from kvkeep.kernels.torch.ranking import INF, Units, all_best_first, inverse, ranked, token_major
+from kvkeep.types import PAD_POSITION, Tokens
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,8 @@ class AdaptiveHeads(Checked):
         member, unit_scores = (None, None) if units is None else (units.member, units.scores)
         total = min(len(lengths) * budget, sum(lengths))
         if needed is not None:
-            ordered = _all_best_first(scores, forced, member, unit_scores)
-            count = int(needed.count(_token_major(amounts(scores, ~forced))[ordered]))
+            ordered = all_best_first(scores, forced, member, unit_scores)
+            count = int(needed.count(token_major(amounts(scores, ~forced))[ordered]))
             total = min(total, max(count, int(forced.sum())))
             budget = total // len(lengths)
         return top_counts(scores, rank, self.sure(forced, budget), total, member, unit_scores)
@@ -77,7 +80,7 @@ class AdaptiveHeads(Checked):
 
 @dataclass(frozen=True)
 class Threshold(Checked):
-    """Of each head's budget, no more than its forced tokens and those that score above tau: fewer may be kept.
+    """Each head keeps its forced tokens and, within its budget, those that score above tau: fewer may be kept.
 
     With units, they are as many tokens, of the best units.
     """
@@ -99,33 +102,103 @@ class Threshold(Checked):
         return [min(pair) for pair in zip(most, above, strict=True)]
 
 
-def _top_counts(
-    scores: Tensor, rank: Tensor, floor: Tensor, total: int, member: Tensor | None, unit_scores: Tensor | None
-) -> Tensor:
-    """How many of the `total` best tokens of all heads are each head's, those within its floor first. [kv_heads]"""
-    kv_heads = len(scores)
-    reserved = (rank < floor[:, None]) & (scores > -INF)
-    winners = _all_best_first(scores, reserved, member, unit_scores)[:total]
-    head = kv_heads - 1 - winners % kv_heads
-    return (head[:, None] == torch.arange(kv_heads, device=head.device)).sum(0)
+@dataclass(frozen=True)
+class SharedBudget(AdaptiveHeads):
+    """Heads of all layers compete; each is sure of `alpha` of an equal budget, its forced tokens included.
+
+    Where one layer is all there is (`kvkeep.select`), or not across_layers, its heads compete, as in +adakv.
+    """
+
+    alpha: Share = 0.0
+    across_layers: bool = True
+    yields: bool = False  # budget="auto", which is not known before, does without the floor instead of being refused
+
+    def sure(self, forced: Tensor, budget: int) -> Tensor:
+        return forced.sum(1, dtype=torch.float64).clamp_min(int(self.alpha * budget + 1e-9))
 
 
-top_counts = KernelDispatch("top_counts", "selection", reference=_top_counts)
+@dataclass(frozen=True)
+class Candidates:
+    """One layer's tokens that may be kept, head by head, each with what it competes by."""
+
+    tokens: Tokens  # [m, …]
+    head: Tensor  # [m]
+    rank: Tensor  # [m] the token's place in its head's order
+    scores: Tensor  # [m] inf: kept for sure
+    unit_scores: Tensor | None  # [m] of its unit: compared first
+    kv_heads: int
+    whole: Tensor | None = None  # sum of the layer's scores, those of evicted tokens, too, if a share of it is kept
+
+    @classmethod
+    def of(
+        cls, tokens: Tokens, scores: Tensor, rank: Tensor, sure: Tensor, units: Units | None,
+        whole: Tensor | None = None,
+    ) -> Candidates:  # fmt: skip
+        """scores, rank [kv_heads, n], tokens [kv_heads, n, …]; sure [kv_heads]: the first so many of each order"""
+        kv_heads, n = scores.shape
+        head = torch.arange(kv_heads, device=scores.device)[:, None].expand(-1, n)
+        reserved = rank < sure[:, None]
+        unit_scores = None if units is None else units.scores.gather(1, units.member).masked_fill(reserved, INF)
+        return cls(tokens, head, rank, scores.float().masked_fill(reserved, INF), unit_scores, kv_heads, whole)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Candidates:
+        """Apply one function to every tensor."""
+        head, rank, scores = (change(part) for part in (self.head, self.rank, self.scores))
+        unit_scores = None if self.unit_scores is None else change(self.unit_scores)
+        return Candidates(self.tokens.map(change), head, rank, scores, unit_scores, self.kv_heads, self.whole)
+
+    def flat(self, padded: bool) -> Candidates:
+        """[kv_heads, n, …] as [m, …], without padding."""
+        if not padded:
+            return self.map(lambda part: part.flatten(0, 1))
+        real = self.tokens.token_positions != PAD_POSITION
+        return self.map(lambda part: part[real])
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def first(self, counts: Tensor) -> Candidates:
+        """The first `counts` of each head's order; the others are freed. counts [kv_heads]"""
+        left = (self.rank < counts.to(self.rank.device)[self.head]).nonzero()[:, 0]
+        return self.map(lambda part: part[left])
+
+    def heads(self) -> list[Tokens]:
+        """The tokens of each KV head."""
+        ends = torch.bincount(self.head, minlength=self.kv_heads).cumsum(0).tolist()
+        return [self.tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _all_best_first(scores: Tensor, reserved: Tensor, member: Tensor | None, unit_scores: Tensor | None) -> Tensor:
-    """The tokens of all heads, best first. [kv_heads * n] places in `_token_major` order"""
-    own = _token_major(scores.masked_fill(reserved, INF))
-    if member is None or unit_scores is None:
-        return best_first(own[None])[0]
-    unit = unit_scores.gather(1, member).masked_fill(scores == -INF, -INF)
-    unit = _token_major(unit.masked_fill(reserved, INF))
-    if packs(own) and packs(unit):
-        return sort_packed((MOST // 2 - sortable(unit) << 32 | MOST - sortable(own))[None])[0]
-    order = best_first(own)
-    return order[unit[order].sort(descending=True, stable=True).indices]
+def best_of(layers: Sequence[Candidates], total: int, needed: Needed | None = None) -> list[Candidates]:
+    """The best `total` tokens of all layers. Ties go to the later token, then the lower head, then the lower layer.
+
+    needed: no more than is needed of all layers
+    """
+    if sum(map(len, layers)) <= total and needed is None:
+        return list(layers)
+    device = layers[0].rank.device
+    layer = torch.cat([torch.full_like(each.head, i).to(device) for i, each in enumerate(layers)])
+    head, position, scores = (
+        torch.cat([part.to(device) for part in parts])
+        for parts in zip(*((each.head, each.tokens.token_positions, each.scores) for each in layers), strict=True)
+    )
+    order = (((PAD_POSITION - position.long()) << 24) + (head << 12) + layer).argsort()
+    order = order[scores[order].sort(descending=True, stable=True).indices]
+    if layers[0].unit_scores is not None:
+        units = torch.cat([each.unit_scores.to(device) for each in layers if each.unit_scores is not None])
+        order = order[units[order].sort(descending=True, stable=True).indices]
+    if needed is not None:
+        count = int(needed.count(amounts(scores[order]), sum_of(layers).to(device)))
+        total = min(total, max(count, int((scores == INF).sum())))
+    winners, heads = order[:total], max(each.kv_heads for each in layers)
+    counts = torch.bincount(layer[winners] * heads + head[winners], minlength=len(layers) * heads)
+    return [each.first(count) for each, count in zip(layers, counts.view(len(layers), heads), strict=True)]
 
 
-def _token_major(scores: Tensor) -> Tensor:
-    """One row, tokens by tokens, heads in descending order: ties go to the later token, then the lower head."""
-    return scores.flip(0).t().reshape(-1)
+def sum_of(layers: Sequence[Candidates]) -> Tensor:
+    """Sum the scores of all layers."""
+    return torch.stack([each.whole.cpu() for each in layers if each.whole is not None]).sum()
+
+
+def coverage_of(layers: Sequence[Candidates]) -> float:
+    """The share of all layers' scores that what is left of them makes up."""
+    return covered(torch.stack([amounts(each.scores).sum().cpu() for each in layers]).sum(), sum_of(layers))

@@ -1,4 +1,4 @@
-"""Layer budgets: tokens per key head of each layer; the total is layers * budget, exactly.
+"""Layer budgets: tokens per KV head of each layer; the total is layers * budget, exactly.
 
 floor: tokens every layer keeps; tokens: length of the text. An allocator that compares layers has a `layer_weight`;
 eviction then waits for the last layer: until then all layers of the forward pass are held uncompressed.
@@ -17,7 +17,7 @@ from kvkeep.arguments import AboveZero, Checked, Positive
 from kvkeep.compress.attention import attention, distance_from_end, mean_and_variance
 from kvkeep.compress.guard import effective_window
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.torch.reference import entropy
+from kvkeep.kernels.torch.scoring import entropy
 from kvkeep.types import Observation
 
 

@@ -41,7 +41,7 @@ class Chunks(Checked):
 
 @dataclass(frozen=True)
 class Clusters(Checked):
-    """Similar keys of any position: k-means by cosine, one clustering per key head. Deterministic.
+    """Similar keys of any position: k-means by cosine, one clustering per KV head. Deterministic.
 
     The first centres are tokens at equal distances in the text.
     """
@@ -217,7 +217,7 @@ def refine_boundaries(starts: list[int], graph: Tensor) -> list[int]:
 
 
 def _modularity(sums: Tensor, begin: int, end: int, cuts: Tensor) -> Tensor:
-    """Of the events [begin, cut) and [cut, end) in the graph of [begin, end), for every cut."""
+    """Modularity of the events [begin, cut) and [cut, end) in the graph of [begin, end), for every cut."""
 
     def block(a: Tensor | int, b: Tensor | int, c: Tensor | int, d: Tensor | int) -> Tensor:
         return sums[b, d] - sums[a, d] - sums[b, c] + sums[a, c]

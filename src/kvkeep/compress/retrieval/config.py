@@ -16,7 +16,7 @@ from kvkeep.errors import BudgetTooSmall
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens per key head."""
+    """Tokens per KV head."""
 
     sinks: int
     near: int

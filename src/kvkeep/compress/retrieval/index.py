@@ -1,7 +1,7 @@
-"""Index entries of offloaded units, and the units' scores for queries.
+"""Index entries of offloaded units, the units' scores for queries, and which units are retrieved.
 
 An index has `build` (once, when tokens are offloaded), `score` (for every window of queries), and says what it `needs`
-(compress/protocols.py). Entries and scores are [heads, units, …] where every key head selects for itself, [1, units, …]
+(compress/protocols.py). Entries and scores are [heads, units, …] where every KV head selects for itself, [1, units, …]
 where all select together; entries are stored in the dtype of the keys.
 """
 
@@ -17,9 +17,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvkeep.arguments import Amount, Checked, Positive
-from kvkeep.compress.retrieval.query import Moments, activation_bias, concat_heads
-from kvkeep.compress.select import best_first
-from kvkeep.kernels.dispatch import KernelDispatch, means
+from kvkeep.kernels import dispatch
+from kvkeep.kernels.dispatch import means, score_centroids, score_page_bounds, score_representatives, score_tokens
+from kvkeep.kernels.torch import retrieval_units
+from kvkeep.kernels.torch.ranking import best_first
+from kvkeep.kernels.torch.retrieval_units import Moments, activation_bias, by_head, concat_heads, score_entropy
+from kvkeep.types import Selection
 
 NEG_INF = float("-inf")
 
@@ -61,102 +64,20 @@ class RowQueries:
     """One decoded token's queries in each row of a pool, rotated as above, and how many units each row has."""
 
     queries: Tensor  # [rows, heads, dim]
-    vectors: Tensor  # [rows, kv_heads * dim] averaged within their group, key heads concatenated
+    vectors: Tensor  # [rows, kv_heads * dim] averaged within their group, KV heads concatenated
     scale: float
     question: Tensor  # [rows, kv_heads * dim] mean query of the question; zeros where there is none
     units: Tensor  # [rows] scores of further units are undefined
 
 
-def _score_representatives(vector: Tensor, unit_index: Tensor, cosine: bool, units: Tensor | None = None) -> Tensor:
-    """The product of a vector, normalized if `cosine`, with index entries; units: as in `RowQueries`.
-
-    vector [dim] or [rows, dim], unit_index [rows, units, dim] -> [rows, units]
-    """
-    vector = normalize(vector, dim=-1) if cosine else vector
-    return (unit_index.float() @ vector.view(-1, vector.shape[-1], 1))[..., 0]
-
-
-def _unit_representatives(
-    keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, out: Tensor | None = None
-) -> Tensor:
-    """The mean of the `count` tokens of each unit with most mass; the later of equals. Units are uniform spans.
-
-    keys [kv_heads, n, dim], mass [n], or [heads, n]: a choice per query head (see `_by_head`)
-    -> [1, units, kv_heads * dim] float32; `cosine`: the mean of their directions
-    """
-    if mass.dim() == 2:
-        size = keys.shape[1] // units
-        mass = mass.view(len(mass), units, size) if count < size else mass.new_zeros(len(mass), units, size)
-        start = torch.arange(units, device=keys.device) * size
-        return _by_head(keys, best_first(mass)[..., :count] + start[:, None], cosine)
-    vectors = concat_heads(keys, len(keys)).view(units, -1, len(keys) * keys.shape[-1])
-    best = best_first(mass.view(vectors.shape[:2]))[:, :count].sort(1).values
-    chosen = vectors.gather(1, best[..., None].expand(-1, -1, vectors.shape[-1]))
-    chosen = normalize(chosen, dim=-1) if cosine else chosen
-    zero = chosen.new_zeros(())
-    total = chosen.sum(1) if best.shape[1] <= 4 else sum(chosen.unbind(1), zero)  # added in order in both cases
-    return (total / best.shape[1])[None]
-
-
-def _by_head(keys: Tensor, ranked: Tensor, cosine: bool) -> Tensor:
-    """Mean over ranks of the vectors that query heads choose, averaged within each group, key heads concatenated.
-
-    The r-th representative of a unit is the r-th choice of every query head, concatenated; with `cosine` it has length
-    1. Averaging within groups leaves its product with a query unchanged, and the entry as small as one head's choice.
-    Where all tokens of a unit are representatives, each is the same token for all heads.
-    keys [kv_heads, n, dim], ranked [heads, units, r] tokens, best first, -1: no more -> [1, units, kv_heads * dim]
-    """
-    kv_heads, _, dim = keys.shape
-    index = ranked.clamp_min(0).view(kv_heads, -1, 1).expand(-1, -1, dim)
-    each = keys.gather(1, index).float().view(kv_heads, -1, *ranked.shape[1:], dim)  # [kv_heads, group, units, r, dim]
-    mean = each.mean(1)
-    if cosine:
-        length = each.square().sum(-1).mean(1).sum(0).sqrt()
-        mean = mean / length.clamp_min(1e-12)[..., None]
-    valid = ranked[0] >= 0  # all heads choose as many
-    total = sum((mean * valid[..., None]).unbind(2))
-    return (total / valid.sum(1)[:, None]).transpose(0, 1).reshape(1, ranked.shape[1], -1)
-
-
-def _score_page_bounds(query: Tensor, bounds: Tensor, units: Tensor | None = None) -> Tensor:
-    """Upper bound of a query's product with any key of each page, averaged over the group.
-
-    query [heads, dim], bounds [kv_heads, units, 2, dim] (minimum and maximum) -> [kv_heads, units]
-    """
-    query = query.view(len(bounds), -1, query.shape[-1])
-    low, high = bounds.float().unbind(2)
-    positive, negative = query.clamp_min(0).mean(1)[:, None], query.clamp_max(0).mean(1)[:, None]
-    return (positive * high).sum(-1) + (negative * low).sum(-1)
-
-
-def _score_centroids(query: Tensor, unit_index: Tensor) -> Tensor:
-    """query [heads, dim], unit_index [heads, units, dim] -> [heads, units]"""
-    return (unit_index.float() @ query[..., None])[..., 0]
-
-
-def _score_tokens(queries: Tensor, keys: Tensor, scale: float, units: Tensor) -> Tensor:
-    """Softmax of each head over its row's first `units` keys, summed over heads.
-
-    queries [rows, heads, dim], keys [rows, kv_heads, most, dim], units [rows] -> [rows, most] float32
-    """
-    rows, kv_heads, most, dim = keys.shape
-    scores = queries.new_zeros(rows, most, dtype=torch.float32)
-    grouped = (queries.float() * scale).view(rows, kv_heads, -1, dim)
-    for row, n in enumerate(units.tolist()):
-        scores[row, :n] = (grouped[row] @ keys[row, :, :n].float().transpose(1, 2)).softmax(-1).sum((0, 1))
-    return scores
-
-
-score_representatives = KernelDispatch("score_representatives", "unit_scores", reference=_score_representatives)
-score_page_bounds = KernelDispatch("score_page_bounds", "unit_scores", reference=_score_page_bounds)
-score_centroids = KernelDispatch("score_centroids", "unit_scores", reference=_score_centroids)
-score_tokens = KernelDispatch("score_tokens", "unit_scores", reference=_score_tokens)
-unit_representatives = KernelDispatch(
-    "unit_representatives",
-    "representatives",
-    lambda keys, mass, units, *_: keys.shape[1] // units * (len(mass) if mass.dim() == 2 else 64) <= 2**14,
-    _unit_representatives,
-)
+def weighted_query(
+    queries: Tensor, kv_heads: int, so_far: Moments | None, question: Tensor | None = None, reverse: bool = False
+) -> tuple[Moments, Tensor]:
+    """Moments of all queries, this window's included, and the window's query. Shapes as above"""
+    count, mean, variance = (so_far.count, so_far.mean, so_far.variance) if so_far else (0, None, None)
+    given = queries, kv_heads, count, mean, variance, question
+    mean, variance, query = retrieval_units.weighted_query(*given, True) if reverse else dispatch.weighted_query(*given)
+    return Moments(count + queries.shape[1], mean, variance), query
 
 
 @dataclass(frozen=True)
@@ -183,10 +104,11 @@ class Representatives(Checked):
     def build(self, tokens: OffloadedTokens) -> Tensor:
         """The mean of a unit's representatives, heads concatenated. [1, units, kv_heads * dim]"""
         if tokens.member is None:
-            return unit_representatives(tokens.keys, tokens.mass, tokens.count, self.count, self.cosine, tokens.out)
+            given = tokens.keys, tokens.mass, tokens.count, self.count, self.cosine, tokens.out
+            return dispatch.unit_representatives(*given)
         if self.per_head:
             ranked = ranked_in_units(tokens.mass, tokens.member[0], tokens.count, self.count)
-            return _by_head(tokens.keys, ranked, self.cosine)
+            return by_head(tokens.keys, ranked, self.cosine)
         keys, member = concat_heads(tokens.keys, len(tokens.keys)), tokens.member[0]
         vectors = normalize(keys, dim=-1) if self.cosine else keys
         chosen = chosen_in_units(tokens.mass, member, tokens.count, self.count).to(vectors.dtype)
@@ -249,7 +171,7 @@ class Bounds:
     """Minimum and maximum of a page's keys, per channel: an upper bound of their product with a query. Quest."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
-    each_head: ClassVar[bool] = True  # scores units for every key head by itself
+    each_head: ClassVar[bool] = True  # scores units for every KV head by itself
 
     def build(self, tokens: OffloadedTokens) -> Tensor:
         """[kv_heads, units, 2, dim]"""
@@ -257,8 +179,8 @@ class Bounds:
         member = tokens.units.expand(heads, -1)[..., None].expand(-1, -1, dim)
         keys = tokens.keys.float()
         ends = [
-            keys.new_empty(heads, tokens.count, dim).scatter_reduce(1, member, keys, how, include_self=False)
-            for how in ("amin", "amax")
+            keys.new_empty(heads, tokens.count, dim).scatter_reduce(1, member, keys, reduction, include_self=False)
+            for reduction in ("amin", "amax")
         ]
         return torch.stack(ends, 2)
 
@@ -330,3 +252,48 @@ def _unit_by_unit(scores: Tensor, member: Tensor, sizes: Tensor) -> tuple[Tensor
     order = best.gather(-1, member[best].sort(dim=-1, stable=True).indices)
     first = sizes.cumsum(0) - sizes
     return order, torch.arange(len(member), device=order.device) - first[member[order]]
+
+
+def by_unit(member: Tensor) -> tuple[Tensor, Tensor]:
+    """The order that puts tokens unit after unit, and how many each unit has. [heads, n], [heads, units]"""
+    sizes = torch.zeros(len(member), int(member.max()) + 1, dtype=torch.long, device=member.device)
+    return member.sort(dim=1, stable=True).indices, sizes.scatter_add_(1, member, torch.ones_like(member))
+
+
+def select_units(scores: Tensor, sizes: Tensor, quota: int, neighbours: float = 0.0) -> Selection:
+    """Token numbers, counted in the order they were offloaded, unit after unit; the last unit is truncated to fit.
+
+    scores, sizes [heads, units]; with neighbours, that share of the quota goes to units beside the best
+    """
+    eligible = sizes.masked_fill(scores == NEG_INF, 0).sum(1)
+    quota = min(quota, int(eligible.max()))  # every head retrieves as much as the one with most
+    order = best_first(scores)
+    if neighbours:
+        order = torch.stack([_with_neighbours(o, s, quota, neighbours) for o, s in zip(order, sizes, strict=True)])
+    taken = sizes.gather(1, order).cumsum(1)
+    slots = torch.arange(quota, device=scores.device).expand(len(scores), -1).contiguous()
+    rank = torch.searchsorted(taken, slots, right=True)
+    unit = order.gather(1, rank)
+    starts = sizes.cumsum(1) - sizes
+    before = taken.gather(1, rank) - sizes.gather(1, unit)
+    index = starts.gather(1, unit) + slots - before
+    return Selection(index.sort(1).values, (quota,) * len(scores))
+
+
+def _with_neighbours(order: Tensor, sizes: Tensor, quota: int, share: float) -> Tensor:
+    """The best units up to their share, then the units after and before each of them, then the rest."""
+    best, room, counts = [], quota - int(share * quota), sizes.tolist()
+    ranked = order.tolist()
+    for unit in ranked:
+        if room <= 0:
+            break
+        best.append(unit)
+        room -= counts[unit]
+    beside = [near for unit in best for near in (unit + 1, unit - 1) if 0 <= near < len(ranked)]
+    return torch.tensor(list(dict.fromkeys([*best, *beside, *ranked])), device=order.device)
+
+
+def density(scores: Tensor, reverse: bool = False) -> float:
+    """What a layer's share is proportional to: the entropy of its scores; reverse: 1 / that (ActQKV, appendix D.3)."""
+    entropy = score_entropy(scores)
+    return 1 / max(entropy, 1e-9) if reverse else entropy

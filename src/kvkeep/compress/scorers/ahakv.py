@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Odd, Positive
-from kvkeep.compress.attention import attention_received, squared_value_norms, token_mask
+from kvkeep.compress.attention import attention_received, pool, squared_value_norms, token_mask
 from kvkeep.compress.guard import effective_window
-from kvkeep.compress.pooling import pool
 from kvkeep.kernels.dispatch import column_mass
 from kvkeep.types import Observation, Step
 
@@ -81,8 +80,8 @@ class RecentAttention(Checked):
         scaled = scale_queries(seen, rows, budget, self.gain) if self.step_gain else seen
         if not self.sees_all:
             return attention_received(scaled, rows)
-        how = seen.scale, seen.softcap, seen.sink_logits
-        return column_mass(scaled.queries, seen.keys, seen.token_positions, seen.seq_len, *how)
+        softmax = seen.scale, seen.softcap, seen.sink_logits
+        return column_mass(scaled.queries, seen.keys, seen.token_positions, seen.seq_len, *softmax)
 
     def step(self, now: Step, budget: int) -> Tensor:
         if self.step_gain:
@@ -111,19 +110,19 @@ def scaled_probs(now: Step, factor: Tensor) -> Tensor:
     return now.softmax(scaled.masked_fill(logits == float("-inf"), float("-inf")))
 
 
-def gain(lengths: Tensor, budget: int, dim: int, scale: float, how: str = "replace") -> Tensor:
+def gain(lengths: Tensor, budget: int, dim: int, scale: float, kind: str = "replace") -> Tensor:
     """Step gain as a factor of the model's logits, float32: 1 up to the budget B, for positions i > B
 
     "replace": the softmax scale is sqrt(2 ln(i/B)/dim) instead of the model's; "multiply": both (λ·QKᵀ/√d).
     """
     grown = (lengths.double() / budget).clamp_min(1.0)
-    factor = (2 * grown.log() / dim).sqrt() / (scale if how == "replace" else 1.0)
+    factor = (2 * grown.log() / dim).sqrt() / (scale if kind == "replace" else 1.0)
     return factor.masked_fill(lengths <= budget, 1.0).float()
 
 
-def scale_queries(seen: Observation, rows: int, budget: int, how: str = "replace") -> Observation:
+def scale_queries(seen: Observation, rows: int, budget: int, kind: str = "replace") -> Observation:
     """The observation with each of the last queries scaled by its step gain."""
     queries = seen.queries[:, -rows:].float()
     lengths = torch.arange(seen.seq_len - queries.shape[1] + 1, seen.seq_len + 1, device=queries.device)
-    factors = gain(lengths, budget, queries.shape[-1], seen.scale, how)
+    factors = gain(lengths, budget, queries.shape[-1], seen.scale, kind)
     return replace(seen, queries=queries * factors[:, None])

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvkeep.arguments import Amount, Checked, Odd, Positive
-from kvkeep.compress.attention import attention, distance_from_end, mean_and_variance
+from kvkeep.compress.attention import attention, distance_from_end, mean_and_variance, pool
 from kvkeep.compress.guard import effective_window
-from kvkeep.compress.pooling import pool
 from kvkeep.types import Observation
 
 

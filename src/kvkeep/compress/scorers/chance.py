@@ -1,4 +1,4 @@
-"""Tokens drawn at random, per key head: the floor of every comparison."""
+"""Tokens drawn at random, per KV head: the floor of every comparison."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Seed
-from kvkeep.compress.uniform import layer_seed, uniform
+from kvkeep.compress.attention import layer_seed, uniform
 from kvkeep.types import Observation
 
-POSITIONS = 2**24  # counters of a key head
+POSITIONS = 2**24  # counters of a KV head
 
 
 @dataclass(frozen=True)
 class RandomScorer(Checked):
-    """A number of (seed, layer, key head, position): what is drawn does not depend on how the text is prefilled."""
+    """A number of (seed, layer, KV head, position): what is drawn does not depend on how the text is prefilled."""
 
     seed: Seed = 0
     additive = False

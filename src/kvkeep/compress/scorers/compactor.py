@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import AboveZero, Checked, Positive, Seed
-from kvkeep.compress.attention import gram, new_chunks, norms, token_mask
+from kvkeep.compress.attention import gram, layer_seed, new_chunks, norms, pool, token_mask, uniform
 from kvkeep.compress.budget.coverage import CERTAIN
-from kvkeep.compress.pooling import pool
-from kvkeep.compress.uniform import layer_seed, uniform
 from kvkeep.kernels.dispatch import chunk_mass
 from kvkeep.types import Observation
 

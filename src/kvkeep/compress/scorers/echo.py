@@ -51,5 +51,5 @@ class Repetition(Checked):
         """Scores of the tokens of this pass, chunk by chunk. [kv_heads, m]"""
         for first, _, queries, keys in new_chunks(seen, self.chunk):
             by = torch.full((keys.shape[1],), seen.expected + self.gap - first, device=keys.device)
-            sinks, how = seen.keys[:, : min(self.sinks, first)], (seen.scale, seen.softcap, seen.sink_logits)
-            yield column_maximum(queries, seen.rotate(queries, by), keys, sinks, *how, self.near)
+            sinks, softmax = seen.keys[:, : min(self.sinks, first)], (seen.scale, seen.softcap, seen.sink_logits)
+            yield column_maximum(queries, seen.rotate(queries, by), keys, sinks, *softmax, self.near)

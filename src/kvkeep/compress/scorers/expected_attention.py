@@ -59,7 +59,7 @@ class ExpectedAttentionScorer(Checked):
     value_norms: bool = True
 
     def among_heads(self) -> ExpectedAttentionScorer:
-        """As the authors have it where heads compete: a head whose attention is spread keeps some tokens."""
+        """Score as the authors do where heads compete: a head whose attention is spread keeps some tokens."""
         return replace(self, epsilon=AMONG_HEADS) if self.epsilon is None else self
 
     def cache_key(self, budget: int) -> int:

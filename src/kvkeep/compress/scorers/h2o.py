@@ -33,8 +33,9 @@ class AccumulatedAttention:
     uses_lse = True
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
-        where, how = (seen.token_positions, seen.seq_len), (seen.scale, seen.softcap, seen.sink_logits, None, seen.lse)
-        mass = seen.memoize(self, lambda: column_mass(seen.queries, seen.keys, *where, *how))
+        where = seen.token_positions, seen.seq_len
+        softmax = seen.scale, seen.softcap, seen.sink_logits, None, seen.lse
+        mass = seen.memoize(self, lambda: column_mass(seen.queries, seen.keys, *where, *softmax))
         return seen.token_state + mass[..., None]
 
     def step(self, now: Step, budget: int) -> Tensor:

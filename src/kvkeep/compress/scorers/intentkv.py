@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from kvkeep.arguments import Checked, Positive
 from kvkeep.compress.attention import attention, attention_received
 from kvkeep.kernels.dispatch import column_mass, js_distance
-from kvkeep.kernels.torch.reference import row_js_distance
+from kvkeep.kernels.torch.scoring import row_js_distance
 from kvkeep.types import Observation
 
 NO_JUMP = 1e-6  # smaller ones are rounding errors
@@ -44,9 +44,9 @@ class IntentKVScorer(Checked):
             rows = attention(seen, self.window)  # [kv_heads, group, w, n]
             return torch.stack([self._question_attention(head) for head in rows])
         given = queries, seen.keys, seen.token_positions, seen.seq_len
-        how = seen.scale, seen.softcap, seen.sink_logits
-        distances = js_distance(*given, self.smooth, *how, self._stepwise)
-        return column_mass(*given, *how, question_weights(self._jumps(distances)))
+        softmax = seen.scale, seen.softcap, seen.sink_logits
+        distances = js_distance(*given, self.smooth, *softmax, self._stepwise)
+        return column_mass(*given, *softmax, question_weights(self._jumps(distances)))
 
     @property
     def _stepwise(self) -> bool:

@@ -61,9 +61,10 @@ class Replay(Checked):
             yield ReplayPass(LATER, min(LEAD, start), start, end) if start else ReplayPass(FIRST, 0, 0, end)
 
     def score(self, seen: Replayed) -> Tensor:
-        how = seen.queries, seen.own_keys, seen.keys, seen.sinks, seen.scale, seen.softcap, seen.sink_logits, self.near
+        fed = seen.queries, seen.own_keys, seen.keys, seen.sinks
+        softmax = seen.scale, seen.softcap, seen.sink_logits
         weights = self._output_weights(seen) if self.by_output else (None, None)
-        return repeated_attention(*how, *weights, self.norm).clamp_min(1e-30)
+        return repeated_attention(*fed, *softmax, self.near, *weights, self.norm).clamp_min(1e-30)
 
     def _output_weights(self, seen: Replayed) -> tuple[Tensor, Tensor]:
         """‖W_O v‖ of each key, 1 / ‖h‖ of each query."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.arguments import Checked, Count, Range
 from kvkeep.compress.attention import distance_from_end
 from kvkeep.compress.budget.coverage import CERTAIN
-from kvkeep.compress.select import best_first, inverse
+from kvkeep.kernels.torch.ranking import best_first, inverse
 from kvkeep.types import Observation
 
 SINK, RECENT = 1.0, 3.0  # of CERTAIN: scores of those tokens; the earliest sink and the newest token come first

@@ -12,16 +12,15 @@ from typing import Literal
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Odd, Positive
-from kvkeep.compress.attention import attention, distance_from_end, token_mask
+from kvkeep.compress.attention import attention, distance_from_end, pool, token_mask
 from kvkeep.compress.guard import effective_window
-from kvkeep.compress.pooling import pool
-from kvkeep.kernels.torch.reference import probabilities
+from kvkeep.kernels.torch.scoring import probabilities
 from kvkeep.types import Observation
 
 
 @dataclass(frozen=True)
 class LookaheadScorer(Checked):
-    """As SnapKV, but every query sees every token; the text's last `window` tokens are kept.
+    """SnapKV's scores, but every query sees every token; the text's last `window` tokens are kept.
 
     In decode, where there is no draft, the newest queries score, and see what is before them.
     """

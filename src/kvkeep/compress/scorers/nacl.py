@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Positive, Seed, Share
-from kvkeep.compress.attention import attention_received, distance_from_end
+from kvkeep.compress.attention import attention_received, distance_from_end, layer_seed, uniform
 from kvkeep.compress.guard import effective_window
-from kvkeep.compress.select import best_first
-from kvkeep.compress.uniform import layer_seed, uniform
+from kvkeep.kernels.torch.ranking import best_first
 from kvkeep.types import Observation
 
 CERTAIN = 1e6  # above any score plus noise: tokens selected by rank come before sampled ones

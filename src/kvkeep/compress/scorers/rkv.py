@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvkeep.arguments import Checked, Cosine, Odd, Positive, Share
-from kvkeep.compress.attention import attention_received, distance_from_end, token_mask
+from kvkeep.compress.attention import attention_received, distance_from_end, pool, token_mask
 from kvkeep.compress.guard import effective_window
-from kvkeep.compress.pooling import pool
 from kvkeep.types import Observation
 
 COMPARED = 2**26  # cosines at a time

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Positive
-from kvkeep.compress.outliers import outlier_degree
+from kvkeep.compress.attention import outlier_degree
 from kvkeep.types import Observation
 
 

@@ -1,6 +1,6 @@
 """Attention of the newest queries: SnapKV (arXiv:2404.14469) and, with one query, TOVA (arXiv:2401.06104).
 
-Deviation: attention is averaged over the query heads of a key head before pooling.
+Deviation: attention is averaged over the query heads of a KV head before pooling.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Literal
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Odd, Positive
-from kvkeep.compress.attention import attention_received, distance_from_end
+from kvkeep.compress.attention import attention_received, distance_from_end, pool
 from kvkeep.compress.guard import effective_window
-from kvkeep.compress.pooling import pool
 from kvkeep.types import Observation, Step
 
 
@@ -23,7 +22,7 @@ class SnapKVScorer(Checked):
     pool: Odd = 5
     pooling: Literal["avg", "max"] = "avg"
     kept: bool = True  # the window is kept: it shrinks with the budget, and only tokens before it are pooled
-    shared: bool = False  # all key heads of a layer share the average score
+    shared: bool = False  # all KV heads of a layer share the average score
 
     @property
     def per_head(self) -> bool:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import AboveZero, Checked, Odd
-from kvkeep.compress.attention import squared_value_norms, token_mask
+from kvkeep.compress.attention import pool, squared_value_norms, token_mask
 from kvkeep.compress.budget.coverage import CERTAIN
-from kvkeep.compress.pooling import pool
 from kvkeep.compress.protocols import Scorer, ScorerTraits
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation

@@ -3,7 +3,7 @@
 "math" and "aime" are ours; the others are what the named project computes, in its unit.
 """
 
-from kvkeep.evaluate.metrics import choice, infinitebench, longbench, math, needle, ruler, truncate
+from kvkeep.evaluate.metrics import infinitebench, longbench, math, short_answers
 from kvkeep.registry import Registry
 
 METRICS = Registry(
@@ -27,8 +27,8 @@ METRICS = Registry(
         "longbench_code_sim": longbench.code_sim,
         "longbench_code_sim_levenshtein": longbench.code_sim_levenshtein,
         "longbench_scorer": longbench.scorer,
-        "ruler_string_match_all": ruler.string_match_all,
-        "ruler_string_match_part": ruler.string_match_part,
+        "ruler_string_match_all": short_answers.string_match_all,
+        "ruler_string_match_part": short_answers.string_match_part,
         "infinitebench_code_debug": infinitebench.code_debug,
         "infinitebench_code_run": infinitebench.code_run,
         "infinitebench_kv_retrieval": infinitebench.kv_retrieval,
@@ -41,12 +41,11 @@ METRICS = Registry(
         "infinitebench_math_find": infinitebench.math_find,
         "infinitebench_number_string": infinitebench.first_integer,
         "infinitebench_passkey": infinitebench.first_integer,
-        "niah_kvcachefactory_heatmap": needle.heatmap,
-        "niah_kvcachefactory_rouge1": needle.rouge1_of_ten,
-        "niah_kvpress_rouge": needle.kvpress_rouge,
-        "lm_eval_multiple_choice": choice.accuracy,
-        "lm_eval_acc_norm": choice.accuracy_per_character,
-        "lm_eval_acc_bytes": choice.accuracy_per_byte,
-        "truncation": truncate.tokens_kept,
+        "niah_kvcachefactory_heatmap": short_answers.heatmap,
+        "niah_kvcachefactory_rouge1": short_answers.rouge1_of_ten,
+        "niah_kvpress_rouge": short_answers.kvpress_rouge,
+        "lm_eval_multiple_choice": short_answers.accuracy,
+        "lm_eval_acc_norm": short_answers.accuracy_per_character,
+        "lm_eval_acc_bytes": short_answers.accuracy_per_byte,
     },
 )

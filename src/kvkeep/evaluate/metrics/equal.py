@@ -1,11 +1,16 @@
-"""When two answers mean the same: as text, as numbers, part by part, and by value."""
+r"""When two answers mean the same: as text, as numbers, part by part, and by value.
+
+A LaTeX expression is read by hand, in floating point, so no text runs as code or for long: a sum is made of products, a
+product of powers, a power of atoms, and the value is computed while reading. Letters are unknowns, and so is \pi:
+3.14159 is not \pi.
+"""
 
 from __future__ import annotations
 
+import cmath
+import random
 import re
-from math import isclose
-
-from kvkeep.evaluate.metrics.value import same_value
+from math import factorial, isclose
 
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?")
 _INTEGER = re.compile(r"[+-]?\d+")
@@ -74,7 +79,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside all brackets."""
+    """Split at the commas outside all brackets."""
     depth, parts = 0, [""]
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -90,3 +95,142 @@ def _same_parts(parts: list[str], others: list[str], loose: bool, ordered: bool)
         return all(same(one, two, loose) for one, two in zip(parts, others, strict=True))
     found = [[same(one, two, loose) for two in others] for one in parts]
     return all(map(any, found)) and all(map(any, zip(*found, strict=True)))
+
+
+LONGEST = 300  # characters; no answer of a mathematics benchmark comes near
+TRIALS = 3
+_GREEK = "alpha beta gamma delta epsilon theta lambda mu pi rho sigma tau phi varphi omega infty"
+UNKNOWNS = {"\\" + name for name in _GREEK.split()}
+FUNCTIONS = {
+    r"\sin": cmath.sin,
+    r"\cos": cmath.cos,
+    r"\tan": cmath.tan,
+    r"\cot": lambda x: 1 / cmath.tan(x),
+    r"\ln": cmath.log,
+    r"\log": cmath.log10,
+    r"\exp": cmath.exp,
+}
+TIMES = {"*", r"\cdot", r"\times"}
+OVER = {"/", r"\div"}
+_TOKEN = re.compile(r"\\[a-zA-Z]+|\d+\.?\d*|\.\d+|[a-zA-Z]|[-+*/^!()\[\]{}|]")
+_MIXED = re.compile(r"(?<![\d.}^\\])(\d+)\s*\\frac\{(\d+)\}\{(\d+)\}")
+_WORD = re.compile(r"(?<!\\)\b[a-zA-Z]{4,}")
+
+
+def same_value(one: str, two: str) -> bool:
+    """Whether two expressions agree at random points; a decimal number may be rounded to 1e-4."""
+    symbolic = any(t.isalpha() or t in UNKNOWNS for t in _TOKEN.findall(one + " " + two))
+    tolerance = 1e-4 if "." in one + two and not symbolic else 1e-9
+    try:
+        pairs = [(value_of(one, trial), value_of(two, trial)) for trial in range(TRIALS)]
+    except (ArithmeticError, ValueError, RecursionError):
+        return False
+    return all(cmath.isfinite(a) and cmath.isclose(a, b, rel_tol=tolerance, abs_tol=1e-12) for a, b in pairs)
+
+
+def value_of(text: str, trial: int = 0) -> complex:
+    """The value with every unknown at its `trial`-th point; ValueError for what is not an expression."""
+    text = _MIXED.sub(r"(\1+\\frac{\2}{\3})", text)
+    if len(text) > LONGEST or _WORD.search(text) or _TOKEN.sub("", text).strip():
+        raise ValueError(f"not an expression: {text[:80]!r}")
+    reader = _Reader(_TOKEN.findall(text), trial)
+    value = reader.sum()
+    if reader.next:
+        raise ValueError(f"cannot read {text!r} from {reader.next!r} on")
+    return value
+
+
+class _Reader:
+    def __init__(self, tokens: list[str], trial: int):
+        self.tokens = tokens[::-1]
+        self.trial = trial
+
+    @property
+    def next(self) -> str:
+        return self.tokens[-1] if self.tokens else ""
+
+    def take(self, *wanted: str) -> str:
+        if not self.tokens or (wanted and self.next not in wanted):
+            raise ValueError(f"expected {' or '.join(wanted) or 'more'}, not {self.next!r}")
+        return self.tokens.pop()
+
+    def sum(self) -> complex:
+        value = self.product()
+        while self.next in ("+", "-"):
+            value = value + self.product() if self.take() == "+" else value - self.product()
+        return value
+
+    def product(self) -> complex:
+        if self.next in ("+", "-"):
+            return self.product() if self.take() == "+" else -self.product()
+        value = self.power()
+        while self.next and self.next not in ("+", "-", ")", "]", "}", "|"):
+            if self.next in OVER:
+                self.take()
+                value /= self.signed()
+            else:
+                if self.next in TIMES:
+                    self.take()
+                value *= self.signed()
+        return value
+
+    def signed(self) -> complex:
+        if self.next == "-":
+            self.take()
+            return -self.signed()
+        return self.power()
+
+    def power(self) -> complex:
+        value = self.atom()
+        while self.next == "!":
+            self.take()
+            value = _factorial(value)
+        if self.next == "^":
+            self.take()
+            value **= self.signed()
+        return value
+
+    def atom(self) -> complex:
+        token = self.take()
+        if token[0].isdigit() or token[0] == ".":
+            return complex(float(token))
+        if token in ("(", "{", "|"):
+            value = self.sum()
+            self.take({"(": ")", "{": "}", "|": "|"}[token])
+            return complex(abs(value)) if token == "|" else value
+        if token == r"\frac":
+            above = self.atom()
+            return above / self.atom()
+        if token == r"\sqrt":
+            return self.root()
+        if token in FUNCTIONS:
+            return self.function(FUNCTIONS[token])
+        if token.isalpha() or token in UNKNOWNS:
+            return _point(token, self.trial)
+        raise ValueError(f"cannot read {token!r}")
+
+    def root(self) -> complex:
+        degree: complex = 2
+        if self.next == "[":
+            self.take()
+            degree = self.sum()
+            self.take("]")
+        return self.atom() ** (1 / degree)
+
+    def function(self, apply) -> complex:
+        exponent: complex = 1
+        if self.next == "^":
+            self.take()
+            exponent = self.atom()
+        return apply(self.power()) ** exponent
+
+
+def _factorial(value: complex) -> complex:
+    if value.imag or not value.real.is_integer() or not 0 <= value.real <= 170:
+        raise ValueError(f"no factorial of {value}")
+    return complex(factorial(int(value.real)))
+
+
+def _point(name: str, trial: int) -> complex:
+    draw = random.Random(f"{name} {trial}")
+    return complex(draw.uniform(-2, 2), draw.uniform(-2, 2))

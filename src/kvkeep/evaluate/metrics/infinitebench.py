@@ -70,7 +70,7 @@ def math_calc(prediction: str, label: list, **_) -> float:
 
 
 def _digits(number: str) -> str:
-    """As an integer is written; int() refuses more than 4,300 digits."""
+    """Write the number as an integer; int() refuses more than 4,300 digits."""
     return number.lstrip("0") or "0"
 
 

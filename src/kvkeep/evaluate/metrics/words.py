@@ -1,4 +1,4 @@
-"""Texts as words, and how far two lists of words overlap."""
+"""Texts as words, how far two lists of words overlap, and their longest common subsequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import string
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvkeep.errors import MissingExtra
@@ -23,12 +23,12 @@ _CHINESE = str.maketrans(
 
 
 def english_words(text: str) -> list[str]:
-    """Lower case, without punctuation or articles, as SQuAD does it."""
+    """The words in lower case, without punctuation or articles, as SQuAD does it."""
     return _ARTICLES.sub(" ", text.lower().translate(_ASCII)).split()
 
 
 def chinese_text(text: str) -> str:
-    """Lower case, without punctuation or blanks. The list of signs is LongBench's, which forgets 《."""
+    """The text in lower case, without punctuation or blanks. The list of signs is LongBench's, which forgets 《."""
     return "".join(text.lower().translate(_CHINESE).split())
 
 
@@ -74,3 +74,29 @@ def replaced(text: str, *unwanted: str) -> str:
 def as_list(references: str | Iterable[str]) -> list[str]:
     """One reference or several, as a list."""
     return [references] if isinstance(references, str) else list(references)
+
+
+def lengths(x: Sequence[str], y: Sequence[str]) -> list[list[int]]:
+    """[len(x) + 1][len(y) + 1]: how much the first i of x and the first j of y share."""
+    table = [[0] * (len(y) + 1)]
+    for a in x:
+        above, row = table[-1], [0]
+        for j, b in enumerate(y):
+            row.append(above[j] + 1 if a == b else max(above[j + 1], row[j]))
+        table.append(row)
+    return table
+
+
+def way_back(x: Sequence[str], y: Sequence[str]) -> Iterator[tuple[int, int, bool]]:
+    """Walk from both ends: a shared word moves both; else x, but only if that strictly keeps more; else y.
+
+    Yields every step as (place in x, place in y, whether the two words are shared).
+    """
+    table = lengths(x, y)
+    i, j = len(x), len(y)
+    while i and j:
+        shared = x[i - 1] == y[j - 1]
+        yield i - 1, j - 1, shared
+        back_in_x = shared or table[i - 1][j] > table[i][j - 1]
+        back_in_y = shared or not back_in_x
+        i, j = i - back_in_x, j - back_in_y

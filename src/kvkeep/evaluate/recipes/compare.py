@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.evaluate import summary
-from kvkeep.evaluate.recipes.jobs import used
-from kvkeep.evaluate.recipes.recipe import Budget, Cell, Point, Recipe
+from kvkeep.evaluate.recipes.recipe import Budget, Cell, Point, Recipe, used
 from kvkeep.evaluate.tasks.infinitebench import MADE
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
 
@@ -49,7 +48,7 @@ def compare(recipe: Recipe, rows: Mapping[str, Iterable[dict[str, Any]]]) -> lis
 
 
 def counts(rows: Iterable[dict[str, Any]]) -> dict[str, Counter[int | None]]:
-    """Of each method and budget: how often which number is answered, the first of an answer; None: it has none."""
+    """Count, for each method and budget, how often which number comes first in an answer; None: it has none."""
     found: dict[str, Counter[int | None]] = {}
     for row in rows:
         said = re.search(r"\d+", row["answer"])
@@ -65,7 +64,7 @@ def row_name(point: Point) -> str:
 
 
 def mean(cells: Sequence[summary.Cell]) -> tuple[float, float, float]:
-    """Of the tasks' means, with its interval: the tasks' distances to their own bounds, added as variances are."""
+    """Average the tasks' means; the interval adds the tasks' distances to their own bounds as variances are added."""
     middle = sum(cell.score for cell in cells) / len(cells)
     below = sqrt(sum((cell.score - cell.low) ** 2 for cell in cells)) / len(cells)
     above = sqrt(sum((cell.high - cell.score) ** 2 for cell in cells)) / len(cells)

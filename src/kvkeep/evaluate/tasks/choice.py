@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.tasks.build import identity, samples, texts
-from kvkeep.evaluate.tasks.lines import records, text
+from kvkeep.evaluate.tasks.build import identity, records, samples, text, texts
 
 SHOT_SEED = 1234
 

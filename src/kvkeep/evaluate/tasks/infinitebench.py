@@ -21,8 +21,7 @@ from typing import Any
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.evaluate.prompt import build_prompt
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.tasks.build import fill, identity, samples, texts
-from kvkeep.evaluate.tasks.lines import text
+from kvkeep.evaluate.tasks.build import fill, identity, samples, text, texts
 from kvkeep.registry import did_you_mean
 
 TEMPLATES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -280,6 +279,6 @@ def _longest(draw: Callable[[int], Sample], tokenizer: Any, length: int) -> Samp
 
 
 def _tokens(tokenizer: Any, sample: Sample) -> int:
-    """Of the prompt and the longest answer."""
+    """Count the tokens of the prompt and the longest answer."""
     prompt = sample.context + sample.question + sample.prefix
     return len(tokenizer(prompt, verbose=False).input_ids) + sample.max_new_tokens

@@ -12,8 +12,7 @@ from typing import Any
 
 from kvkeep.errors import BadInput
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.tasks.build import fill, identity, samples, texts
-from kvkeep.evaluate.tasks.lines import text
+from kvkeep.evaluate.tasks.build import fill, identity, samples, text, texts
 from kvkeep.registry import did_you_mean
 
 TEMPLATES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

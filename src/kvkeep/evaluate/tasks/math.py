@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadInput
-from kvkeep.evaluate.metrics.answer import last_box
+from kvkeep.evaluate.metrics.math import last_box
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.tasks.build import identity, samples
-from kvkeep.evaluate.tasks.lines import text
+from kvkeep.evaluate.tasks.build import identity, samples, text
 
 PROMPT = "{question}\n\nReason step by step, and put the final answer in \\boxed{{}}."
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadInput, BadParameter
-from kvkeep.evaluate.metrics.needle import EXPECTED
+from kvkeep.evaluate.metrics.short_answers import EXPECTED
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.infinitebench import NOISE
 from kvkeep.registry import Registry

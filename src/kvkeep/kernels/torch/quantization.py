@@ -1,6 +1,6 @@
 """Keys and values quantized to 8 or 4 bits: format, append and attention.
 
-A segment holds the tokens of one row and key head and starts at a multiple of 32 slots. Complete groups of 32 tokens
+A segment holds the tokens of one row and KV head and starts at a multiple of 32 slots. Complete groups of 32 tokens
 are codes; the `length % 32` newest tokens stay in a tail, in the model's dtype. A number is min + code * scale: keys
 have one min and scale per channel and group, values one per token (KIVI, arXiv:2402.02750).
 In 4 bits, channels c and c + dim / 2 share a byte: c has the low half.

@@ -1,14 +1,67 @@
-"""Decode attention of a pool's rows over fetched units, which lie in slots in any order, and near tokens."""
+"""Attention over retrieved (far) and near tokens: of one sequence, and of a pool's rows, whose units lie in slots."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.torch.reference import two_region_attention
-from kvkeep.kernels.torch.rotation import rotate
+from kvkeep.kernels.torch.elementwise import rotate
 
 Pair = tuple[Tensor, Tensor]
+
+
+def two_region_attention(
+    queries: Tensor,
+    rotated: Tensor,
+    far: Callable[[], tuple[Tensor, Tensor]] | None,
+    near: tuple[Tensor, Tensor],
+    scale: float,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    band: int = 0,
+    prior_mass: Tensor | None = None,
+    per_head: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`rotated` queries over retrieved (far) keys, `queries` over near keys that end with their own; one softmax.
+
+    queries, rotated [heads, w, dim]; far and near: keys and values [kv_heads, n, dim]; far is called once the products
+    with near keys are launched, so that the gather overlaps with them
+    -> output [heads, w, dim]; with a band, the attention each near key receives from the `band` queries after it,
+    averaged over all heads, on top of prior_mass [m] of the first keys: [n]; per_head: of each query head, [heads, n]
+    """
+    (near_keys, near_values), (heads, w, dim), n = near, queries.shape, near[0].shape[1]
+    kv_heads = len(near_keys)
+    grouped = [(q * scale).to(near_keys.dtype).reshape(kv_heads, -1, dim) for q in (queries, rotated)]
+    logits = grouped[0] @ near_keys.transpose(1, 2)
+    values = near_values
+    if far is not None:
+        far_keys, far_values = far()
+        logits = torch.cat([grouped[1] @ far_keys.transpose(1, 2), logits], -1)
+        values = torch.cat([far_values, near_values], 1)
+    if softcap is not None:
+        logits = (logits.float() / softcap).tanh_().mul_(softcap)
+    if w > 1:
+        own = torch.ones(w, w, dtype=torch.bool, device=queries.device).triu_(1)
+        logits.view(kv_heads, -1, w, logits.shape[-1])[..., -w:].masked_fill_(own, float("-inf"))
+    if sink_logits is not None:
+        extra = sink_logits.float().view(kv_heads, -1, 1).expand(-1, -1, w).reshape(kv_heads, -1, 1)
+        probs = torch.cat([logits.float(), extra], -1).softmax(-1)[..., :-1]
+    else:
+        probs = logits.softmax(-1, dtype=torch.float32)
+    output = (probs.to(values.dtype) @ values).view(heads, w, -1).to(queries.dtype)
+    rows = probs[..., -n:].reshape(heads, w, n)
+    return output, _band_mass(rows if per_head else rows.mean(0), band, prior_mass) if band else None
+
+
+def _band_mass(probs: Tensor, band: int, prior_mass: Tensor | None) -> Tensor:
+    """Sum over queries 1 … band after each key. probs [..., w, n], the queries' own keys last -> [..., n]"""
+    w, n = probs.shape[-2:]
+    mass = probs.tril_(n - w - 1).triu_(n - w - band).sum(-2)
+    if prior_mass is not None:
+        mass[..., : prior_mass.shape[-1]] += prior_mass
+    return mass
 
 
 def slotted_attention(

@@ -1,4 +1,4 @@
-"""RoPE with given angles: one or two rotations in one pass."""
+"""RoPE with given angles: `rotate`, one or two rotations in one pass; `apply_angles`, all or the first channels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENS = 8  # per program
 
 
 def rotate(vectors: Tensor, *angles: tuple[Tensor, Tensor]) -> Tensor:
-    """As in torch, for one or two rotations of vectors with last stride 1"""
+    """Do what the reference does, for one or two rotations of vectors with last stride 1"""
     heads, n, dim = vectors.shape
     output = torch.empty(heads, n, dim, dtype=vectors.dtype, device=vectors.device)
     (cos, sin), (then_cos, then_sin) = angles[0], angles[-1]
@@ -46,6 +46,49 @@ def _rotate(
 
 @triton.jit
 def _rotate_pair(a, b, cos, sin):
-    """In float32, rounded to the input dtype after each rotation."""
+    """Rotate in float32, rounded to the input dtype after each rotation."""
     first, second = a.to(tl.float32), b.to(tl.float32)
     return (first * cos - second * sin).to(a.dtype), (second * cos + first * sin).to(b.dtype)
+
+
+ANGLE_TOKENS = 16  # per program
+
+
+def apply_angles(vectors: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:
+    """Do what the reference does; vectors [heads, n, dim] with last stride 1, angles [n, pairs] or [heads, n, pairs]"""
+    (heads, n, dim), pairs = vectors.shape, cos.shape[-1]
+    output, rest = torch.empty(heads, n, dim, dtype=dtype, device=vectors.device), dim - 2 * pairs
+    _apply_angles[heads * cdiv(n, ANGLE_TOKENS),](
+        vectors, cos, sin, output, *vectors.stride()[:2], n * pairs if cos.ndim == 3 else 0, n, heads, dim, pairs,
+        interleaved, rest > 0, ANGLE_TOKENS, pow2(pairs), pow2(max(1, rest)), num_warps=4,
+    )  # fmt: skip
+    return output
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["n"])
+def _apply_angles(
+    vectors, cos, sin, output, head_stride, token_stride, angle_head, n, heads, dim, pairs, INTERLEAVED: tl.constexpr,
+    PARTIAL: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    # heads of the same tokens follow each other, and find their angles in the cache
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    tokens = (tl.program_id(0) // heads * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    valid, pair = tokens < n, tl.arange(0, PAIRS)
+    source, target = vectors + head * head_stride + tokens * token_stride, output + (head * n + tokens) * dim
+    inside = valid[:, None] & (pair < pairs)[None, :]
+    first, second = pair, pair + pairs
+    if INTERLEAVED:
+        first, second = 2 * pair, 2 * pair + 1
+    angle = head * angle_head + tokens[:, None] * pairs + pair[None, :]
+    c, s = tl.load(cos + angle, mask=inside, other=0.0), tl.load(sin + angle, mask=inside, other=0.0)
+    a = tl.load(source[:, None] + first[None, :], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source[:, None] + second[None, :], mask=inside, other=0.0).to(tl.float32)
+    kind = output.dtype.element_ty
+    tl.store(target[:, None] + first[None, :], (a * c - b * s).to(kind), mask=inside)
+    tl.store(target[:, None] + second[None, :], (b * c + a * s).to(kind), mask=inside)
+    if PARTIAL:
+        channels = 2 * pairs + tl.arange(0, REST)
+        inside = valid[:, None] & (channels < dim)[None, :]
+        rest = tl.load(source[:, None] + channels[None, :], mask=inside, other=0.0)
+        tl.store(target[:, None] + channels[None, :], rest.to(kind), mask=inside)

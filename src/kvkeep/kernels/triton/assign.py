@@ -18,7 +18,7 @@ MEMBERS = 32  # of a cluster per iteration
 
 
 def assign(keys: Tensor, centres: Tensor, sizes: Tensor | None = None) -> Tensor:
-    """As in the reference. Products are exact to float32 for any dtype, so that near ties are decided by the keys."""
+    """Do what the reference does. Products are exact to float32 for any dtype: the keys decide near ties."""
     heads, n, dim = keys.shape
     keys, centres = keys.contiguous(), normalize(centres.float(), dim=-1).contiguous()
     member = torch.empty(heads, n, dtype=torch.int64, device=keys.device)
@@ -32,7 +32,7 @@ def assign(keys: Tensor, centres: Tensor, sizes: Tensor | None = None) -> Tensor
 
 
 def means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As in the reference."""
+    """Do what the reference does."""
     heads, n, dim = keys.shape
     keys, (sorted_member, order) = keys.contiguous(), member.sort(dim=1, stable=True)
     numbers = torch.arange(count + 1, device=keys.device).expand(heads, -1).contiguous()

@@ -27,15 +27,15 @@ def column_maximum(
     sink_logits: Tensor | None = None,
     near: int | None = None,
 ) -> Tensor:
-    """As in the reference."""
+    """Do what the reference does."""
     m, kv_heads = queries.shape[1], len(keys)
     queries, moved, keys = (t if t.stride(-1) == 1 else t.contiguous() for t in (queries, moved, keys))
     all_keys = torch.cat([sinks, keys], 1)
-    n, how = all_keys.shape[1], (scale, softcap)
+    n, softmax = all_keys.shape[1], (scale, softcap)
     places = torch.arange(n, dtype=torch.int32, device=keys.device)
-    second = log_sum_exp(moved, all_keys, torch.zeros_like(places).expand(kv_heads, -1), m + n, *how, sink_logits)
-    first = log_sum_exp(queries, keys, places[:m].expand(kv_heads, -1), m, *how)
-    return _maximum(moved, keys, torch.logaddexp(first, second), *how, m if near is None else min(near, m))
+    second = log_sum_exp(moved, all_keys, torch.zeros_like(places).expand(kv_heads, -1), m + n, *softmax, sink_logits)
+    first = log_sum_exp(queries, keys, places[:m].expand(kv_heads, -1), m, *softmax)
+    return _maximum(moved, keys, torch.logaddexp(first, second), *softmax, m if near is None else min(near, m))
 
 
 def repeated_attention(
@@ -51,17 +51,17 @@ def repeated_attention(
     query_weights: Tensor | None = None,
     norm: int = 0,
 ) -> Tensor:
-    """As in the reference."""
-    (kv_heads, m, _), q, count, how = keys.shape, queries.shape[1], sinks.shape[1], (scale, softcap)
+    """Do what the reference does."""
+    (kv_heads, m, _), q, count, softmax = keys.shape, queries.shape[1], sinks.shape[1], (scale, softcap)
     queries, own_keys, keys = (t if t.stride(-1) == 1 else t.contiguous() for t in (queries, own_keys, keys))
     before, places = torch.cat([sinks, keys], 1), torch.arange(max(q, count + m), dtype=torch.int32, device=keys.device)
     everywhere = torch.zeros_like(places[: count + m]).expand(kv_heads, -1)
-    text = log_sum_exp(queries, before, everywhere, q + count + m, *how, sink_logits)
-    own = log_sum_exp(queries, own_keys, places[:q].expand(kv_heads, -1), q, *how)
+    text = log_sum_exp(queries, before, everywhere, q + count + m, *softmax, sink_logits)
+    own = log_sum_exp(queries, own_keys, places[:q].expand(kv_heads, -1), q, *softmax)
     lse = torch.logaddexp(text, own)
     if query_weights is not None:
         lse = lse - query_weights.log()
-    return _maximum(queries, keys, lse, *how, q + m if near is None else near, key_weights, norm)
+    return _maximum(queries, keys, lse, *softmax, q + m if near is None else near, key_weights, norm)
 
 
 def _maximum(
@@ -74,7 +74,7 @@ def _maximum(
     weights: Tensor | None = None,
     norm: int = 0,
 ) -> Tensor:
-    """Over all queries of tokens at most `near` from a key; the last m are of the keys' tokens.
+    """Take the maximum over all queries of tokens at most `near` from a key; the last m are of the keys' tokens.
 
     queries [heads, q, dim], keys [kv_heads, m, dim], weights [heads, m]: factors of the attention to each key
     """

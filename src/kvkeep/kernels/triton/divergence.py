@@ -29,17 +29,17 @@ def js_distance(
     sink_logits: Tensor | None = None,
     stepwise: bool = False,
 ) -> Tensor:
-    """As in the reference, for windows small enough that one program holds all w queries."""
+    """Do what the reference does, for windows small enough that one program holds all w queries."""
     heads, w, dim = queries.shape
     kv_heads, n, _ = keys.shape
     queries, keys, positions = queries.contiguous(), keys.contiguous(), positions.contiguous()
     lse = log_sum_exp(queries, keys, positions, seq_len, scale, softcap)  # without the sink: these rows sum to 1
-    how = (seq_len - w, w, n, heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None)
+    sizes = (seq_len - w, w, n, heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None)
     splits = max(1, min(cdiv(n, 4 * KEYS), PROGRAMS // heads))
     parts = queries.new_empty(heads, splits, w, dtype=torch.float32)
     extra = lse if sink_logits is None else sink_logits.float().contiguous()
     _divergence[heads, splits](
-        queries, keys, positions, lse, extra, parts, *how, smooth, splits, sink_logits is not None, stepwise,
+        queries, keys, positions, lse, extra, parts, *sizes, smooth, splits, sink_logits is not None, stepwise,
         INTERPRETED, max(MIN_BLOCK, pow2(dim)), max(MIN_BLOCK, pow2(w)), KEYS, num_warps=4, num_stages=2,
     )  # fmt: skip
     return parts.sum(1).sqrt()

@@ -2,10 +2,16 @@
 
 Host blocks lie anywhere in pinned memory. A device table has, per block, the addresses of its keys and values and the
 number of tokens up to its end: [3, capacity] int64, with as many columns filled as there are blocks.
+
+`fetch_units` brings selected units to slots on the device, for all rows of a pool, unless they are there. Its table
+tells, per row and block, where token 0 of the row would lie if the block went back to it, for keys and values, how far
+apart its heads are, in tokens, and the number of tokens up to its end: [rows, 5, capacity] int64. A block may also lie
+on the device. The host need not know what is selected, so a fetch can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -107,3 +113,133 @@ def _gather(
         inside = (slots < first)[:, None] & (v_channels < v_dim)[None, :]
         value = tl.load(front_values + row[:, None] * v_dim + v_channels[None, :], mask=inside)
         tl.store(to_values, value, mask=inside)
+
+
+COMPARED = 1024  # units per block
+
+
+def fetch_units(
+    selected: Tensor,
+    counts: Tensor,
+    now: Tensor,
+    slot_of: Tensor,
+    unit_of: Tensor,
+    used: Tensor,
+    hand: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    blocks: Tensor,
+    pair: tuple[Tensor, Tensor],
+    sinks: int,
+    unit: int,
+) -> None:
+    """Bring units to slots, over those unused for longest, about.
+
+    selected, slots [rows, lists, most] int32: the units, ascending, of which the first counts [rows] matter, and where
+    they are afterwards; slot_of [rows, lists, units], unit_of, used [rows, lists, slots], hand [rows, lists]: what is
+    where (-1: nowhere, none), when it was used last, and the slot to be filled next; now [rows]: larger in every step
+    blocks [rows]: of the table; pair: keys and values [rows, kv_heads, sinks + slots * unit, dim]; all contiguous
+    """
+    keys, values = pair
+    (rows, lists, most), (kv_heads, size, dim), v_dim = selected.shape, keys.shape[1:], values.shape[-1]
+    fetched = torch.empty_like(selected)  # units, -1 where they are there already
+    free = torch.empty_like(unit_of)
+    _assign_slots[rows * lists,](
+        selected, counts, now, slot_of, unit_of, used, hand, slots, fetched, free, lists, most, slot_of.shape[2],
+        unit_of.shape[2], COMPARED, num_warps=4,
+    )  # fmt: skip
+    _copy_units[rows * kv_heads, cdiv(most * unit, TOKENS)](
+        fetched, slots, counts, table, blocks, keys, values, kv_heads, most, table.shape[2],
+        table.shape[2].bit_length(), size, sinks, unit, dim, v_dim, lists > 1, dim * keys.element_size() % 16 == 0,
+        v_dim * values.element_size() % 16 == 0, TOKENS, pow2(dim), pow2(v_dim), num_warps=4,
+    )  # fmt: skip
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["most", "units", "size"])
+def _assign_slots(
+    selected, counts, now, slot_of, unit_of, used, hand, slots, fetched, free, lists, most, units, size,
+    COMPARED: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0).to(tl.int64)
+    count, step = tl.load(counts + line // lists).to(tl.int32), tl.load(now + line // lists).to(tl.int32)
+    selected, slots, fetched = selected + line * most, slots + line * most, fetched + line * most
+    slot_of, unit_of, used, free = slot_of + line * units, unit_of + line * size, used + line * size, free + line * size
+    num_missing = tl.full([], 0, tl.int32)
+    for start in range(0, count, COMPARED):  # those that are there are used now
+        place = start + tl.arange(0, COMPARED)
+        number = tl.load(selected + place, mask=place < count, other=0)
+        slot = tl.load(slot_of + number, mask=place < count, other=0)
+        tl.store(slots + place, slot, mask=place < count)
+        tl.store(fetched + place, tl.where(slot < 0, number, -1), mask=place < count)
+        tl.store(used + slot, step, mask=(place < count) & (slot >= 0))
+        num_missing += tl.sum((slot < 0).to(tl.int32), 0)
+    if num_missing > 0:
+        tl.debug_barrier()
+        first, num_free = tl.load(hand + line), tl.full([], 0, tl.int32)
+        for start in range(0, size, COMPARED):  # slots not used now, from the hand on
+            place = start + tl.arange(0, COMPARED)
+            slot = (first + place) % size
+            is_free = (place < size) & (tl.load(used + slot, mask=place < size, other=0) != step)
+            tl.store(free + num_free + tl.cumsum(is_free.to(tl.int32), 0) - 1, slot, mask=is_free)
+            num_free += tl.sum(is_free.to(tl.int32), 0)
+        tl.debug_barrier()
+        filled = tl.full([], 0, tl.int32)
+        for start in range(0, count, COMPARED):
+            place = start + tl.arange(0, COMPARED)
+            number = tl.load(fetched + place, mask=place < count, other=-1)
+            missing = number >= 0
+            slot = tl.load(free + filled + tl.cumsum(missing.to(tl.int32), 0) - 1, mask=missing, other=0)
+            before = tl.load(unit_of + slot, mask=missing, other=-1)
+            tl.store(slot_of + before, -1, mask=missing & (before >= 0))
+            tl.store(slot_of + number, slot, mask=missing)
+            tl.store(unit_of + slot, number, mask=missing)
+            tl.store(used + slot, step, mask=missing)
+            tl.store(slots + place, slot, mask=missing)
+            filled += tl.sum(missing.to(tl.int32), 0)
+        tl.store(hand + line, (tl.load(free + filled - 1) + 1) % size)
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["most", "capacity", "steps", "size"])
+def _copy_units(
+    fetched, slots, counts, table, blocks, keys, values, kv_heads, most, capacity, steps, size, sinks, unit, dim, v_dim,
+    EACH_HEAD: tl.constexpr, ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+):  # fmt: skip
+    segment, tokens = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    row, head = segment // kv_heads, segment % kv_heads
+    line = row
+    if EACH_HEAD:
+        line = segment
+    valid = tokens < tl.load(counts + row).to(tl.int32) * unit
+    number = tl.load(fetched + line * most + tokens // unit, mask=valid, other=-1)
+    if tl.max(number, 0) >= 0:
+        valid = number >= 0
+        token = number.to(tl.int64) * unit + tokens % unit
+        slot = tl.load(slots + line * most + tokens // unit, mask=valid, other=0)
+        table += row * 5 * capacity
+        block_ends = table + 4 * capacity
+        count = tl.load(blocks + row).to(tl.int32)
+        block, last = tl.zeros([TOKENS], tl.int32), tl.zeros([TOKENS], tl.int32) + (count - 1)
+        for _ in range(steps):  # the first block that ends behind the token
+            middle = (block + last) // 2
+            is_after = tl.load(block_ends + middle, mask=valid, other=0) > token
+            block, last = tl.where(is_after, block, tl.minimum(middle + 1, last)), tl.where(is_after, middle, last)
+        from_keys = tl.load(table + block, mask=valid, other=0).to(tl.pointer_type(keys.dtype.element_ty))
+        from_values = tl.load(table + capacity + block, mask=valid, other=0)
+        from_values = from_values.to(tl.pointer_type(values.dtype.element_ty))
+        if ALIGNED:
+            from_keys = tl.multiple_of(from_keys, 16)
+        if V_ALIGNED:
+            from_values = tl.multiple_of(from_values, 16)
+        key_row = head * tl.load(table + 2 * capacity + block, mask=valid, other=0) + token
+        value_row = head * tl.load(table + 3 * capacity + block, mask=valid, other=0) + token
+        target = (segment * size + sinks + slot * unit + tokens % unit)[:, None]
+        channels, v_channels = tl.arange(0, DIM), tl.arange(0, V_DIM)
+        inside = valid[:, None] & (channels < dim)[None, :]
+        key = tl.load(from_keys[:, None] + key_row[:, None] * dim + channels[None, :], mask=inside)
+        inside_values = valid[:, None] & (v_channels < v_dim)[None, :]
+        value = tl.load(from_values[:, None] + value_row[:, None] * v_dim + v_channels[None, :], mask=inside_values)
+        tl.store(keys + target * dim + channels[None, :], key, mask=inside)
+        tl.store(values + target * v_dim + v_channels[None, :], value, mask=inside_values)

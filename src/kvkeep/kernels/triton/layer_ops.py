@@ -15,7 +15,7 @@ GATE_BLOCK = 2048
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds: bool = True) -> Tensor:
-    """As in torch, for x [tokens…, dim] or, each head by itself, [rows, n, heads, dim]; last stride 1"""
+    """Do what the reference does, for x [tokens…, dim] or, each head by itself, [rows, n, heads, dim]; last stride 1"""
     dim, heads = x.shape[-1], x.shape[2] if x.ndim == 4 else 1
     vectors = x.reshape(-1, heads, dim)
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds:
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """As in torch, for last strides of 1"""
+    """Do what the reference does, for last strides of 1"""
     dim = gate.shape[-1]
     output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gate, up = gate.reshape(-1, dim), up.reshape(-1, dim)
@@ -39,7 +39,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def rotate_heads(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As in torch, for last strides of 1; a token's heads lie beside each other in the result."""
+    """Do what the reference does, for last strides of 1; a token's heads lie beside each other in the result."""
     rows, heads, n, dim = queries.shape
     kv_heads = keys.shape[1]
     outputs = [t.new_empty(rows, n, t.shape[1], dim) for t in (queries, keys)]

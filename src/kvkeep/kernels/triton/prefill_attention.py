@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from kvkeep.kernels.chunk_attention import sdpa_backend
+from kvkeep.kernels.torch.reference import sdpa_backend
 from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
 
 STEP = 256  # lengths are rounded up to a multiple
@@ -27,7 +27,7 @@ Attended = tuple[Tensor, Tensor]  # output [rows, heads, q, dim] and log-sum-exp
 
 
 def chunk_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """As in the reference, where torch has a kernel (`sdpa_backend`)"""
+    """Do what the reference does, where torch has a kernel (`sdpa_backend`)"""
     return attention_and_lse(queries, keys, values, scale)[0]
 
 
@@ -72,7 +72,7 @@ def _block(queries: Tensor, keys: Tensor, values: Tensor, scale: float, output: 
 def appended_attention(
     queries: Tensor, held_keys: Tensor, held_values: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> Tensor:
-    """As in the reference, where torch has a kernel; few of the held keys are copied.
+    """Do what the reference does, where torch has a kernel; few of the held keys are copied.
 
     All queries see all of the others, so the heads of a group are more queries over one head's keys: fewer blocks of
     queries are cut short, and keys are read once for a group.

@@ -28,7 +28,7 @@ def append_quantized(
     lengths: Tensor,
     active: Tensor,
 ) -> None:
-    """As in torch, without synchronizing the host."""
+    """Do what the reference does, without synchronizing the host."""
     _must_be_contiguous(tail_keys=tail_keys, tail_values=tail_values, lengths=lengths)
     (rows, kv_heads, dim), v_dim = key.shape, value.shape[-1]
     _append[rows * kv_heads,](
@@ -50,7 +50,7 @@ def quantized_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """As in torch. queries [rows, heads, 1, dim] -> [rows, heads, 1, v_dim]"""
+    """Do what the reference does. queries [rows, heads, 1, dim] -> [rows, heads, 1, v_dim]"""
     _must_be_contiguous(tail_keys=tail_keys, tail_values=tail_values)
     rows, heads, _, dim = queries.shape
     kv_heads, v_dim = starts.shape[1], kv.value_dim
@@ -86,7 +86,7 @@ def _must_be_contiguous(**tensors: Tensor) -> None:
 
 @triton.jit
 def _load_halves(buffer, at, channels, dim: tl.constexpr, valid):
-    """Lower and upper half of the channels of vectors number `at`; zeros where not valid."""
+    """Load the lower and upper half of the channels of vectors number `at`; zeros where not valid."""
     half: tl.constexpr = (dim + 1) // 2
     pointer = buffer + at * dim + channels
     low = tl.load(pointer, mask=valid & (channels < half), other=0)

@@ -2,7 +2,7 @@
 
 A program takes one head and a block of its queries through all far keys, then through the near ones it can see, and
 writes each query's log-sum-exp. If the attention that near keys receive is wanted, a second pass over near keys sums
-the probabilities of the next queries, by query head or by key head, and a third pass sums key heads.
+the probabilities of the next queries, by query head or by KV head, and a third pass sums KV heads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
 
 LOG2E = tl.constexpr(1.4426950408889634)
-TOKENS = 256  # per program that sums key heads
+TOKENS = 256  # per program that sums KV heads
 
 
 def two_region_attention(
@@ -32,7 +32,7 @@ def two_region_attention(
     prior_mass: Tensor | None = None,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As in the reference. The last stride of queries and rotated is 1"""
+    """Do what the reference does. The last stride of queries and rotated is 1"""
     (heads, w, dim), (keys, values) = queries.shape, near
     kv_heads, n, v_dim = values.shape
     keys, values = (t if t.stride(1) == t.shape[2] else t.contiguous() for t in (keys, values))
@@ -142,7 +142,7 @@ def _band_mass(
     softcap, PER_HEAD: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a block of keys and the queries of one head (PER_HEAD) or of one key head's group."""
+    """A program takes a block of keys and the queries of one head (PER_HEAD) or of one KV head's group."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if PER_HEAD:
         head, first_head, num_heads = row // group, row, 1

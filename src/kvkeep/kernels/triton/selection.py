@@ -1,7 +1,6 @@
 """Ranking and selecting the tokens of all heads: keys packed for one sort, and what is read off its order.
 
-The fused copy of compress/select.py and compress/budget/heads.py, which say what is computed; nothing waits for the
-host.
+The fused copy of torch/ranking.py; nothing waits for the host. `smooth`: scores over neighbouring tokens, in one pass.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def ranks(
     member: Tensor | None = None,
     unit_scores: Tensor | None = None,
 ) -> Tensor:
-    """As in compress/select.py. scores [kv_heads, n] float32"""
+    """Do what the reference does. scores [kv_heads, n] float32"""
     (rows, n), scores = scores.shape, scores.contiguous()
     keys = torch.empty(rows * n, dtype=torch.int64, device=scores.device)
     unit_rank = keys if unit_scores is None else ranks(unit_scores)
@@ -40,7 +39,7 @@ def ranks(
 
 
 def _rows(tensor: Tensor | None, instead: Tensor) -> Tensor:
-    """With a last stride of 1; a mask as bytes."""
+    """Give each tensor a last stride of 1, and a mask as bytes."""
     if tensor is None:
         return instead
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -50,7 +49,7 @@ def _rows(tensor: Tensor | None, instead: Tensor) -> Tensor:
 def top_counts(
     scores: Tensor, rank: Tensor, floor: Tensor, total: int, member: Tensor | None, unit_scores: Tensor | None
 ) -> Tensor:
-    """As in compress/budget/heads.py. -> [kv_heads] int64"""
+    """Do what the reference does. -> [kv_heads] int64"""
     (heads, n), scores = scores.shape, scores.contiguous()
     keys = torch.empty(heads * n, dtype=torch.int64, device=scores.device)
     member, units = _rows(member, keys), scores if unit_scores is None else unit_scores.contiguous()
@@ -64,7 +63,7 @@ def top_counts(
 
 
 def places_of(rank: Tensor, counts: Tensor, total: int) -> Tensor:
-    """As in compress/select.py. -> [2, total] int64"""
+    """Do what the reference does. -> [2, total] int64"""
     heads, n = rank.shape
     places = torch.empty(2, total, dtype=torch.int64, device=rank.device)
     _places_of[heads,](rank, counts, places, n, total, pow2(heads), SCANNED, num_warps=8)
@@ -157,3 +156,40 @@ def _places_of(rank, counts, places, n, total, HEADS: tl.constexpr, BLOCK: tl.co
         tl.store(places + where, head, mask=kept != 0)
         tl.store(places + total + where, tokens.to(tl.int64), mask=kept != 0)
         slot += tl.sum(kept, 0).to(tl.int64)
+
+
+SMOOTHED = 512  # tokens per program
+
+
+def smooth(scores: Tensor, among: Tensor, width: int, kind: str) -> Tensor:
+    """Smooth scores as torch/scoring.py does. scores [kv_heads, n] float32"""
+    (heads, n), scores = scores.shape, scores.contiguous()
+    among = (among if among.stride(-1) == 1 else among.contiguous()).view(torch.uint8)
+    smoothed = torch.empty_like(scores)
+    _smooth[cdiv(n, SMOOTHED), heads](
+        scores, among, smoothed, n, among.stride(0), width, kind == "max", SMOOTHED, num_warps=4
+    )
+    return smoothed
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["n", "among_row"])
+def _smooth(scores, among, smoothed, n, among_row, WIDTH: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    head, tokens = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    scores, among = scores + head * n, among + head * among_row
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total, count = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for step in range(-(WIDTH // 2), WIDTH // 2 + 1):
+        near = tokens + step
+        within = (near >= 0) & (near < n)
+        is_among = tl.load(among + near, mask=within, other=0) != 0
+        value = tl.load(scores + near, mask=within, other=0.0)
+        if LARGEST:
+            highest = tl.maximum(highest, tl.where(is_among, value, float("-inf")))
+        else:
+            total += tl.where(is_among, value, 0.0)
+            count += is_among.to(tl.float32)
+    own = tl.load(scores + tokens, mask=tokens < n, other=0.0)
+    is_among = tl.load(among + tokens, mask=tokens < n, other=0) != 0
+    result = highest if LARGEST else (total / WIDTH) / tl.maximum(count / WIDTH, 1e-9)
+    tl.store(smoothed + head * n + tokens, tl.where(is_among, result, own), mask=tokens < n)

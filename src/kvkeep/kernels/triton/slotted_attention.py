@@ -39,7 +39,7 @@ def slotted_attention(
     band: int = 0,
     active: Tensor | None = None,
 ) -> Tensor:
-    """As in the reference. far, near, slots, num_far, begin, active: contiguous"""
+    """Do what the reference does. far, near, slots, num_far, begin, active: contiguous"""
     rows, heads, dim = queries.shape
     kv_heads, size, v_dim = near[1].shape[1:]
     group, most = heads // kv_heads, slots.shape[2]

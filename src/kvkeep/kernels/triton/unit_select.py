@@ -20,7 +20,7 @@ DIGITS = 4  # of 8 bits
 
 
 def select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
-    """As in the reference. scores [heads, units] float32"""
+    """Do what the reference does. scores [heads, units] float32"""
     heads, units = scores.shape
     count = min(units, quota // size)
     index = torch.empty(heads, count * size, dtype=torch.int64, device=scores.device)
@@ -30,7 +30,7 @@ def select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
 
 
 def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tensor) -> None:
-    """As in the reference."""
+    """Do what the reference does."""
     rows, lists, most = scores.shape
     sizes = most, selected.shape[2], lists
     if most <= FEW:
@@ -95,7 +95,7 @@ def _select(scores, index, units, count, size, COMPARED: tl.constexpr):
 
 @triton.jit
 def _next_digit(num, left):
-    """Of a histogram: the highest digit that `left` units reach, how many have it, and how many of these are left."""
+    """Find the highest digit that `left` units reach, how many have it, and how many of these are left."""
     reached = tl.sum(num, 0) - tl.cumsum(num, 0) + num
     digit = tl.sum((reached >= left).to(tl.int32), 0) - 1
     is_digit = tl.arange(0, 256) == digit
@@ -122,7 +122,7 @@ def _lowest(histograms, count, KNOWN: tl.constexpr):
 def _count_digits(
     scores, histograms, units, counts, most, lists, DIGIT: tl.constexpr, DIGITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of the units of a block whose first digits are those of the lowest selected rank: the next digit."""
+    """Count the next digit of the units of a block whose first digits are those of the lowest selected rank."""
     block, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
     end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
     if (block * BLOCK < end) & (count > 0):

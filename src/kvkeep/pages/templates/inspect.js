@@ -5,7 +5,7 @@ const shown = facts.methods.filter((method) => method.kept);
 const state = { method: 0, by: "kept", layer: -1, head: -1, heat: "counts" };
 const BLOCK = { least: 200, most: 600 };
 const HEATS = {
-  counts: ["tokens kept", "How many tokens of the prompt each key head holds."],
+  counts: ["tokens kept", "How many tokens of the prompt each KV head holds."],
   found: [`of the answer's top ${facts.top}`, `Of the ${facts.top} tokens that the answer attended to most in the full cache, the share that the head kept.`],
   mass: ["attention covered", "Of the answer's attention to the prompt in the full cache, the share that went to tokens the head kept."],
 };
@@ -51,7 +51,7 @@ const sources = () => [...method().values, ...(facts.attention ? [facts.attentio
 const who = (number, all) => state.layer < 0 || state.head < 0 ? `${number} of ${all} heads` : number ? "this head" : "no: not by this head";
 function place() {
   const layer = state.layer < 0 ? "all layers" : `layer ${facts.layers[state.layer]}`;
-  return `${layer}, ${state.head < 0 ? "all key heads" : `key head ${state.head}`}`;
+  return `${layer}, ${state.head < 0 ? "all KV heads" : `KV head ${state.head}`}`;
 }
 
 function compute() {
@@ -80,7 +80,7 @@ function computeClusters(source, bytes) {
     if (at && bytes[row + at] !== bytes[row + at - 1]) dark = 1 - dark;
     level[source.first + at] = dark ? 0.35 : 0.1;
   }
-  words = (index) => `cluster ${bytes[row + index - source.first]} (layer ${facts.layers[Math.max(0, state.layer)]}, key head ${Math.max(0, state.head)})`;
+  words = (index) => `cluster ${bytes[row + index - source.first]} (layer ${facts.layers[Math.max(0, state.layer)]}, KV head ${Math.max(0, state.head)})`;
 }
 
 /* --- the text --- */
@@ -221,7 +221,7 @@ function drawHistogram() {
   drawGrid($("histogram"), layers, bins, (row, bin) => rows[row][bin] / (heads * each(bin)),
     { row: (row) => facts.layers[row], columns: positions(bins), under: "position in the prompt (token)", beside: "layer" }, { line: state.layer });
   $("histogram").setAttribute("aria-label", `Tokens kept by layer and position, at most ${highest} in a cell`);
-  $("histogram-about").replaceChildren(`${method().name}: each cell is ${count(Math.round(total / bins))} tokens, shaded by the share that its ${heads} key heads kept. `, rampLegend("none", "all"));
+  $("histogram-about").replaceChildren(`${method().name}: each cell is ${count(Math.round(total / bins))} tokens, shaded by the share that its ${heads} KV heads kept. `, rampLegend("none", "all"));
 }
 
 function drawHeat() {
@@ -229,10 +229,10 @@ function drawHeat() {
   if (!rows) { $("heat-about").textContent = "not known: there is no full cache to compare with"; return prepare($("heat"), 1, 1); }
   const highest = counts ? Math.max(...rows.flat()) : 1;
   drawGrid($("heat"), layers, heads, (row, head) => rows[row][head] / highest,
-    { row: (row) => facts.layers[row], columns: [...Array(heads).keys()].map((head) => [head + 0.5, String(head)]), under: "key head", beside: "layer" },
+    { row: (row) => facts.layers[row], columns: [...Array(heads).keys()].map((head) => [head + 0.5, String(head)]), under: "KV head", beside: "layer" },
     { words: (row, head) => counts ? count(rows[row][head]) : percent(rows[row][head]), line: state.layer });
   $("heat-about").replaceChildren(HEATS[state.heat][1] + " ", rampLegend("0", counts ? count(highest) : "100 %"));
-  $("heat").setAttribute("aria-label", `${HEATS[state.heat][0]} by layer and key head, ${count(Math.min(...rows.flat()), counts ? 0 : 2)} to ${count(Math.max(...rows.flat()), counts ? 0 : 2)}`);
+  $("heat").setAttribute("aria-label", `${HEATS[state.heat][0]} by layer and KV head, ${count(Math.min(...rows.flat()), counts ? 0 : 2)} to ${count(Math.max(...rows.flat()), counts ? 0 : 2)}`);
 }
 
 /* What shades the text, along the text: means of equally long stretches. */
@@ -280,7 +280,7 @@ function drawWindows() {
 
 /* --- tables and controls --- */
 function buildAnswers() {
-  const titles = ["method", "budget", "answer", "kept per key head", "cache", "first token", "tokens per second"];
+  const titles = ["method", "budget", "answer", "kept per KV head", "cache", "first token", "tokens per second"];
   const known = facts.methods.some((each) => each.found), asked = facts.answer_tokens.length > 0;
   if (known) titles.push(`answer's top ${facts.top} kept`, "answer's attention covered");
   if (asked) titles.push("answer's words kept by");
@@ -378,7 +378,7 @@ function sayToken(event) {
 
 async function start() {
   $("question").textContent = facts.question;
-  $("setting").textContent = `${facts.model} · ${count(total)} tokens · ${layers} layers × ${heads} key heads · protocol ${facts.protocol}: ${facts.protocol === "aware" ? "the question was known before anything was evicted" : "the document was compressed before the question was known"} · kvkeep ${facts.version}`;
+  $("setting").textContent = `${facts.model} · ${count(total)} tokens · ${layers} layers × ${heads} KV heads · protocol ${facts.protocol}: ${facts.protocol === "aware" ? "the question was known before anything was evicted" : "the document was compressed before the question was known"} · kvkeep ${facts.version}`;
   $("note").textContent = facts.note;
   $("note").hidden = !facts.note;
   arrays = await Promise.all(shown.map(async (each) => {

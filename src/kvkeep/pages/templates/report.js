@@ -67,7 +67,7 @@ function coloured(cell, share) {
 }
 function scoreCell(cell) {
   if (!cell) return make("td", { class: "score soft", text: "–" });
-  const about = `${config(cell)}, ${cell.task}: ${count(cell.score, 1)} [${count(cell.low, 1)}, ${count(cell.high, 1)}], n = ${cell.n}, ${count(cell.kept_per_head)} tokens kept per key head, ${size(cell.bytes)} of ${size(cell.full_bytes)}` + (cell.truncated ? `, ${cell.truncated} prompts truncated` : "");
+  const about = `${config(cell)}, ${cell.task}: ${count(cell.score, 1)} [${count(cell.low, 1)}, ${count(cell.high, 1)}], n = ${cell.n}, ${count(cell.kept_per_head)} tokens kept per KV head, ${size(cell.bytes)} of ${size(cell.full_bytes)}` + (cell.truncated ? `, ${cell.truncated} prompts truncated` : "");
   return coloured(make("td", { class: "score", title: about, "data-score": cell.score }, count(cell.score, 1), make("small", { text: `${count(cell.low)}–${count(cell.high)}` })), cell.score / 100);
 }
 const averageCell = (each) => each ? coloured(make("td", { class: "score", text: count(each.score, 1) }), each.score / 100) : make("td", { class: "score soft", text: "–" });
@@ -109,14 +109,14 @@ function drawCurves() {
   const key = methods.map((method) => make("span", {}, make("svg:svg", { viewBox: "0 0 26 14", "aria-hidden": "true" },
     make("svg:line", { x1: 0, x2: 26, y1: 7, y2: 7, style: `stroke:${colourOf(method)}`, "stroke-width": 2, "stroke-dasharray": method === "full" ? "4 3" : null }), method === "full" ? "" : marker(method, 13, 7)), method));
   $("key").replaceChildren(...key);
-  $("curves-about").textContent = "A point is a budget, placed by the tokens per key head that were really kept, on a logarithmic axis; dashed: the full cache.";
+  $("curves-about").textContent = "A point is a budget, placed by the tokens per KV head that were really kept, on a logarithmic axis; dashed: the full cache.";
   $("curves").replaceChildren(...tasks.map((task) => curve(task, found.filter((cell) => cell.task === task))));
 }
 
 function curve(task, found) {
   const kept = found.filter((cell) => cell.method !== "full").map((cell) => cell.kept_per_head), full = found.find((cell) => cell.method === "full");
   const ends = kept.length ? kept : [full.kept_per_head], ticks = unique(ends.map((each) => Math.round(each))).sort((one, other) => one - other).map((each) => [each, count(each)]);
-  const { svg, px, py } = chart({ low: Math.min(...ends), high: Math.max(...ends), log: true, ticks, under: "tokens kept per key head" });
+  const { svg, px, py } = chart({ low: Math.min(...ends), high: Math.max(...ends), log: true, ticks, under: "tokens kept per KV head" });
   if (full) svg.append(make("svg:line", { x1: EDGE.left, x2: WIDE - EDGE.right, y1: py(full.score), y2: py(full.score), style: "stroke:var(--soft)", "stroke-width": 2, "stroke-dasharray": "4 3" }));
   for (const method of unique(found.map((cell) => cell.method)).filter((each) => each !== "full")) {
     const mine = found.filter((cell) => cell.method === method).sort((one, other) => one.kept_per_head - other.kept_per_head);

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.dispatch import kernel, on_device
+from kvkeep.kernels.dispatch import Kernel, gather_blocks, put_block
 from kvkeep.storage.offload.device_lru import Pair
 
 SMALLEST, LARGEST = 2**24, 2**30  # bytes of a segment: as much as all before it together, within these
@@ -125,7 +125,7 @@ class HostBlockTable:
         if self.broken:
             return None
         table = self if self.filled == slot < self.entries.shape[1] else self._copy(slot)
-        if not self._run("put", keys.device, keys, values, block, table.entries, slot, end):
+        if not self._run(put_block, keys, values, block, table.entries, slot, end):
             return None
         table.filled = slot + 1
         return table
@@ -136,7 +136,7 @@ class HostBlockTable:
             return None
         shape = like[0].shape[0], index.shape[1] + (prefix[0].shape[1] if prefix else 0)
         pair = Pair(*(torch.empty(*shape, t.shape[-1], dtype=t.dtype, device=index.device) for t in like))
-        return pair if self._run("gather", index.device, index, self.entries, blocks, *pair, prefix) else None
+        return pair if self._run(gather_blocks, index, self.entries, blocks, *pair, prefix) else None
 
     def _copy(self, slots: int) -> HostBlockTable:
         """The first `slots` columns, with room for as many more."""
@@ -144,11 +144,10 @@ class HostBlockTable:
         entries[:, :slots] = self.entries[:, :slots]
         return HostBlockTable(entries)
 
-    def _run(self, name: str, device: torch.device, *arguments: Any) -> bool:
+    def _run(self, kernel: Kernel, *arguments: Any) -> bool:
         """Call a kernel. -> whether it worked"""
         try:
-            with on_device(device):
-                kernel("host_gather", name)(*arguments)
+            kernel(*arguments)
         except Exception as error:  # whatever a compiler, a driver or a missing package raises
             HostBlockTable.broken = True
             why = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.dispatch import kernel, on_device
+from kvkeep.kernels.dispatch import fetch_units
 from kvkeep.storage.offload.host import HostBlock, HostStore, Pair
 
 
@@ -88,7 +88,7 @@ class UnitSlots:
             self._enter(row, host, tail, index)
 
     def _enter(self, row: int, host: HostStore, tail: Pair, index: Tensor | None) -> None:
-        """The row's part of the table; see kernels/triton/unit_fetch.py."""
+        """The row's part of the table; see kernels/triton/host_gather.py."""
         n, table = len(host.blocks), self.table[row]
         if n:
             assert host.table is not None
@@ -109,10 +109,9 @@ class UnitSlots:
         self.hosts[row] = self.stores[row] = self.last[row] = None
 
     def fetch(self, selected: Tensor, counts: Tensor, now: Tensor) -> None:
-        """Bring the first rows' units to their slots. Shapes as in kernels/triton/unit_fetch.py"""
+        """Bring the first rows' units to their slots. Shapes as in kernels/triton/host_gather.py"""
         if self.by_device:
-            with on_device(self.device):
-                kernel("unit_fetch", "fetch_units")(*self.arguments(selected, counts, now))
+            fetch_units(*self.arguments(selected, counts, now))
             return
         for row, count in enumerate(counts.tolist()):
             if count:

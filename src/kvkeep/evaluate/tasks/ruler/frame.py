@@ -88,7 +88,7 @@ class Frame:
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """By bisection; the lowest where none fits."""
+    """Bisect for the largest that fits; the lowest where none does."""
     best = low
     while low <= high:
         middle = (low + high) // 2

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvkeep.errors import BadParameter
 from kvkeep.evaluate.tasks.ruler.frame import Drawn, Frame, Prompt
-from kvkeep.evaluate.tasks.ruler.haystack import NOISE
+from kvkeep.evaluate.tasks.ruler.niah import NOISE
 
 CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
 QUESTION = "Question: Find all variables that are assigned the value {value} in the text above."
@@ -58,7 +58,7 @@ class Chains:
         return self._prompt(self._names(3), EXAMPLE_VALUE, units)
 
     def example(self, frame: Frame) -> str:
-        """Solved, in 500 tokens; or five lines, where a tokenizer makes more of them."""
+        """Draw a solved example in 500 tokens; or five lines, where a tokenizer makes more of them."""
         small = replace(frame, asked=EXAMPLE_LENGTH, answer=0)
         units = small.units(self.draw_example, EXAMPLE_STEP)
         try:

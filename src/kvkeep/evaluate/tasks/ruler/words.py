@@ -72,7 +72,7 @@ def numbered(words) -> str:
 
 @dataclass(frozen=True)
 class FrequentWords:
-    """Of n words, n / (rank^alpha zeta(alpha)) are the one of that rank. The first is dots, to be ignored."""
+    """The word of a rank makes up n / (rank^alpha zeta(alpha)) of n words. The first is dots, to be ignored."""
 
     alpha: float = 2.0
     letters: int = 6

@@ -1,4 +1,4 @@
-"""Top-k selection of tokens or of units of any shape, per key head.
+"""The order of tokens, or of units of any shape, by score, in torch.
 
 Forced tokens come first; then whole units, best first; the unit that no longer fits is cut to its best tokens. Ties go
 to the later unit and the later token. Sorting tokens by (unit, own score) does exactly that.
@@ -6,15 +6,12 @@ to the later unit and the later token. Sorting tokens by (unit, own score) does 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from kvkeep.kernels.kernel_dispatch import KernelDispatch
-from kvkeep.types import Selection
+INF = float("inf")
 
 
 @dataclass(frozen=True)
@@ -38,11 +35,6 @@ def best_first(scores: Tensor) -> Tensor:
     return n - 1 - scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
 
 
-def select(scores: Tensor, forced: Tensor, token_mask: Tensor, units: Units | None, quota: Sequence[int]) -> Selection:
-    """Keep `quota` tokens of each key head. scores, forced, token_mask [kv_heads, n]"""
-    return first(ranked(scores, forced, token_mask, units), quota)
-
-
 def ranked(scores: Tensor, forced: Tensor, token_mask: Tensor, units: Units | None) -> Tensor:
     """Each head's tokens by priority, padding last. [kv_heads, n]"""
     tier = scores.new_ones(scores.shape, dtype=torch.int64)
@@ -55,7 +47,7 @@ def ranked(scores: Tensor, forced: Tensor, token_mask: Tensor, units: Units | No
     return order.gather(1, tier.gather(1, order).sort(dim=1, stable=True).indices)
 
 
-def _ranks(
+def ranks(
     scores: Tensor,
     forced: Tensor,
     token_mask: Tensor | None,
@@ -69,38 +61,49 @@ def _ranks(
     return inverse(ranked(scores, forced, token_mask, units))
 
 
-def _places_of(rank: Tensor, counts: Tensor, total: int) -> Tensor:
+def places_of(rank: Tensor, counts: Tensor, total: int) -> Tensor:
     """Head and index of the first `counts` tokens of each head, ascending, `total` in all. [2, total]"""
     return (rank < counts[:, None]).nonzero().t().contiguous()
-
-
-ranks = KernelDispatch("ranks", "selection", reference=_ranks)
-places_of = KernelDispatch("places_of", "selection", reference=_places_of)
-
-
-@dataclass(frozen=True)
-class PlacedSelection:
-    """A selection whose lengths are known to the device alone: the host need not wait for them."""
-
-    places: Tensor  # [2, total] key head and token index of what is kept, head by head, ascending
-    counts: Tensor  # [kv_heads] tokens kept per key head
-
-    @classmethod
-    def of(cls, rank: Tensor, counts: Tensor, total: int) -> PlacedSelection:
-        return cls(places_of(rank, counts, total), counts)
-
-    def known(self) -> Selection:
-        """Wait for the lengths."""
-        lengths = tuple(self.counts.tolist())
-        if len(set(lengths)) == 1:
-            return Selection(self.places[1].view(len(lengths), -1), lengths)
-        return Selection(pad_sequence(list(self.places[1].split(lengths)), True), lengths)
 
 
 def inverse(order: Tensor) -> Tensor:
     """The place of each index in an order of them. [rows, n]"""
     places = torch.arange(order.shape[1], device=order.device)
     return torch.empty_like(order).scatter_(1, order, places.expand_as(order))
+
+
+def _rank(scores: Tensor) -> Tensor:
+    """Rank of each unit: 0 for the best. [kv_heads, units]"""
+    return inverse(best_first(scores))
+
+
+def top_counts(
+    scores: Tensor, rank: Tensor, floor: Tensor, total: int, member: Tensor | None, unit_scores: Tensor | None
+) -> Tensor:
+    """How many of the `total` best tokens of all heads are each head's, those within its floor first. [kv_heads]"""
+    kv_heads = len(scores)
+    reserved = (rank < floor[:, None]) & (scores > -INF)
+    winners = all_best_first(scores, reserved, member, unit_scores)[:total]
+    head = kv_heads - 1 - winners % kv_heads
+    return (head[:, None] == torch.arange(kv_heads, device=head.device)).sum(0)
+
+
+def all_best_first(scores: Tensor, reserved: Tensor, member: Tensor | None, unit_scores: Tensor | None) -> Tensor:
+    """The tokens of all heads, best first. [kv_heads * n] places in `token_major` order"""
+    own = token_major(scores.masked_fill(reserved, INF))
+    if member is None or unit_scores is None:
+        return best_first(own[None])[0]
+    unit = unit_scores.gather(1, member).masked_fill(scores == -INF, -INF)
+    unit = token_major(unit.masked_fill(reserved, INF))
+    if packs(own) and packs(unit):
+        return sort_packed((MOST // 2 - sortable(unit) << 32 | MOST - sortable(own))[None])[0]
+    order = best_first(own)
+    return order[unit[order].sort(descending=True, stable=True).indices]
+
+
+def token_major(scores: Tensor) -> Tensor:
+    """One row, tokens by tokens, heads in descending order: ties go to the later token, then the lower head."""
+    return scores.flip(0).t().reshape(-1)
 
 
 # A GPU sorts long rows one after the other, in a dozen kernels each: there, all rows and both keys are sorted at once.
@@ -125,18 +128,3 @@ def sort_packed(keys: Tensor) -> Tensor:
     row = torch.arange(rows, device=keys.device)[:, None]
     order = (keys.flip(1) + (row << 52)).flatten().sort(stable=True).indices
     return n - 1 - (order.view(rows, n) - row * n)
-
-
-def first(order: Tensor, quota: Sequence[int]) -> Selection:
-    """The first `quota` of each head's order, in ascending order of index."""
-    longest = max(quota)
-    index = order[:, :longest]
-    if min(quota) != longest:
-        allowed = torch.tensor(quota, device=order.device)[:, None]
-        index = index.masked_fill(torch.arange(longest, device=order.device) >= allowed, order.shape[1])
-    return Selection(index.sort(dim=1).values, tuple(quota))
-
-
-def _rank(scores: Tensor) -> Tensor:
-    """Rank of each unit: 0 for the best. [kv_heads, units]"""
-    return inverse(best_first(scores))

@@ -1,4 +1,5 @@
-"""`kvkeep inspect`: a page that shows which words several methods kept."""
+"""`kvkeep inspect`, a page that shows which words several methods kept; `kvkeep report`, one about the rows of an
+evaluation, with pictures and tables beside it."""
 
 from __future__ import annotations
 
@@ -12,11 +13,14 @@ import torch
 from kvkeep.cache.report import format_bytes
 from kvkeep.cli.inputs import Plan
 from kvkeep.errors import BadInput
+from kvkeep.evaluate.summary import Cell, write_lines
 from kvkeep.model.load import load, quiet_transformers
 from kvkeep.pages.html import write_page
 from kvkeep.pages.inspector import FULL, Inspector
+from kvkeep.pages.report_facts import NeedleCell, report_facts
 
 LARGE = 10_000_000  # bytes of a page
+REPORT = "report.html"
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,14 @@ class Options:
 
 
 def check_writable(page: Path) -> None:
-    """Before there is anything to write."""
+    """Refuse a page that cannot be written before there is anything to write."""
     if not page.parent.is_dir():
         raise BadInput(f"-o '{page}' is in a folder that is not there; make it first.")
     if page.is_dir() or not os.access(page if page.exists() else page.parent, os.W_OK):
         raise BadInput(f"-o '{page}' is a folder, or cannot be written; give the path of a file.")
 
 
-def run(text: str, question: str, plans: list[Plan], options: Options, say: Any) -> str:
+def inspect(text: str, question: str, plans: list[Plan], options: Options, say: Any) -> str:
     """Write the page. -> what was written"""
     check_writable(Path(options.out).absolute())
     quiet_transformers()
@@ -53,3 +57,24 @@ def run(text: str, question: str, plans: list[Plan], options: Options, say: Any)
     if size > LARGE:
         say.note(f"the page has {format_bytes(size)}; fewer methods or a smaller budget make it smaller")
     return f"{options.out}: {format_bytes(size)}"
+
+
+def report(folder: str) -> tuple[str, str]:
+    """Write the page and what belongs to it into the folder. -> what was written, and what is missing"""
+    facts, place = report_facts(folder), Path(folder)
+    size = write_page(place / REPORT, "report", facts)
+    names, missing = ["scores.csv"], ""
+    write_lines(Cell, facts.cells, place / "scores.csv")
+    if facts.needles:
+        names.append("needles.csv")
+        write_lines(NeedleCell, facts.needles, place / "needles.csv")
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from kvkeep.pages.report_plots import draw
+
+        names += draw(facts, place)
+    except ImportError:
+        missing = "there are no pictures: matplotlib is not installed (pip install 'kvkeep[plots]')"
+    return f"{place / REPORT}: {format_bytes(size)}; beside it {', '.join(names)}", missing

@@ -1,8 +1,6 @@
-"""Clusters of keys around prototypes: hashed outliers and ranges of text (ProtoKV).
+"""Units of tokens that are kept or evicted together: (Observation, scores, free) -> Units.
 
-A cluster scores the mean of its tokens (Algorithm 1) or their sum (equation 11), the window's tokens included.
-Deviations: by default there are `n // 16` ranges, at most the paper's 500, which is meant for texts of 5-15K tokens;
-their sizes differ by at most one, where the paper cuts all to `n // v` and leaves a remainder.
+`free` marks the tokens that compete; those always kept do not count for a unit's score.
 """
 
 from __future__ import annotations
@@ -14,11 +12,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import AboveZero, Checked, Positive, Range, Seed
-from kvkeep.compress.attention import token_mask
-from kvkeep.compress.outliers import outlier_degree
-from kvkeep.compress.select import Units, best_first
+from kvkeep.compress.attention import outlier_degree, token_mask
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import assign, means
+from kvkeep.kernels.torch.ranking import Units, best_first
 from kvkeep.types import Observation
 
 MAX_RANGES, RANGE_TOKENS = 500, 16  # defaults
@@ -27,7 +24,31 @@ Worth = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True)
+class Blocks(Checked):
+    """Contiguous blocks of equal size, scored by the sum of their tokens."""
+
+    size: Positive = 16
+    name: str = "block"
+    usual: int = 16  # up to this size a shorter text is one block; larger sizes raise
+    per_head = True
+
+    def __call__(self, seen: Observation, scores: Tensor, free: Tensor) -> Units:
+        if self.size > max(self.usual, seen.tokens):
+            raise BadParameter(f"{self.name}={self.size} is larger than the text: {seen.tokens} tokens; use fewer.")
+        unit = seen.once(("blocks", self.size), lambda: torch.arange(seen.tokens, device=scores.device) // self.size)
+        unit = unit.expand_as(scores)
+        return Units.summed(unit, scores * free, -(-seen.tokens // self.size))
+
+
+@dataclass(frozen=True)
 class Prototypes(Checked):
+    """Clusters of keys around prototypes: hashed outliers and ranges of text (ProtoKV).
+
+    A cluster scores the mean of its tokens (Algorithm 1) or their sum (equation 11), the window's tokens included.
+    Deviations: by default there are `n // 16` ranges, at most the paper's 500, which is meant for texts of 5-15K
+    tokens; their sizes differ by at most one, where the paper cuts all to `n // v` and leaves a remainder.
+    """
+
     kappa: Positive = 5
     anchors: Positive = 32
     bits: Annotated[int, Range(1, 16)] = 2
