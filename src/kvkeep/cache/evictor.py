@@ -3,6 +3,9 @@
 Most methods select layer by layer, so only one layer is ever held uncompressed. A method that compares layers
 (`layer_weight`) needs all of them first; its layers stay pending here, uncompressed, until the last one. Where layers
 compete for one budget (`across_layers`), tokens that have no chance are evicted while the others wait.
+
+A text that is held until the model has run again is selected from first: the evictor is given the tokens' slots in the
+place of their keys (`SelectedLayer`), so that nothing is copied before all layers have decided.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from kvkeep.compress.protocols import LayerWeight
 from kvkeep.compress.select import PlacedSelection
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
-from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.storage.ragged import LayerKind, RaggedLayer
 from kvkeep.types import Budget, Observation, Selection, Tokens
 
 SPARE = 2  # times what will be kept: so much is held of layers that compete before the worst of it is evicted
@@ -39,6 +42,43 @@ class EvictionCandidate:
     tokens: Tokens
     lengths: Sequence[int]
     evict_now: bool  # False: only its token state is updated
+
+
+    def slots_of(self, layer: RaggedLayer, row: int) -> EvictionCandidate:
+        """The same row with its tokens' slots in the layer's buffers in the place of keys, and no values."""
+        tokens, starts = self.tokens, layer.device_segments[0][row]
+        slots = starts[:, None] + torch.arange(tokens.token_positions.shape[1], device=starts.device)
+        nothing = tokens.values[..., :0]
+        return replace(self, tokens=replace(tokens, keys=slots[..., None], values=nothing, rope_positions=None))
+
+
+@dataclass(frozen=True)
+class SelectedLayer:
+    """A layer and the tokens selected of it, which stay where they are; `flat` is a copy of them."""
+
+    source: RaggedLayer
+    chosen: RaggedLayer  # in the place of a key, a token's slot in the source's buffers
+
+    @property
+    def kind(self) -> LayerKind:
+        return self.source.kind
+
+    @property
+    def kv_heads(self) -> int:
+        return self.source.kv_heads
+
+    @property
+    def starts(self) -> list[int]:
+        return self.chosen.starts
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.chosen.lengths
+
+    @property
+    def flat(self) -> Tokens:
+        chosen = self.chosen.flat
+        return replace(self.source.flat[chosen.keys[:, 0]], token_state=chosen.token_state)
 
 
 @dataclass(frozen=True)
@@ -120,8 +160,8 @@ class Evictor:
             pending, self.pending = self.pending, {}
             by_row = zip(*pending.values(), strict=True)
             each = [self._layer_budgets([layer.observation for layer in row], layer_weight) for row in by_row]
-            for (layer, row), budgets in zip(pending.items(), zip(*each, strict=True), strict=True):
-                self._evict_layer(layer, row, budgets, may_wait)
+            for layer, budgets in zip(list(pending), zip(*each, strict=True), strict=True):
+                self._evict_layer(layer, pending.pop(layer), budgets, may_wait)  # and free it
         return uncompressed
 
     def _compete(self, index: int, rows: list[EvictionCandidate]) -> int:
@@ -233,6 +273,15 @@ class Evictor:
             positions = move_within(placement(where), seq_len + room - self.context_length)
             heads_placed.append(placed(head, positions, rotation))
         return heads_placed
+
+    def place_rows(self, index: int, rows: list[list[Tokens]], source: RaggedLayer) -> list[list[Tokens]]:
+        """The same for rows that were selected from a layer; those of which nothing was evicted stay."""
+        if not self.method.placement:
+            return rows
+        ends = [int(source.row(row)[0].token_positions[-1]) + 1 for row in range(len(rows))]
+        lengths = ([len(head.token_positions) for head in heads] for heads in rows)
+        whole = [n == source.row_lengths(row) for row, n in enumerate(lengths)]
+        return [self._place(index, 0 if whole[row] else ends[row], heads) for row, heads in enumerate(rows)]
 
     def end_pass(self) -> None:
         self.pending, self.competing, self.selections = {}, {}, {}
