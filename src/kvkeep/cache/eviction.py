@@ -146,12 +146,15 @@ class EvictingBackend:
     @torch.no_grad()
     def _evicted(self, index: int, selected: SelectedLayer) -> RaggedLayer:
         """A layer of the selected tokens alone."""
-        layer, flat = copy.copy(selected.source), selected.flat
-        heads = [flat[start : start + n] for start, n in selected.chosen.segments]
-        rows = [heads[i : i + layer.kv_heads] for i in range(0, len(heads), layer.kv_heads)]
-        layer.fill(self.evictor.place_rows(index, rows, selected.source))
-        self.count_beside(flat.keys.nbytes + flat.values.nbytes + layer.nbytes)
-        return layer
+        layer = copy.copy(selected.source)
+        layer.adopt(selected.flat, selected.lengths)
+        self.count_beside(layer.nbytes)
+        if not (layer.bits or self.method.placement):
+            return layer
+        changed = copy.copy(selected.source)  # its codes are compared with what is kept
+        changed.fill(self.evictor.place_rows(index, layer.all_rows(), selected.source))
+        self.count_beside(layer.nbytes + changed.nbytes)
+        return changed
 
     def count_beside(self, nbytes: int) -> None:
         """Count so many bytes of keys and values that are held at this time beside the layers."""
@@ -243,8 +246,8 @@ class EvictingBackend:
             self.snapshots[index] = None  # evicted tokens cannot be restored
             rows = self.query_buffer.observe(index, call, layout, layer, lse)
             self.attention_check.check_nan(row.tokens.keys for row in rows)
-            uncompressed = self.evictor.evict(index, rows, may_wait=not layer or layout.ends_deferral)
-            self.count_beside(uncompressed)
+            most = self.evictor.evict(index, rows, may_wait=not layer or layout.ends_deferral)
+            self.peak_bytes = max(self.peak_bytes, most)
             if self.key_reach:
                 self.key_reach.known = {}  # keys are placed anew
         elif is_chunk:

@@ -10,7 +10,7 @@ place of their keys (`SelectedLayer`), so that nothing is copied before all laye
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -143,7 +143,7 @@ class Evictor:
         self.unstored: list[UnstoredLayer] = []  # stored after the last layer: the host does not wait for their lengths
 
     def evict(self, index: int, rows: list[EvictionCandidate], may_wait: bool) -> int:
-        """Evict from this layer, or from all layers at the last one. -> bytes of keys and values held uncompressed
+        """Evict from this layer, or from all layers at the last one. -> the most bytes of keys and values at once
 
         may_wait: storing it after the last layer takes no more memory than there was before
         """
@@ -153,28 +153,44 @@ class Evictor:
         layer_weight = self.method.layers.layer_weight
         if layer_weight is None:
             self._evict_layer(index, rows, [None] * len(rows), may_wait)
-            return _bytes([rows]) + sum(layer.nbytes for layer in self.unstored)
+            return self._held({index: rows})
         self.pending[index] = rows
-        uncompressed = _bytes(self.pending.values())
+        most = self._held(self.pending)
         if len(self.pending) == len(self.store):
-            pending, self.pending = self.pending, {}
-            by_row = zip(*pending.values(), strict=True)
+            by_row = zip(*self.pending.values(), strict=True)
             each = [self._layer_budgets([layer.observation for layer in row], layer_weight) for row in by_row]
-            for layer, budgets in zip(list(pending), zip(*each, strict=True), strict=True):
-                self._evict_layer(layer, pending.pop(layer), budgets, may_wait)  # and free it
-        return uncompressed
+            for layer, budgets in zip(list(self.pending), zip(*each, strict=True), strict=True):
+                self._evict_layer(layer, self.pending[layer], budgets, may_wait)
+                most = max(most, self._held(self.pending))
+                del self.pending[layer]
+        return most
+
+    def _held(self, candidates: Mapping[int, list[EvictionCandidate]], beside: int = 0) -> int:
+        """Bytes of keys and values of all layers, of candidates that are no views of them, and of so many beside."""
+        beside += sum(layer.nbytes for layer in self.store.values()) + sum(layer.nbytes for layer in self.unstored)
+        for index, rows in candidates.items():
+            stored = self.store[index].flat.keys.untyped_storage().data_ptr()
+            tokens = [row.tokens for row in rows if row.tokens.keys.untyped_storage().data_ptr() != stored]
+            beside += sum(each.keys.nbytes + each.values.nbytes for each in tokens)
+        return beside
 
     def _compete(self, index: int, rows: list[EvictionCandidate]) -> int:
         """Hold the layer's tokens that may be among the best of all layers; after the last one, store them."""
         self.competing[index] = [self._competing(row) for row in rows]
-        held = sum(row.nbytes for layer in self.competing.values() for row in layer)
+        most = self._held({index: rows}, sum(row.nbytes for layer in self.competing.values() for row in layer))
+        self._free(index)
         for row in range(len(rows)):
             self._evict_worst(row, [layer[row] for layer in self.competing.values()])
         if len(self.competing) == len(self.store):
             competing, self.competing = self.competing, {}
             for layer, each in competing.items():
                 self.store[layer].fill([self._place(layer, row.seq_len, row.heads()) for row in each])
-        return held
+        return most
+
+    def _free(self, index: int) -> None:
+        """Free a layer whose candidates were copied. Codes stay: they are compared with what will be kept."""
+        if not self.store[index].bits:
+            self.store[index].clear()
 
     def _competing(self, row: EvictionCandidate) -> CompetingRow:
         seen = row.observation
@@ -230,6 +246,7 @@ class Evictor:
             decided = decide(seen, self.method, self._tokens(seen), budgets[0])
             if isinstance(decided, PlacedSelection):
                 self.unstored.append(UnstoredLayer.of(index, rows[0].tokens, decided))
+                self._free(index)
             else:
                 self._count_covered(index, 0, decided)
                 self.store[index].fill([gather_kept(rows[0].tokens, rows[0].lengths, decided)])
@@ -290,10 +307,6 @@ class Evictor:
         """Drop what is pending of a forward pass that was cut short."""
         self.end_pass()
         self.unstored = []
-
-
-def _bytes(layers: Iterable[list[EvictionCandidate]]) -> int:
-    return sum(row.tokens.keys.nbytes + row.tokens.values.nbytes for rows in layers for row in rows)
 
 
 def gather_kept(tokens: Tokens, lengths: Sequence[int], selection: Selection | None) -> list[Tokens]:

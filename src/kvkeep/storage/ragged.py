@@ -179,9 +179,17 @@ class RaggedLayer:
             for segment, start in zip(segments, starts, strict=True):
                 for name, part in segment.parts.items():
                     flat.parts[name][start : start + len(part)] = part
+        self.rows, self.kv_heads = len(rows), len(rows[0])
+        self._set_segments(flat, starts, lengths, room)
+
+    def adopt(self, flat: Tokens, lengths: Sequence[int]) -> None:
+        """Replace all tokens by these, which nobody else holds: segment after segment, of as many rows."""
+        *starts, _ = accumulate(lengths, initial=0)
+        self._set_segments(flat, starts, list(lengths), list(lengths))
+
+    def _set_segments(self, flat: Tokens, starts: list[int], lengths: list[int], room: list[int]) -> None:
         self.flat, self.starts, self.lengths, self.room = flat, starts, lengths, room
         self.is_shared = False
-        self.rows, self.kv_heads = len(rows), len(rows[0])
         self.update_ends()
 
     def _unchanged_groups(self, segments: Sequence[Tokens], sources: Sequence[int] | None) -> Tensor | None:
