@@ -43,7 +43,6 @@ class EvictionCandidate:
     lengths: Sequence[int]
     evict_now: bool  # False: only its token state is updated
 
-
     def slots_of(self, layer: RaggedLayer, row: int) -> EvictionCandidate:
         """The same row with its tokens' slots in the layer's buffers in the place of keys, and no values."""
         tokens, starts = self.tokens, layer.device_segments[0][row]
