@@ -271,14 +271,18 @@ def test_what_is_too_large_is_not_held(found, steps, monkeypatch):
 
 
 def test_where_memory_is_short_fewer_rows_are_drafted_at_a_time(found, steps, monkeypatch):
-    model, ids, make = build().double(), tokens(60, rows=5), draft_pool.LayerBuffer.__init__
+    model, ids = build().double(), tokens(60, rows=5)
 
-    def lacking(buffer, kind, size, *where):
-        if size.rows > 2:
-            raise torch.OutOfMemoryError("no memory")
-        make(buffer, kind, size, *where)
+    def lacking(reserve):
+        def checked(pool, size, *how):
+            if size.rows > 2:
+                raise torch.OutOfMemoryError("no memory")
+            reserve(pool, size, *how)
 
-    monkeypatch.setattr(draft_pool.LayerBuffer, "__init__", lacking)
+        return checked
+
+    for kind in (DraftPool, draft.HeldDraft):
+        monkeypatch.setattr(kind, "reserve", lacking(kind.reserve))
     model(ids, past_key_values=kvkeep.Cache(model, "lookahead", 16, **HOW))
     check(found[-1], model, {row: (ids[row : row + 1], 16) for row in range(5)})
     assert set(steps) == {2, 1}

@@ -273,10 +273,12 @@ class Cache(HFCacheAdapter):
 
     def evict_held(self, scores: LayerRows, queries: LayerRows) -> None:
         """Evict from a prompt after which the model ran again: by what was found of its layers and rows."""
-        assert isinstance(self.backend, EvictingBackend) and self.unreplayed.due
-        self.backend.evict_held(self.tracker.seen, self.unreplayed.due, scores, queries)
-        self.tracker.count_evicted(self.unreplayed.due)
-        self.unreplayed = Unreplayed()
+        backend, due = self.backend, self.unreplayed.due
+        assert isinstance(backend, EvictingBackend) and due
+        selected = backend.select(self.method, self.tracker.seen, due, scores, queries)
+        self.tracker.count_evicted(due)
+        self.unreplayed, backend.selected = Unreplayed(), selected  # from here on, cut short, it is done when needed
+        backend.evict_selected()
 
     def reset(self) -> None:
         """Empty the cache."""

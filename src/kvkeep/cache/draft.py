@@ -1,8 +1,9 @@
 """Some tokens decoded from what another method keeps of a text, before the rest of it is evicted: their queries.
 
-The text's last token is fed once more, without its copy in the draft's layers: so the first token of the draft comes
-from the same layers as the others. The text itself stays as it is. Rows of all caches that are prefilled together are
-drafted together, MOST_ROWS of them in one step (draft_pool.py).
+The text's last token is fed once more, without its copy in the text: so the first token of the draft comes from the
+same tokens as the others. The text itself stays as it is. Rows of all caches that are prefilled together are drafted
+together, MOST_ROWS of them in one step. Where steps are captured, they read copies of the texts (draft_pool.py); where
+they are not, the texts themselves (held_draft.py).
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from kvkeep.cache import draft_pool
 from kvkeep.cache.backend import CacheState
 from kvkeep.cache.draft_buffers import Kept
 from kvkeep.cache.draft_pool import MOST_ROWS, free_pool, pool_for
+from kvkeep.cache.evictor import SelectedLayer
+from kvkeep.cache.held_draft import HeldDraft
 from kvkeep.cache.replay import LayerRows, RowText
 from kvkeep.compress.method import Draft
 from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.hf_cache import key_shape, query_heads
-from kvkeep.storage.ragged import RaggedLayer
+
+Stores = dict[int, Any]  # by cache: its layers, or what a method selected of them
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def draft_queries(caches: Sequence[CacheState]) -> list[LayerRows]:
     found: dict[int, LayerRows] = {id(cache): {} for cache in caches}
     rows = [each for cache in caches for each in _rows(cache)]
     most = min([draft_pool.most_held(caches[0].model), *(cache.pass_end.draft_room() for cache in caches)])
-    stores: dict[int, dict[int, RaggedLayer]] = {}  # by cache
+    stores: Stores = {}
     for group in _groups(rows, most):
         _draft(group, stores, most, found)
         last = id(group[-1].cache)
@@ -84,9 +88,7 @@ def _groups(rows: Sequence[DraftRow], most: int) -> Iterator[list[DraftRow]]:
         yield group
 
 
-def _draft(
-    group: list[DraftRow], stores: dict[int, dict[int, RaggedLayer]], most: int, found: dict[int, LayerRows]
-) -> None:
+def _draft(group: list[DraftRow], stores: Stores, most: int, found: dict[int, LayerRows]) -> None:
     """All together or, where memory is short, in two halves."""
     model, steps = group[0].cache.model, max(each.draft.steps for each in group)
     try:
@@ -94,7 +96,10 @@ def _draft(
         with pool_for(model, sum(each.nbytes for each in group)) as pool:
             stop = all(each.draft.predicting for each in group)
             eos = eos_token_ids(model, group[0].cache.tokenizer)
-            drafted = pool(texts, steps, group[0].cache.pass_end.between_passes, most, eos, stop)
+            drafts = pool if pool.captures else HeldDraft(model)
+            drafted = drafts(texts, steps, group[0].cache.pass_end.between_passes, most, eos, stop)
+        for cache, text in zip({id(each.cache): each.cache for each in group}.values(), texts, strict=True):
+            cache.backend.count_beside(_bytes_beside(text, steps, drafts.captures))
     except torch.OutOfMemoryError:
         if len(group) == 1:
             raise
@@ -108,18 +113,31 @@ def _draft(
         _draft(half, stores, most, found)
 
 
+def _bytes_beside(text: Kept, steps: int, copies: bool) -> int:
+    """Bytes of keys and values that a draft holds beside a text: of its own tokens, and of copies of the text's.
+
+    copies: of all layers; else of one at a time, where the text is not read as it lies
+    """
+    own, copied = 0, [0]
+    for i, layer in text.store.items():
+        lengths = text.segments(i)[1]
+        own += len(lengths) * steps * layer.kind.slot_bytes
+        if copies or isinstance(layer, SelectedLayer):
+            copied.append(sum(lengths) * layer.kind.slot_bytes)
+    return own + (sum(copied) if copies else max(copied))
+
+
 def _counted(draft: Draft, end: int) -> slice:
     """The steps whose queries the scorer sees. end: steps up to the one that predicts an EOS"""
     return slice(min(end, draft.steps)) if draft.predicting else slice(1, draft.steps)
 
 
-def _kept(rows: Sequence[DraftRow], stores: dict[int, dict[int, RaggedLayer]]) -> Kept:
+def _kept(rows: Sequence[DraftRow], stores: Stores) -> Kept:
     """What the draft's method keeps of these rows of one cache: all that is held, if no more than that is."""
     cache, draft = rows[0].cache, rows[0].draft
     if draft.hold:
         stores[id(cache)] = cache.backend.store
     elif id(cache) not in stores:
-        seen, store = cache.tracker.seen, {i: RaggedLayer() for i in cache.backend.store}
-        cache.backend.evict_into(store, draft.method, seen, [True] * len(seen), {}, {})
-        stores[id(cache)] = store
+        seen = cache.tracker.seen
+        stores[id(cache)] = cache.backend.select(draft.method, seen, [True] * len(seen), {}, {})
     return Kept(stores[id(cache)], {each.row: each.text for each in rows})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache_steps import CacheSteps
-from kvkeep.cache.evictor import EvictionCandidate, Evictor, gather_kept
+from kvkeep.cache.evictor import EvictionCandidate, Evictor, SelectedLayer, gather_kept
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.cache.query_buffer import Found, OutputWeight, QueryBuffer
 from kvkeep.cache.reach import KeyReach
@@ -71,11 +71,13 @@ class EvictingBackend:
         self.snapshots: dict[int, LayerSnapshot | None] = {}  # before the forward pass; None: cannot be restored
         self.guessed: dict[int, Guessed] = {}  # of the last forward pass
         self.how: dict[int, Softmax] = {}  # of each layer that holds a whole prompt
+        self.selected: dict[int, SelectedLayer] = {}  # layers of such a prompt that are to be evicted from
         self.peak_bytes = 0
 
     @property
     def store(self) -> dict[int, RaggedLayer]:
         self.steps.leave()
+        self.evict_selected()
         return self.steps.store
 
     @property
@@ -84,6 +86,7 @@ class EvictingBackend:
 
     def begin(self, layout: BatchLayout) -> None:
         self.snapshots, self.guessed = {}, {}
+        self.evict_selected()
         self.query_buffer.begin(layout.counts)
         self.steps.begin(layout)
 
@@ -109,36 +112,53 @@ class EvictingBackend:
         layer.quantize()
         return result
 
-    def evict_held(self, seen: Sequence[int], due: Sequence[bool], scores: LayerRows, queries: LayerRows) -> None:
-        """Evict from the rows of a held text that are due: in all layers or, cut short, in none.
-
-        scores, queries: as in `Found`
-        """
-        store = {i: copy.copy(layer) for i, layer in self.store.items()}
-        self.evict_into(store, self.method, seen, due, scores, queries)
-        self.peak_bytes = max(self.peak_bytes, self.nbytes + sum(layer.nbytes for layer in store.values()))
-        self.store.update(store)
-
     @torch.no_grad()
-    def evict_into(
-        self,
-        store: dict[int, RaggedLayer],
-        method: Method,
-        seen: Sequence[int],
-        due: Sequence[bool],
-        scores: LayerRows,
-        queries: LayerRows,
-    ) -> None:
-        """Fill other layers with what a method keeps of these rows; ours stay as they are."""
-        evictor = replace(self.evictor, method=method, store=store)
-        for index, layer in self.store.items():
+    def select(
+        self, method: Method, seen: Sequence[int], due: Sequence[bool], scores: LayerRows, queries: LayerRows
+    ) -> dict[int, SelectedLayer]:
+        """Select what a method keeps of the rows of a held text that are due. No layer changes, and none is copied.
+
+        seen: tokens of each row; scores, queries: what passes after the text found, see `Found`
+        """
+        store, chosen = self.store, {i: RaggedLayer() for i in self.layers}
+        evictor = replace(self.evictor, method=replace(method, placement=None), store=chosen)
+        for index, layer in store.items():
+            if layer.codes:  # of a fork
+                layer.hold(layer.all_rows())
             rows = []
             for row in range(layer.rows):
                 found = Found(scores.get((index, row)), queries.get((index, row)))
-                rows.append(self.query_buffer.stored(index, row, self.how[index], layer, seen[row], found, due[row]))
+                held = self.query_buffer.stored(index, row, self.how[index], layer, seen[row], found, due[row])
+                rows.append(held.slots_of(layer, row))
             evictor.evict(index, rows, may_wait=True)
         evictor.store_all()
         self.query_buffer.shared = {}
+        return {i: SelectedLayer(layer, chosen[i]) for i, layer in store.items()}
+
+    def evict_selected(self) -> None:
+        """Evict from the layers of `selected`, one after the other. Cut short, this goes on with their next use."""
+        while self.selected:
+            index = next(iter(self.selected))
+            if self.steps.store[index] is self.selected[index].source:
+                self.steps.store[index] = self._evicted(index, self.selected[index])
+            del self.selected[index]
+
+    @torch.no_grad()
+    def _evicted(self, index: int, selected: SelectedLayer) -> RaggedLayer:
+        """A layer of the selected tokens alone."""
+        layer = copy.copy(selected.source)
+        layer.adopt(selected.flat, selected.lengths)
+        self.count_beside(layer.nbytes)
+        if not (layer.bits or self.method.placement):
+            return layer
+        changed = copy.copy(selected.source)  # its codes are compared with what is kept
+        changed.fill(self.evictor.place_rows(index, layer.all_rows(), selected.source))
+        self.count_beside(layer.nbytes + changed.nbytes)
+        return changed
+
+    def count_beside(self, nbytes: int) -> None:
+        """Count so many bytes of keys and values that are held at this time beside the layers."""
+        self.peak_bytes = max(self.peak_bytes, self.nbytes + nbytes)
 
     def _hold(
         self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer
@@ -154,7 +174,7 @@ class EvictingBackend:
             self.attention_check.check_nan(row.keys for row in rows)
             layer.hold([gather_kept(row, [row.keys.shape[1]] * len(row.keys), None) for row in rows])
         self.query_buffer.append_chunk(index, call.query, layout)
-        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+        self.count_beside(call.key.nbytes + call.value.nbytes)
         if self.method.draft and self.method.draft.hold:
             self._evict_for_draft(index, layer, layout, self.method.draft)
         return result
@@ -226,8 +246,8 @@ class EvictingBackend:
             self.snapshots[index] = None  # evicted tokens cannot be restored
             rows = self.query_buffer.observe(index, call, layout, layer, lse)
             self.attention_check.check_nan(row.tokens.keys for row in rows)
-            uncompressed = self.evictor.evict(index, rows, may_wait=not layer or layout.ends_deferral)
-            self.peak_bytes = max(self.peak_bytes, self.nbytes + uncompressed)
+            most = self.evictor.evict(index, rows, may_wait=not layer or layout.ends_deferral)
+            self.peak_bytes = max(self.peak_bytes, most)
             if self.key_reach:
                 self.key_reach.known = {}  # keys are placed anew
         elif is_chunk:

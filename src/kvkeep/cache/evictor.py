@@ -3,11 +3,14 @@
 Most methods select layer by layer, so only one layer is ever held uncompressed. A method that compares layers
 (`layer_weight`) needs all of them first; its layers stay pending here, uncompressed, until the last one. Where layers
 compete for one budget (`across_layers`), tokens that have no chance are evicted while the others wait.
+
+A text that is held until the model has run again is selected from first: the evictor is given the tokens' slots in the
+place of their keys (`SelectedLayer`), so that nothing is copied before all layers have decided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -32,7 +35,7 @@ from kvkeep.compress.positions import PlacementInput, move_within, reserved
 from kvkeep.compress.protocols import LayerWeight
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
-from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.storage.ragged import LayerKind, RaggedLayer
 from kvkeep.types import Budget, Observation, Selection, Tokens
 
 SPARE = 2  # times what will be kept: so much is held of layers that compete before the worst of it is evicted
@@ -46,6 +49,42 @@ class EvictionCandidate:
     tokens: Tokens
     lengths: Sequence[int]
     evict_now: bool  # False: only its token state is updated
+
+    def slots_of(self, layer: RaggedLayer, row: int) -> EvictionCandidate:
+        """The same row with its tokens' slots in the layer's buffers in the place of keys, and no values."""
+        tokens, starts = self.tokens, layer.device_segments[0][row]
+        slots = starts[:, None] + torch.arange(tokens.token_positions.shape[1], device=starts.device)
+        nothing = tokens.values[..., :0]
+        return replace(self, tokens=replace(tokens, keys=slots[..., None], values=nothing, rope_positions=None))
+
+
+@dataclass(frozen=True)
+class SelectedLayer:
+    """A layer and the tokens selected of it, which stay where they are; `flat` is a copy of them."""
+
+    source: RaggedLayer
+    chosen: RaggedLayer  # in the place of a key, a token's slot in the source's buffers
+
+    @property
+    def kind(self) -> LayerKind:
+        return self.source.kind
+
+    @property
+    def kv_heads(self) -> int:
+        return self.source.kv_heads
+
+    @property
+    def starts(self) -> list[int]:
+        return self.chosen.starts
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.chosen.lengths
+
+    @property
+    def flat(self) -> Tokens:
+        chosen = self.chosen.flat
+        return replace(self.source.flat[chosen.keys[:, 0]], token_state=chosen.token_state)
 
 
 @dataclass(frozen=True)
@@ -110,7 +149,7 @@ class Evictor:
         self.unstored: list[UnstoredLayer] = []  # stored after the last layer: the host does not wait for their lengths
 
     def evict(self, index: int, rows: list[EvictionCandidate], may_wait: bool) -> int:
-        """Evict from this layer, or from all layers at the last one. -> bytes of keys and values held uncompressed
+        """Evict from this layer, or from all layers at the last one. -> the most bytes of keys and values at once
 
         may_wait: storing it after the last layer takes no more memory than there was before
         """
@@ -120,28 +159,44 @@ class Evictor:
         layer_weight = self.method.layers.layer_weight
         if layer_weight is None:
             self._evict_layer(index, rows, [None] * len(rows), may_wait)
-            return _bytes([rows]) + sum(layer.nbytes for layer in self.unstored)
+            return self._held({index: rows})
         self.pending[index] = rows
-        uncompressed = _bytes(self.pending.values())
+        most = self._held(self.pending)
         if len(self.pending) == len(self.store):
-            pending, self.pending = self.pending, {}
-            by_row = zip(*pending.values(), strict=True)
+            by_row = zip(*self.pending.values(), strict=True)
             each = [self._layer_budgets([layer.observation for layer in row], layer_weight) for row in by_row]
-            for (layer, row), budgets in zip(pending.items(), zip(*each, strict=True), strict=True):
-                self._evict_layer(layer, row, budgets, may_wait)
-        return uncompressed
+            for layer, budgets in zip(list(self.pending), zip(*each, strict=True), strict=True):
+                self._evict_layer(layer, self.pending[layer], budgets, may_wait)
+                most = max(most, self._held(self.pending))
+                del self.pending[layer]
+        return most
+
+    def _held(self, candidates: Mapping[int, list[EvictionCandidate]], beside: int = 0) -> int:
+        """Bytes of keys and values of all layers, of candidates that are no views of them, and of so many beside."""
+        beside += sum(layer.nbytes for layer in self.store.values()) + sum(layer.nbytes for layer in self.unstored)
+        for index, rows in candidates.items():
+            stored = self.store[index].flat.keys.untyped_storage().data_ptr()
+            tokens = [row.tokens for row in rows if row.tokens.keys.untyped_storage().data_ptr() != stored]
+            beside += sum(each.keys.nbytes + each.values.nbytes for each in tokens)
+        return beside
 
     def _compete(self, index: int, rows: list[EvictionCandidate]) -> int:
         """Hold the layer's tokens that may be among the best of all layers; after the last one, store them."""
         self.competing[index] = [self._competing(row) for row in rows]
-        held = sum(row.nbytes for layer in self.competing.values() for row in layer)
+        most = self._held({index: rows}, sum(row.nbytes for layer in self.competing.values() for row in layer))
+        self._free(index)
         for row in range(len(rows)):
             self._evict_worst(row, [layer[row] for layer in self.competing.values()])
         if len(self.competing) == len(self.store):
             competing, self.competing = self.competing, {}
             for layer, each in competing.items():
                 self.store[layer].fill([self._place(layer, row.seq_len, row.heads()) for row in each])
-        return held
+        return most
+
+    def _free(self, index: int) -> None:
+        """Free a layer whose candidates were copied. Codes stay: they are compared with what will be kept."""
+        if not self.store[index].bits:
+            self.store[index].clear()
 
     def _competing(self, row: EvictionCandidate) -> CompetingRow:
         seen = row.observation
@@ -197,6 +252,7 @@ class Evictor:
             decided = decide(seen, self.method, self._tokens(seen), budgets[0])
             if isinstance(decided, PlacedSelection):
                 self.unstored.append(UnstoredLayer.of(index, rows[0].tokens, decided))
+                self._free(index)
             else:
                 self._count_covered(index, 0, decided)
                 self.store[index].fill([gather_kept(rows[0].tokens, rows[0].lengths, decided)])
@@ -241,6 +297,15 @@ class Evictor:
             heads_placed.append(placed(head, positions, rotation))
         return heads_placed
 
+    def place_rows(self, index: int, rows: list[list[Tokens]], source: RaggedLayer) -> list[list[Tokens]]:
+        """The same for rows that were selected from a layer; those of which nothing was evicted stay."""
+        if not self.method.placement:
+            return rows
+        ends = [int(source.row(row)[0].token_positions[-1]) + 1 for row in range(len(rows))]
+        lengths = ([len(head.token_positions) for head in heads] for heads in rows)
+        whole = [n == source.row_lengths(row) for row, n in enumerate(lengths)]
+        return [self._place(index, 0 if whole[row] else ends[row], heads) for row, heads in enumerate(rows)]
+
     def end_pass(self) -> None:
         self.pending, self.competing, self.selections = {}, {}, {}
 
@@ -248,10 +313,6 @@ class Evictor:
         """Drop what is pending of a forward pass that was cut short."""
         self.end_pass()
         self.unstored = []
-
-
-def _bytes(layers: Iterable[list[EvictionCandidate]]) -> int:
-    return sum(row.tokens.keys.nbytes + row.tokens.values.nbytes for rows in layers for row in rows)
 
 
 def gather_kept(tokens: Tokens, lengths: Sequence[int], selection: Selection | None) -> list[Tokens]:

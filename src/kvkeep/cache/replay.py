@@ -109,6 +109,7 @@ class ReplayForward(HFCacheAdapter):
         self.norms: dict[int, Tensor] = {}
         self.grams: dict[int, Tensor] = {}
         self.scores: LayerRows = {}  # of the tokens fed so far [kv_heads, tokens]
+        self.nbytes = 0  # of the keys and values that one layer has of a part, at most
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[RowText]) -> LayerRows:
@@ -149,6 +150,7 @@ class ReplayForward(HFCacheAdapter):
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         heads, scores = self.store[index].row(self.row), self.scores.get((index, self.row))
+        self.nbytes = max(self.nbytes, call.key.nbytes + call.value.nbytes)
         new = self.memory.score(self._replayed(index, call, heads))
         self.scores[index, self.row] = new if scores is None else torch.cat([scores, new], 1)
         if index == self.last:  # nobody reads its output
@@ -186,6 +188,7 @@ def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
     between = cache.pass_end.between_passes
     forward = ReplayForward(cache.model, replay, cache.backend.store, cache.tokenizer, between)
     known.append((replay, cache.storage, forward(cache.unreplayed.rows)))
+    cache.backend.count_beside(forward.nbytes)
     return known[-1][2]
 
 

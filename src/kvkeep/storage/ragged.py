@@ -133,9 +133,15 @@ class RaggedLayer:
         return [self.row(row) for row in range(self.rows)]
 
     def dense(self, row: int) -> Tokens:
-        """One row as [kv_heads, longest, …]; shorter heads are padded, their positions with PAD_POSITION."""
-        if self.is_uniform and not self.codes:
-            return self.uniform()[row]
+        """One row as [kv_heads, longest, …]; shorter heads are padded, their positions with PAD_POSITION.
+
+        It is a view where the heads are equally long and not quantized.
+        """
+        mine = slice(row * self.kv_heads, (row + 1) * self.kv_heads)
+        if not self.codes and len(set(self.lengths[mine])) == len(set(self.room[mine])) == 1:
+            start, length, room = self.starts[mine.start], self.lengths[mine.start], self.room[mine.start]
+            held = self.flat[start : start + self.kv_heads * room]
+            return held.map(lambda part: part.unflatten(0, (self.kv_heads, room))[:, :length])
         heads = [head.parts for head in self.row(row)]
         fills = {name: PAD_POSITION if name.endswith("positions") else 0 for name in heads[0]}
         return Tokens(**{name: pad_sequence([head[name] for head in heads], True, fills[name]) for name in fills})
@@ -178,9 +184,17 @@ class RaggedLayer:
             for segment, start in zip(segments, starts, strict=True):
                 for name, part in segment.parts.items():
                     flat.parts[name][start : start + len(part)] = part
+        self.rows, self.kv_heads = len(rows), len(rows[0])
+        self._set_segments(flat, starts, lengths, room)
+
+    def adopt(self, flat: Tokens, lengths: Sequence[int]) -> None:
+        """Replace all tokens by these, which nobody else holds: segment after segment, of as many rows."""
+        *starts, _ = accumulate(lengths, initial=0)
+        self._set_segments(flat, starts, list(lengths), list(lengths))
+
+    def _set_segments(self, flat: Tokens, starts: list[int], lengths: list[int], room: list[int]) -> None:
         self.flat, self.starts, self.lengths, self.room = flat, starts, lengths, room
         self.is_shared = False
-        self.rows, self.kv_heads = len(rows), len(rows[0])
         self.update_ends()
 
     def _unchanged_groups(self, segments: Sequence[Tokens], sources: Sequence[int] | None) -> Tensor | None:
@@ -330,23 +344,6 @@ class RaggedLayer:
         ends = [start + length for start, length in self.segments]
         device = self.flat.token_positions.device
         self.segment_starts, self.ends = upload([self.starts, ends], device)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Every row and key head holds the same number of tokens, and has room for as many."""
-        return len(set(self.lengths)) == len(set(self.room)) == 1
-
-    def uniform(self) -> Tokens:
-        """All tokens as [rows, kv_heads, n, …]: views, except of quantized keys and values; only if `is_uniform`."""
-        tokens = self.flat.map(self.uniform_view)
-        if not (codes := self.codes):
-            return tokens
-        keys, values = codes.dequantize(slice(None))
-        return replace(tokens, keys=keys, values=values)
-
-    def uniform_view(self, part: Tensor) -> Tensor:
-        """A view of one of the flat buffers as [rows, kv_heads, n, …]; only if `is_uniform`."""
-        return part.view(self.rows, self.kv_heads, self.room[0], *part.shape[1:])[:, :, : self.lengths[0]]
 
     def snapshot(self, several: bool = False) -> LayerSnapshot:
         """The state before the next token, or before the next several, for `restore`."""
