@@ -62,14 +62,16 @@ def test_a_chat_that_is_cut_short_begins_anew(cut, monkeypatch):
     assert engine.chat(chat, max_new_tokens=30) == expected
 
 
-def test_keys_and_values_are_in_the_pool_alone():
-    engine = kvkeep.Engine(tiny_chat.model(), tiny_chat.tokenizer(), "rkv", 48, schedule=6, max_rows=2)
-    handles = [engine.submit(prompt, max_new_tokens=40) for prompt in PROMPTS[2:]]
-    for _ in range(12):
-        engine._driver.step()
-    (pool,) = pools(engine)
-    assert len(pool.used) == 2 and all(row.cache.nbytes == 0 for row in pool.used.values())
-    heads = 2 * (48 + 6)  # of each layer
-    assert all(sum(size for _, size in spans) == len(spans) * heads for spans in pool.allocated.values())
-    for handle in handles:
-        handle.cancel()
+def test_keys_and_values_are_in_the_pool_alone(monkeypatch):
+    """And a row has room for the budget and the buffer, however long its answer is."""
+    begin, heads, seen = BufferedPool.begin_step, 2 * (48 + 6), []  # slots of each layer
+
+    def begin_step(pool):
+        grown = begin(pool)
+        seen.append([row.cache.nbytes for row in pool.used.values()])
+        assert all(size == heads for spans in pool.allocated.values() for _, size in spans)
+        return grown
+
+    monkeypatch.setattr(BufferedPool, "begin_step", begin_step)
+    kvkeep.Engine(tiny_chat.model(), tiny_chat.tokenizer(), "rkv", 48, schedule=6).generate(PROMPTS, max_new_tokens=40)
+    assert seen == [[0] * 4] * 39
