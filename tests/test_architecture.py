@@ -115,6 +115,11 @@ def test_one_table_of_kernels():
     assert makers == [SOURCE / "kernels" / "dispatch.py"]
 
 
+def test_docstrings_have_a_subject_or_a_verb():
+    openings = [(path.name, line) for path in FILES for line in re.findall(r'"""(?:Of|As) .*', path.read_text())]
+    assert not openings
+
+
 def test_no_file_name_twice():
     names = Counter(path.name for path in FILES if not {"tasks", "metrics"} & set(path.parts))
     assert not [name for name, count in names.items() if count > 1 and name not in ("__init__.py", "__main__.py")]

@@ -62,7 +62,7 @@ class CacheBackend(Protocol):
         """An independent copy."""
 
     def positions(self, layer: int) -> list[list[Tensor]]:
-        """Token positions of the tokens a layer attends to: [row][key head] -> [n]"""
+        """Token positions of the tokens a layer attends to: [row][KV head] -> [n]"""
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""A transformers Cache that keeps, per row, layer and key head, only the tokens its method selects.
+"""A transformers Cache that keeps, per row, layer and KV head, only the tokens its method selects.
 
 After every prefill (a forward pass of more than one token), each row's kept and new tokens are evicted down to the
 budget, scored by the row's newest queries. Decode steps append, and evict when the schedule says so. So a long prompt
@@ -66,7 +66,7 @@ class Cache(HFCacheAdapter):
         tokenizer: Any = None,
         **parameters: Any,
     ):
-        """budget: tokens per key head, or a fraction of the tokens seen; "auto": as few as make up `coverage` (0.99) of
+        """budget: tokens per KV head, or a fraction of the tokens seen; "auto": as few as make up `coverage` (0.99) of
         the method's scores or, of methods that feed the text again, score above `tau` (`kvkeep_context`: 0.01, others:
         0.003); at most `max_budget` (0.5).
 
@@ -286,7 +286,7 @@ class Cache(HFCacheAdapter):
         self._init_state()
 
     def kept(self, layer: int) -> list[list[list[int]]]:
-        """Token positions of the kept tokens, `[row][key head]`: ascending, padding not counted."""
+        """Token positions of the kept tokens, `[row][KV head]`: ascending, padding not counted."""
         if not isinstance(layer, int) or layer not in self.compressed_layers:
             raise CacheMisuse(f"layer {layer!r} is not compressed; the compressed ones are {self.compressed_layers}.")
         return [[head.tolist() for head in row] for row in self.backend.positions(layer)]
@@ -312,7 +312,7 @@ class Cache(HFCacheAdapter):
 
     @property
     def longest_head(self) -> int:
-        """Tokens of the fullest key head."""
+        """Tokens of the fullest KV head."""
         heads = (head for i in self.compressed_layers for row in self.backend.positions(i) for head in row)
         return max(map(len, heads), default=0)
 

@@ -125,7 +125,7 @@ class CapturedDecode:
 
     @property
     def next_room(self) -> int:
-        """Of the graph after this one; 0: none."""
+        """The room of the graph after this one; 0: there is none."""
         if self.steps < WORTH:
             return 0
         return self.room if self.steps < self.room else 2 * self.room

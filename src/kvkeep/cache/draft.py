@@ -47,12 +47,12 @@ def unlimited() -> int:
 
 
 def draft_tokens(model: Any, draft: Draft, kept: int) -> int:
-    """Per key head, of a row of which so many are kept: tokens, and as many as its queries and a free row's take."""
+    """Per KV head, of a row of which so many are kept: tokens, and as many as its queries and a free row's take."""
     return kept + draft.steps + draft.steps * -(-query_heads(model) // key_shape(model)[0])
 
 
 def draft_queries(caches: Sequence[CacheState]) -> list[LayerRows]:
-    """Of each cache, the queries of every layer and row that has a draft. [heads, tokens, dim]"""
+    """Draft for all caches. -> the queries of every layer and row that has a draft, by cache [heads, tokens, dim]"""
     found: dict[int, LayerRows] = {id(cache): {} for cache in caches}
     rows = [each for cache in caches for each in _rows(cache)]
     most = min([draft_pool.most_held(caches[0].model), *(cache.pass_end.draft_room() for cache in caches)])
@@ -77,7 +77,7 @@ def _rows(cache: CacheState) -> Iterator[DraftRow]:
 
 
 def _groups(rows: Sequence[DraftRow], most: int) -> Iterator[list[DraftRow]]:
-    """Of at most MOST_ROWS rows and so many bytes; a row that takes more is drafted alone."""
+    """Make groups of at most MOST_ROWS rows and so many bytes; a row that takes more is drafted alone."""
     group: list[DraftRow] = []
     for each in rows:
         if len(group) == MOST_ROWS or (group and sum(one.nbytes for one in group) + each.nbytes > most):

@@ -22,7 +22,7 @@ class Kept:
     rows: dict[int, RowText]
 
     def segments(self, index: int) -> tuple[list[int], list[int]]:
-        """First slot and length of every row and key head, without the last token."""
+        """First slot and length of every row and KV head, without the last token."""
         layer = self.store[index]
         mine = [row * layer.kv_heads + head for row in self.rows for head in range(layer.kv_heads)]
         return [layer.starts[each] for each in mine], [layer.lengths[each] - 1 for each in mine]
@@ -38,8 +38,8 @@ class DraftSize:
     """What buffers have room for."""
 
     rows: int = 0
-    slots: int = 0  # of a layer, over all rows and key heads
-    longest: int = 0  # tokens of one key head
+    slots: int = 0  # of a layer, over all rows and KV heads
+    longest: int = 0  # tokens of one KV head
     steps: int = 0
 
     @classmethod
@@ -54,7 +54,7 @@ class DraftSize:
 
 
 class LayerBuffer(RaggedBuffer):
-    """One layer, where each row and key head has its tokens, and the queries of all steps."""
+    """One layer, where each row and KV head has its tokens, and the queries of all steps."""
 
     def __init__(self, kind: LayerKind, size: DraftSize, table: Tensor, active: Tensor) -> None:
         """table: [2 * rows * kv_heads] starts and lengths; active [rows, 1]"""

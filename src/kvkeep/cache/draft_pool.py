@@ -98,7 +98,7 @@ class DraftPool(HFCacheAdapter):
         return Drafted(queries, self._ends(done, size.rows))
 
     def _ends(self, steps: int, rows: int) -> list[int]:
-        """Of each row, the number of its steps up to that which predicts an EOS; of one without, more than so many."""
+        """Count each row's steps up to that which predicts an EOS; a row without one has more than so many."""
         ended = torch.isin(self.drafted[:steps, :rows], self.eos).cumsum(0) > 0
         return (1 + (~ended).sum(0)).tolist()
 
@@ -130,7 +130,7 @@ class DraftPool(HFCacheAdapter):
         self.step, self.size = torch.zeros(1, dtype=torch.int64, device=home), size
 
     def _load(self, texts: Sequence[Kept], steps: int) -> None:
-        """Copy what is kept, with room for so many more tokens of every key head."""
+        """Copy what is kept, with room for so many more tokens of every KV head."""
         self.awaiting = None  # of a step that was cut short
         rows = [row for text in texts for row in text.rows.values()]
         self._set_tables([self._segments(i, texts, steps) for i in self.buffers], len(rows))
@@ -148,7 +148,7 @@ class DraftPool(HFCacheAdapter):
         self.positions[: len(rows)] = upload([[row.position - 1] for row in rows], device)
 
     def _segments(self, index: int, texts: Sequence[Kept], steps: int) -> tuple[list[int], list[int]]:
-        """Start and length of every row and key head of a layer; rows too many begin at the slot nobody reads."""
+        """Start and length of every row and KV head of a layer; rows too many begin at the slot nobody reads."""
         lengths = [n for text in texts for n in text.segments(index)[1]]
         *starts, _ = accumulate((n + steps for n in lengths), initial=0)
         free = self.size.rows * self.buffers[index].kind.kv_heads - len(lengths)
@@ -247,7 +247,7 @@ def most_held(model: Any) -> int:
 
 
 def held_bytes(model: Any) -> int:
-    """Of the buffers that drafts of this model have left."""
+    """Bytes of the buffers that drafts of this model have left."""
     pool = _pools.get(model)
     return 0 if pool is None else pool.nbytes
 

@@ -181,7 +181,7 @@ class EvictingBackend:
 
     @torch.no_grad()
     def _evict_for_draft(self, index: int, layer: RaggedLayer, layout: BatchLayout, draft: Draft) -> None:
-        """Of rows whose prompt ends here, no more is held than their draft is decoded from."""
+        """Evict rows whose prompt ends here down to what their draft is decoded from."""
         seen = [before + count for before, count in zip(layout.seen, layout.counts, strict=True)]
         most = [draft.kept(self.budget.tokens(n), n) for n in seen]
         due = [ends and max(layer.row_lengths(row)) > most[row] for row, ends in enumerate(layout.evict_later or ())]
@@ -198,7 +198,7 @@ class EvictingBackend:
     def _attend_guesses(
         self, index: int, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout
     ) -> tuple[Tensor, Tensor | None]:
-        """As in the decode steps of these tokens, if the guesses are right."""
+        """Attend as the decode steps of these tokens would, if the guesses are right."""
         self.evictor.store_all()
         key, value = call.key.detach().clone(), call.value.detach().clone()  # not views of the whole prompt's
         self.guessed[index] = Guessed(layer.snapshot(several=True), key, value, layout)

@@ -316,7 +316,7 @@ class Evictor:
 
 
 def gather_kept(tokens: Tokens, lengths: Sequence[int], selection: Selection | None) -> list[Tokens]:
-    """Each key head's selected tokens; None: all. A reused selection may be on another device."""
+    """Each KV head's selected tokens; None: all. A reused selection may be on another device."""
     if selection is None:
         return [tokens[h, :n] for h, n in enumerate(lengths)]
     index = selection.index.to(tokens.keys.device)

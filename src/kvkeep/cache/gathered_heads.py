@@ -1,4 +1,4 @@
-"""Methods that compare key heads, where each process has some of them: all decide on all heads, each keeps its own."""
+"""Methods that compare KV heads, where each process has some of them: all decide on all heads, each keeps its own."""
 
 from __future__ import annotations
 

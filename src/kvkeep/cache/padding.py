@@ -84,7 +84,7 @@ class BatchLayout:
         return replace(self, counts=[len(p) for p in positions], positions=positions)
 
     def held_whole(self) -> BatchLayout:
-        """Of a prompt that is fed again first: nothing is evicted yet."""
+        """Evict nothing yet: the prompt is fed again first."""
         if self.frozen or max(self.counts) == 1 and all(self.seen):
             return self
         return replace(self, evict_now=[False] * len(self.counts), evict_later=self.evict_now)
@@ -105,7 +105,7 @@ class PaddingTracker:
         """whole: a text of so many tokens is kept whole, even where the budget is less"""
         self.budget, self.schedule, self.whole = budget, schedule, whole
         self.seen: list[int] = []  # tokens of each row so far, padding excluded
-        self.kept: list[int] = []  # of these, how many the budget leaves to each key head on average
+        self.kept: list[int] = []  # of these, how many the budget leaves to each KV head on average
         self.padded_length = 0  # tokens of each row so far, padding included
         self.attention_mask: Tensor | None = None  # [rows, padded_length] the last one, if any
         self.prompt: list[int] = []  # of each row's tokens, how many are not of the last generation

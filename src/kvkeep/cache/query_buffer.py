@@ -23,7 +23,7 @@ OutputWeight = Callable[[int], Tensor] | None  # of a layer [heads, hidden, dim]
 
 @dataclass(frozen=True)
 class Found:
-    """Of one row of a layer, what passes after a prompt found out."""
+    """What passes after a prompt found out about one row of a layer."""
 
     scores: Tensor | None = None  # [kv_heads, new] of the newest tokens: their token state
     queries: Tensor | None = None  # [heads, q, dim] to score with, in place of the text's last

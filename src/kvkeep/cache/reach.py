@@ -52,7 +52,7 @@ class KeyReach:
     known: dict[int, int] = field(default_factory=dict)  # row -> tokens of text; it may be more
 
     def longest(self, row: int | None = None) -> int:
-        """The number of tokens of the fullest key head, of one row or of all."""
+        """The number of tokens of the fullest KV head, of one row or of all."""
         layers = [layer for layer in self.store.values() if layer]
         return max((max(layer.lengths if row is None else layer.row_lengths(row)) for layer in layers), default=0)
 
@@ -110,12 +110,12 @@ class KeyReach:
 
 
 def moved(head: Tokens, lowest: int, rotation: Rotation | None) -> Tokens:
-    """The tokens of a key head, with keys moved so that none is before `lowest`."""
+    """The tokens of a KV head, with keys moved so that none is before `lowest`."""
     return placed(head, move_within(head.parts["rope_positions"], lowest), rotation)
 
 
 def placed(head: Tokens, positions: Tensor, rotation: Rotation | None) -> Tokens:
-    """The tokens of a key head, with keys rotated to these RoPE positions."""
+    """The tokens of a KV head, with keys rotated to these RoPE positions."""
     before = head.parts["rope_positions"]
     keys = rotation.rotate(head.keys, positions - before) if rotation else head.keys
     return replace(head, keys=keys, rope_positions=positions.to(before.dtype))

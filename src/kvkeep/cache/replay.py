@@ -179,7 +179,7 @@ class ReplayForward(HFCacheAdapter):
 
 
 def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
-    """Of the tokens that were not fed again yet, if the method wants them to be."""
+    """Score the tokens that were not fed again yet, if the method wants them to be."""
     if not (replay := cache.method.replay):
         return {}
     for memory, storage, scores in known:
@@ -193,7 +193,7 @@ def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
 
 
 def _attend_appended(call: AttentionCall, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Over each head's tokens, followed by the new ones of the one row. keys, values: of each key head [n, dim]"""
+    """Over each head's tokens, followed by the new ones of the one row. keys, values: of each KV head [n, dim]"""
     q = call.query.shape[2]
     held_keys, held_values = stacked_view(keys), stacked_view(values)
     if held_keys is not None and held_values is not None and call.softcap is None and call.sink_logits is None:

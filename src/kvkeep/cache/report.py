@@ -17,7 +17,7 @@ class Report:
     method: str
     budget: int | float
     tokens_seen: list[int]  # per row, padding excluded
-    kept_per_head: float  # mean over rows, layers and key heads
+    kept_per_head: float  # mean over rows, layers and KV heads
     bytes: int  # keys and values, measured on their storages
     peak_bytes: int  # the most of them at once, counting layers not evicted from yet
     full_bytes: int  # what keys and values of every token seen would take
@@ -25,7 +25,7 @@ class Report:
     host_bytes: int  # keys and values offloaded to host memory or disk, by retrieval methods
     layers: int  # compressed layers; sliding-window and linear ones are not counted
     kv_heads: int
-    tokens: list[list[list[int]]]  # [layer][row][key head]
+    tokens: list[list[list[int]]]  # [layer][row][KV head]
     kept: dict[str, float] = field(default_factory=dict)  # kept_per_head, of the prompt and generated since; or of a
     # context, of the question about it and generated. Tokens prefilled one by one count as generated.
     coverage: float | None = None  # share of the scores that was kept of the last prefill, if it decides: on average
@@ -68,7 +68,7 @@ class Report:
         states: Mapping[int, Sequence[LayerState]],
         peak: int,
     ) -> Report:
-        """Of a retrieval method: the tokens kept are those last attended to."""
+        """Report a retrieval method: the tokens kept are those last attended to."""
         flat = [state for rows in states.values() for state in rows]
         tokens = [[[state.device_tokens] * len(state.near[0]) for state in rows] for rows in states.values()]
         return cls(
@@ -108,9 +108,9 @@ class Report:
 def kept_by_part(
     parts: Mapping[str, Sequence[int]], kept: float, layers: Sequence[Sequence[Sequence[Tensor]]]
 ) -> dict[str, float]:
-    """Tokens per key head of each part of the text, on average.
+    """Tokens per KV head of each part of the text, on average.
 
-    parts: where each ends, per row; kept: of all parts; layers: [layer][row][key head] -> token positions, empty if all
+    parts: where each ends, per row; kept: of all parts; layers: [layer][row][KV head] -> token positions, empty if all
     kept tokens are of the first part
     """
     first, *others = parts

@@ -156,7 +156,7 @@ class LayerRows:
 
     @property
     def index_nbytes(self) -> int:
-        """Of what is stored about units."""
+        """Bytes of what is stored about units."""
         return self.entries.nbytes + self.units.slot_of.nbytes + self.units.table.nbytes
 
     # a row comes and goes

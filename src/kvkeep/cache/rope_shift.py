@@ -40,7 +40,7 @@ class RopeShift:
         return self._shift(layer, vectors, *by)
 
     def angles_from_zero(self, layer: int, vectors: Tensor) -> Angles:
-        """Of positions 0, 1, …, in the layout of the kernel `rotate`; the rotation must be whole."""
+        """Give the angles of positions 0, 1, …, in the layout of the kernel `rotate`; the rotation must be whole."""
         rotation = self.rotations[layer]
         assert rotation is not None
         return self._shift_angles(rotation, (0, 1), vectors)

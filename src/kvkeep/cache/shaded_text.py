@@ -20,7 +20,7 @@ class ShadedText:
 
     @classmethod
     def of(cls, title: str, texts: Sequence[str], layers: Sequence[Sequence[Sequence[int]]]) -> ShadedText:
-        """layers: [layer][key head] -> positions of the tokens it holds"""
+        """layers: [layer][KV head] -> positions of the tokens it holds"""
         counts = Counter(position for heads in layers for head in heads for position in head)
         return cls(title, texts, [counts[position] for position in range(len(texts))], sum(map(len, layers)))
 

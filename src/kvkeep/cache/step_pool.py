@@ -58,7 +58,7 @@ class StepPool(DecodePool):
         return answer
 
     def slots_of(self, tokens: int) -> int:
-        """Of a row, however many tokens it will have."""
+        """A row takes as many, however many tokens it will have."""
         return self.slots
 
     def slots_needed(self, cache: CacheState, room: int) -> int:

@@ -195,7 +195,7 @@ class BufferedPool(RowPool):
     # one step
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """As in a `RowPool`; the queries are written beside."""
+        """Append and attend like a `RowPool`, and write the queries beside."""
         self.how[index] = call.how
         table, number = self.table_of[index]
         rows, size = self.active_rows, self.window + 1

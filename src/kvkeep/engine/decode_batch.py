@@ -10,7 +10,7 @@ from kvkeep.engine.request import Request
 
 
 class DecodeBatch(Protocol):
-    """`PooledBatch` where decoding appends, or evicts one token of every key head; `IndependentBatch` elsewhere."""
+    """`PooledBatch` where decoding appends, or evicts one token of every KV head; `IndependentBatch` elsewhere."""
 
     @property
     def requests(self) -> list[Request]:

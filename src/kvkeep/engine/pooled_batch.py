@@ -90,7 +90,7 @@ class PooledBatch:
         memory: MemoryCap | None = None,
         pool: RowPool | StepPool | None = None,
     ) -> None:
-        """max_tokens: per key head, of all rows together, allocated at once; None: as needed, within `memory`
+        """max_tokens: per KV head, of all rows together, allocated at once; None: as needed, within `memory`
 
         pool: of a method that evicts in decode, a `StepPool` or `BufferedPool`
         """
@@ -217,7 +217,7 @@ class PooledBatch:
 
     @property
     def _rows(self) -> int:
-        """Of a step: those in use, and free ones between them; on a GPU as many as are captured."""
+        """Rows of a step: those in use, and free ones between them; on a GPU as many as are captured."""
         rows = max(self.by_row) + 1
         return min(1 << (rows - 1).bit_length(), self.pool.rows) if self.on_gpu else rows
 

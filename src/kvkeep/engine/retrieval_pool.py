@@ -90,7 +90,7 @@ class RetrievalPool(DecodePool):
     # the size of the pool
 
     def sizes_for(self, cache: Cache, room: int) -> RowSizes:
-        """Of a row for this cache and `room` more tokens."""
+        """Sizes of a row for this cache and `room` more tokens."""
         state, unit = backend_of(cache).states[self.plan.layers[0]][0], self.plan.shape.unit
         near, units = state.num_near + room + unit, (state.seen + room) // unit + 1
         return RowSizes(near, units, len(state.host.blocks) + 1, self.plan.shape.most)

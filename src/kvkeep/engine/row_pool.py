@@ -51,7 +51,7 @@ class RowPool(DecodePool):
     mixed = True  # rows of any methods and budgets
 
     def __init__(self, model: Any, rows: int, tokens: int, longest: int, storage: str | None = None):
-        """tokens: slots of each layer, over all rows and key heads; longest: tokens one key head may have
+        """tokens: slots of each layer, over all rows and KV heads; longest: tokens one KV head may have
 
         storage: as in `Cache`
         """
@@ -95,11 +95,11 @@ class RowPool(DecodePool):
         return answer
 
     def slots_of(self, tokens: int) -> int:
-        """Of a row of so many tokens per key head, where all key heads have as many."""
+        """Slots of a row of so many tokens per KV head, where all KV heads have as many."""
         return tokens * key_shape(self.model)[0]
 
     def slots_needed(self, cache: Cache, room: int) -> int:
-        """Slots of the fullest layer for a cache of one row and `room` more tokens per key head."""
+        """Slots of the fullest layer for a cache of one row and `room` more tokens per KV head."""
         return max(sum(self.sizes(cache, i, room)) for i in self.compressed_layers)
 
     def grow(self, rows: int, tokens: int, longest: int) -> bool:
@@ -120,11 +120,11 @@ class RowPool(DecodePool):
         return True
 
     def sizes(self, cache: Cache, layer: int, room: int) -> list[int]:
-        """Slots each key head needs for a cache of one row and `room` more tokens."""
+        """Slots each KV head needs for a cache of one row and `room` more tokens."""
         return [self.slots(n + room) for n in cache.backend.store[layer].row_lengths(0)]
 
     def fits(self, cache: Cache, room: int) -> bool:
-        """Whether there is space now for a cache of one row and `room` more tokens per key head."""
+        """Whether there is space now for a cache of one row and `room` more tokens per KV head."""
         return self.could_fit(cache, room) and all(
             self.free[i].largest >= sum(self.sizes(cache, i, room)) for i in self.compressed_layers
         )

@@ -1,6 +1,6 @@
 """One layer's buffers in a row pool: in the model's dtype, or quantized to 8 or 4 bits.
 
-Each row and key head has a span of its own; the pool tracks where it starts and how many tokens it has.
+Each row and KV head has a span of its own; the pool tracks where it starts and how many tokens it has.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class RaggedBuffer:
 
     @staticmethod
     def slots(tokens: int) -> int:
-        """Slots that one key head needs."""
+        """Slots that one KV head needs."""
         return tokens
 
     def put(self, row: int, starts: Sequence[int], on_device: Tensor, layer: RaggedLayer) -> None:
-        """Copy the tokens of a cache of one row. starts: of each key head's span, on the device, too"""
+        """Copy the tokens of a cache of one row. starts: of each KV head's span, on the device, too"""
         flat, first, ends, total = layer.flat, layer.segment_starts, layer.ends, sum(layer.lengths)
         keys, values = flat.keys, flat.values
         if layer.codes:
@@ -77,7 +77,7 @@ class RaggedBuffer:
 
 
 class QuantizedBuffer:
-    """Complete groups quantized, and a tail for each row and key head; inactive rows write nothing."""
+    """Complete groups quantized, and a tail for each row and KV head; inactive rows write nothing."""
 
     def __init__(self, rows: int, kv_heads: int, tokens: int, dim: int, bits: int, dtype: torch.dtype, device: Any):
         slots = -(-tokens // GROUP_SIZE) * GROUP_SIZE
@@ -144,7 +144,7 @@ class QuantizedBuffer:
 def new_buffer(
     rows: int, kv_heads: int, tokens: int, dim: int, bits: int | None, dtype: torch.dtype, device: Any
 ) -> RaggedBuffer | QuantizedBuffer:
-    """Of so many slots; bits: 8 or 4, None: not quantized"""
+    """Make a buffer of so many slots. bits: 8 or 4, None: not quantized"""
     if bits is None:
         return RaggedBuffer(tokens, dim, dtype, device)
     return QuantizedBuffer(rows, kv_heads, tokens, dim, bits, dtype, device)

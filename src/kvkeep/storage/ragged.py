@@ -1,4 +1,4 @@
-"""One layer's keys and values: ragged over rows and key heads, in flat buffers that hold nothing else.
+"""One layer's keys and values: ragged over rows and KV heads, in flat buffers that hold nothing else.
 
 Segments lie row by row, head by head. Room for growth is a 64th of a segment, so memory exceeds what is kept by at
 most 1.6 %, and a decode step copies at most 64 tokens per head on average.
@@ -98,27 +98,27 @@ class RaggedLayer:
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of one token's key and value in one key head, in the model's dtype."""
+        """Bytes of one token's key and value in one KV head, in the model's dtype."""
         tails, flat = self.quantized, self.flat
         like = (tails.tail_keys, tails.tail_values) if tails else (flat.keys, flat.values)
         return sum(t.shape[-1] * t.element_size() for t in like)
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """(start, length) of every row and key head."""
+        """(start, length) of every row and KV head."""
         return list(zip(self.starts, self.lengths, strict=True))
 
     def row_lengths(self, row: int) -> list[int]:
-        """Tokens per key head of one row."""
+        """Tokens per KV head of one row."""
         return self.lengths[row * self.kv_heads : (row + 1) * self.kv_heads]
 
     def positions(self) -> list[list[Tensor]]:
-        """Token positions, ascending: [row][key head] -> [n]"""
+        """Token positions, ascending: [row][KV head] -> [n]"""
         heads = [self.flat.token_positions[start : start + n] for start, n in self.segments]
         return [heads[row * self.kv_heads : (row + 1) * self.kv_heads] for row in range(self.rows)]
 
     def row(self, row: int) -> list[Tokens]:
-        """One row's tokens, per key head, in order of position: views, except of quantized keys and values."""
+        """One row's tokens, per KV head, in order of position: views, except of quantized keys and values."""
         mine = self.segments[row * self.kv_heads : (row + 1) * self.kv_heads]
         heads = [self.flat[start : start + length] for start, length in mine]
         if not (codes := self.codes):
@@ -169,7 +169,7 @@ class RaggedLayer:
         self.flat = replace(self.flat, keys=keys, values=values)
 
     def hold(self, rows: Sequence[Sequence[Tokens]]) -> None:
-        """As `fill`, in the model's dtype until `quantize`."""
+        """Fill the layer, in the model's dtype until `quantize`."""
         self._write_segments(rows, growth=0)
 
     def _write_segments(self, rows: Sequence[Sequence[Tokens]], growth: int, spare: int = 0) -> None:

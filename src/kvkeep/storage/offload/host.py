@@ -127,7 +127,7 @@ class HostStore:
         return self.device_lru.nbytes if self.device_lru else 0
 
     def keys(self) -> list[Tensor]:
-        """Of all blocks, [kv_heads, n, dim] each, readable by the CPU."""
+        """The keys of all blocks, [kv_heads, n, dim] each, readable by the CPU."""
         self._synchronize()
         return [block.keys for block in self.blocks]
 

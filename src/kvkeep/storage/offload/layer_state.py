@@ -103,7 +103,7 @@ class LayerState:
 
     @property
     def device_tokens(self) -> int:
-        """Tokens per key head on the device."""
+        """Tokens per KV head on the device."""
         return self.num_near + self.num_sinks + (self.retrieved.index.shape[1] if self.retrieved else 0)
 
     @property
@@ -119,7 +119,7 @@ class LayerState:
         return sum(t.nbytes for t in stored if t is not None)
 
     def positions(self) -> list[list[int]]:
-        """Of the tokens last attended to, per key head, ascending."""
+        """Positions of the tokens last attended to, per KV head, ascending."""
         near = list(range(self.near_start, self.seen))
         sinks = list(range(self.num_sinks))
         far: list[list[int]] = [[]]

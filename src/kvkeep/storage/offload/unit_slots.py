@@ -23,7 +23,7 @@ class UnitShape:
     unit: int  # tokens
     sinks: int
     most: int  # units that a step selects
-    lists: int  # selections: 1, or one per key head
+    lists: int  # selections: 1, or one per KV head
     kv_heads: int
     dim: int
     v_dim: int
@@ -51,12 +51,12 @@ class UnitSlots:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Of rows."""
+        """All that is held of each row."""
         maps = self.slots, self.slot_of, self.unit_of, self.used, self.hand, self.table, self.blocks
         return (*self.pair, *maps)
 
     def copy_rows(self, before: UnitSlots) -> None:
-        """Of another number of slots, all are fetched again."""
+        """Copy the rows of other slots; where their number differs, all units are fetched again."""
         if before.unit_of.shape[2] == self.unit_of.shape[2]:
             for new, old in zip(self.tensors, before.tensors, strict=True):
                 new[tuple(map(slice, old.shape))] = old
