@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 import kvkeep
 from kvkeep.cache import draft, draft_pool, passes
 from kvkeep.cache.draft_pool import DraftPool
+from kvkeep.cache.held_draft import HeldDraft
 from kvkeep.engine import memory
 from kvkeep.errors import BadInput
 from kvkeep.evaluate.shared_prefill import prefill_shared
@@ -49,15 +50,16 @@ def found(request, monkeypatch):
 @pytest.fixture
 def captures(monkeypatch):
     """The number of rows of every step that is captured; "not": of a draft whose steps are not."""
-    rows, runner = [], DraftPool.runner
+    rows, runner, held = [], DraftPool.runner, HeldDraft.runner
     monkeypatch.setattr(draft_pool, "DEVICES", {DEVICE})
 
     def watched(pool, number):
         if number not in pool.runners:
-            rows.append(number if pool.captures else "not")
+            rows.append(number)
         return runner(pool, number)
 
     monkeypatch.setattr(DraftPool, "runner", watched)
+    monkeypatch.setattr(HeldDraft, "runner", lambda pool, number: rows.append("not") or held(pool, number))
     return rows
 
 

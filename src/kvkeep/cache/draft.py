@@ -96,7 +96,7 @@ def _draft(group: list[DraftRow], stores: Stores, most: int, found: dict[int, La
         with pool_for(model, sum(each.nbytes for each in group)) as pool:
             stop = all(each.draft.predicting for each in group)
             eos = eos_token_ids(model, group[0].cache.tokenizer)
-            drafts = pool if pool.captures else HeldDraft(model)
+            drafts = HeldDraft(model) if pool is None else pool
             drafted = drafts(texts, steps, group[0].cache.pass_end.between_passes, most, eos, stop)
         for cache, text in zip({id(each.cache): each.cache for each in group}.values(), texts, strict=True):
             cache.backend.count_beside(_bytes_beside(text, steps, drafts.captures))

@@ -5,7 +5,7 @@
 There is a graph for each number of rows that was needed so far (1, 2, 4, 8); a row too many writes to a slot nobody
 reads. The buffers are held as long as the model lives, and grow with the rows and tokens of a draft (then all graphs
 are captured again): to `most_held` of keys and values, and the queries of 8 rows (69 MB of an 8B model and 32 tokens).
-Where nothing is captured, they are made for one draft and freed after it.
+Where nothing is captured, a draft reads the texts where they are held (held_draft.py).
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class DraftPool(HFCacheAdapter):
     """What the model sees of drafts: one token for every row."""
 
     seen = 1  # not empty; every row has position ids of its own
+    captures = True
 
     def __init__(self, model: Any, state: Any = None) -> None:
-        """state: of the model, which steps are captured of; None: they are not"""
+        """state: of the model, which steps are captured of"""
         super().__init__(model)
-        self.state, self.captures, self.lock = state, state is not None, Lock()
+        self.state, self.lock = state, Lock()
         self.last_position = last_position(model)
         self.free()
 
@@ -111,12 +112,11 @@ class DraftPool(HFCacheAdapter):
         elif size | self.size == self.size:
             return
         size = size | self.size
-        if self.captures:  # a quarter of a power of two: prompts that keep a little more find room
-            part = max(1, (1 << size.slots.bit_length()) // 8)
-            queries = size.steps * size.rows * query_heads(self.model)
-            left = most - sum(queries * kind.key_dim * kind.dtype.itemsize for kind in kinds.values())
-            limit = left // sum(kind.slot_bytes for kind in kinds.values())
-            size = size | DraftSize(slots=min(limit, -(-size.slots // part) * part))
+        part = max(1, (1 << size.slots.bit_length()) // 8)  # prompts that keep a little more find room
+        queries = size.steps * size.rows * query_heads(self.model)
+        left = most - sum(queries * kind.key_dim * kind.dtype.itemsize for kind in kinds.values())
+        limit = left // sum(kind.slot_bytes for kind in kinds.values())
+        size = size | DraftSize(slots=min(limit, -(-size.slots // part) * part))
         self.free()
         ends = list(accumulate((2 * size.rows * kind.kv_heads for kind in kinds.values()), initial=0))
         for device in {kind.device for kind in kinds.values()}:
@@ -166,8 +166,6 @@ class DraftPool(HFCacheAdapter):
 
     def runner(self, rows: int) -> Callable[[], Tensor]:
         """One decode step of the first rows."""
-        if not self.captures:
-            return lambda: self.decode(rows)
         if rows not in self.runners:
             self._set_tables([self._segments(i, [], 0) for i in self.buffers], 0)  # no row is in use
             weak = weakref.proxy(self)  # the runner is ours: buffers are freed with the model
@@ -226,11 +224,11 @@ def _held_pool(model: Any) -> DraftPool | None:
 
 
 @contextmanager
-def pool_for(model: Any, nbytes: int) -> Iterator[DraftPool]:
-    """For so many bytes: the model's own; or one for this draft alone, where nothing is captured or another drafts."""
+def pool_for(model: Any, nbytes: int) -> Iterator[DraftPool | None]:
+    """The model's own pool, for so many bytes; None where nothing is captured, or another drafts."""
     pool = _held_pool(model) if nbytes <= most_held(model) else None
     if pool is None or not pool.lock.acquire(blocking=False):
-        yield DraftPool(model)
+        yield None
         return
     try:
         yield pool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ class OwnTokens:
 class HeldDraft(DraftPool):
     """Steps that are not captured."""
 
+    captures = False
     buffers: dict[int, OwnTokens]  # type: ignore[assignment]
 
     def reserve(self, size: DraftSize, *_: Any) -> None:
@@ -68,6 +69,9 @@ class HeldDraft(DraftPool):
         self.drafted = torch.zeros(size.steps, size.rows, dtype=torch.int64, device=home)
         self.step = torch.zeros(1, dtype=torch.int64, device=home)
         self.size = size
+
+    def runner(self, rows: int) -> Callable[[], Tensor]:
+        return lambda: self.decode(rows)
 
     def _load(self, texts: Sequence[Kept], steps: int) -> None:
         self.texts = texts
