@@ -5,6 +5,7 @@ import tiny_chat
 from conftest import EVICTING
 
 import kvkeep
+from kvkeep.cache import evictor
 from kvkeep.engine import decoding
 from kvkeep.engine.buffered_pool import BufferedPool, can_buffer
 from kvkeep.engine.pooled_batch import PooledBatch
@@ -38,6 +39,19 @@ def test_rows_with_a_buffer_decode_as_each_does_alone(spec, monkeypatch):
     if not can_buffer(cache):
         pytest.skip("it changes something at every step, or moves keys")
     assert answers(spec, True, monkeypatch) == answers(spec, False, monkeypatch)
+
+
+@pytest.mark.parametrize(("spec", "selections"), [("rkv", 1), ("snapkv", 1), ("snapkv+adakv", 2)])
+def test_where_heads_are_alike_all_layers_are_selected_from_at_once(spec, selections, monkeypatch):
+    calls, own, together = [], evictor.decide, evictor.compress
+    for name, each in (("decide", own), ("compress", together)):
+        monkeypatch.setattr(evictor, name, lambda *given, each=each: calls.append(given[0]) or each(*given))
+    engine = kvkeep.Engine(tiny_chat.model(), tiny_chat.tokenizer(), spec, 48, schedule=6)
+    engine.generate(PROMPTS[3], max_new_tokens=2)
+    calls.clear()
+    engine.generate(PROMPTS[3], max_new_tokens=9)
+    decoded = [seen for seen in calls if seen.is_step]
+    assert len(decoded) == selections and {seen.seq_len for seen in decoded} == {engine.length(PROMPTS[3]) + 6}
 
 
 def test_a_budget_may_be_a_fraction(monkeypatch):

@@ -32,6 +32,8 @@ from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
 from kvkeep.types import Budget, Softmax, Tokens
 
+Held = Callable[[int], tuple[Tokens, list[int]]]  # a layer's tokens, and how many each KV head has
+
 
 @dataclass(frozen=True)
 class Guessed:
@@ -256,22 +258,25 @@ class EvictingBackend:
             self.query_buffer.append_step(index, call.query, layout)
 
     @torch.no_grad()
-    def evict_decoded(
-        self, held: Callable[[int], Tokens], queries: dict[int, Tensor], how: dict[int, Softmax], seen: int
-    ) -> None:
+    def evict_decoded(self, held: Held, queries: dict[int, Tensor], how: dict[int, Softmax], seen: int) -> None:
         """Evict from the one row, of which a layer's tokens are held elsewhere, as its last decode step would have."""
-        for index, layer in self.store.items():
-            tokens, lengths = held(index), layer.row_lengths(0)
+
+        def row(index: int) -> EvictionCandidate:
+            tokens, lengths = held(index)
             observed = self.query_buffer.decoded(index, queries[index], how[index], tokens, lengths, seen)
-            self.evictor.evict(index, [EvictionCandidate(observed, tokens, lengths, True)], may_wait=True)
+            return EvictionCandidate(observed, tokens, lengths, True)
+
+        if not (self.evictor.treats_heads_alike and self.evictor.evict_together({i: row(i) for i in self.layers})):
+            for index in self.layers:
+                self.evictor.evict(index, [row(index)], may_wait=True)
         self.evictor.store_all()
         self.evictor.end_pass()
         self.query_buffer.commit()
 
-    def fill_decoded(self, held: Callable[[int], Tokens], queries: dict[int, Tensor]) -> None:
+    def fill_decoded(self, held: Held, queries: dict[int, Tensor]) -> None:
         """Bring the tokens of the one row back, which were held elsewhere."""
         for index, layer in self.store.items():
-            layer.fill([gather_kept(held(index), layer.row_lengths(0), None)])
+            layer.fill([gather_kept(*held(index), None)])
         self.query_buffer.keep_decoded(queries)
 
     def commit(self) -> None:

@@ -1,17 +1,18 @@
 """A pool of sequences of one method and budget that evict every so many decoded tokens: a buffered schedule.
 
-Between two evictions a row only appends, in the captured steps of all rows. Keys and values of a row are in the pool
-alone; its cache has the rest. An eviction brings them back to the cache, which selects as it would have by itself, and
-admits what is kept again. The pool also holds the newest queries of every row, which the method scores with.
+Between two evictions a row only appends, in the captured steps of all rows. Its tokens are in the pool alone. An
+eviction brings what is kept back to the row's cache, which selects as it would have by itself, and admits it again. The
+pool also holds the newest queries of every row, which the method scores with.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.eviction import EvictingBackend
@@ -20,7 +21,7 @@ from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import query_heads
 from kvkeep.storage.pool import RaggedBuffer
 from kvkeep.storage.upload import upload
-from kvkeep.types import Softmax, Tokens
+from kvkeep.types import NOTHING, PAD_POSITION, Softmax, Tokens
 
 
 def can_buffer(cache: Cache) -> bool:
@@ -35,13 +36,16 @@ def can_buffer(cache: Cache) -> bool:
 
 @dataclass
 class BufferedRow:
-    """A row that is in use, and how many tokens it has decoded since its cache was told of them."""
+    """A row that is in use."""
 
-    cache: Cache
+    cache: Cache  # counts the row's tokens, and holds none of them
     answer: int  # tokens it may decode
+    held: dict[int, Tokens] = field(default_factory=dict)  # as it was admitted, but for keys and values, by layer
+    lengths: dict[int, list[int]] = field(default_factory=dict)  # tokens of each KV head then
+    new: int = 0  # tokens decoded since that its cache has counted
     queries: int = 0  # that are held of its newest tokens
-    decoded: int = 0
-    told: int = 0  # tokens it has decoded before these
+    decoded: int = 0  # tokens that its cache has not counted
+    told: int = 0  # tokens that it has, of all that were decoded
 
     @property
     def backend(self) -> EvictingBackend:
@@ -107,49 +111,52 @@ class BufferedPool(RowPool):
     def admit(self, row: int, cache: Cache, answer: int) -> None:
         """Move keys and values of a cache of one row here, with space for those it decodes between two evictions."""
         super().admit(row, cache, self.room_for(cache, answer))
-        self.used[row] = mine = BufferedRow(cache, answer)
+        lengths = {i: layer.row_lengths(0) for i, layer in cache.backend.store.items()}
+        self.used[row] = mine = BufferedRow(cache, answer, lengths=lengths)
         window = mine.backend.query_buffer
         window.merge_steps()
         known = {i: queries for (i, _), queries in window.queries.items()}
         mine.queries = min((queries.shape[1] for queries in known.values()), default=0)
         for i, slots in self._query_slots(row).items():
             self.newest[i][row, slots] = known[i][:, -mine.queries :].transpose(0, 1)
-        for layer in mine.backend.store.values():
-            layer.drop_keys_and_values()
+        for i, layer in mine.backend.store.items():
+            mine.held[i] = replace(layer.dense(0), keys=NOTHING, values=NOTHING)
+            layer.clear()
 
     def _query_slots(self, row: int) -> dict[int, Tensor]:
-        """The slots of the newest queries of a row whose cache knows all its tokens, by layer. [queries]"""
-        store, size, count = self.used[row].backend.store, self.window + 1, self.used[row].queries
-        if not count:
+        """The slots of the newest queries of a row whose cache has counted all its tokens, by layer. [queries]"""
+        mine, size = self.used[row], self.window + 1
+        if not (count := mine.queries):
             return {}
-        ends = [store[i].row_lengths(0)[0] for i in self.newest]
+        ends = [mine.lengths[i][0] + mine.new for i in self.newest]
         slots = [[(end - count + j) % size for j in range(count)] for end in ends]
         at = {device: upload(slots, device) for device in self.slot_tables}
         return {i: at[queries.device][number] for number, (i, queries) in enumerate(self.newest.items())}
 
     def _tell(self, row: int, count: int) -> dict[int, Tensor]:
-        """Tell a row's cache of the tokens it has decoded. -> the newest queries of every layer [heads, q, dim]"""
+        """Have a row's cache count what it has decoded. -> the newest queries of every layer [heads, q, dim]"""
         mine = self.used[row]
-        cache = mine.cache
-
-        def decoded(i: int) -> None:
-            layer = cache.backend.store[i]
-            positions = torch.arange(cache.seen, cache.seen + count, dtype=torch.int32, device=layer.ends.device)
-            blank = self._buffer(i).keys.new_empty(1, layer.kv_heads, count, 0)
-            layer.append(blank, blank, [positions], None)
-
-        if count:
-            cache.append_decoded(count, decoded)
-        mine.queries, mine.decoded, mine.told = min(self.window, mine.queries + count), 0, mine.told + count
+        mine.cache.append_decoded(count, lambda _: None)
+        mine.new, mine.decoded, mine.told = mine.new + count, 0, mine.told + count
+        mine.queries = min(self.window, mine.queries + count)
         return {i: self.newest[i][row, slots].transpose(0, 1) for i, slots in self._query_slots(row).items()}
 
-    def _tokens(self, row: int, index: int) -> Tokens:
-        """All tokens of a row whose cache knows them, as [kv_heads, longest, …]; shorter heads are padded."""
-        layer, buffer = self.used[row].backend.store[index], self._buffer(index)
-        (table, number), longest = self.table_of[index], max(layer.row_lengths(0))
-        slots = table.starts[number, row][:, None] + torch.arange(longest, device=buffer.keys.device)
+    def _tokens(self, row: int, index: int) -> tuple[Tokens, list[int]]:
+        """All tokens of a row, once its cache has counted them, [kv_heads, longest, …], and each KV head's number."""
+        mine, buffer, (table, number) = self.used[row], self._buffer(index), self.table_of[index]
+        before, new, device = mine.lengths[index], mine.new, buffer.keys.device
+        lengths, held = [n + new for n in before], mine.held[index]
+        slots = table.starts[number, row][:, None] + torch.arange(max(lengths), device=device)
         slots = slots.clamp_max(len(buffer.keys) - 1)
-        return replace(layer.dense(0), keys=buffer.keys[slots], values=buffer.values[slots])
+        seen = mine.cache.seen
+        fresh = torch.arange(seen - new, seen, dtype=held.token_positions.dtype, device=device).expand(len(before), -1)
+        if len(set(before)) == 1:
+            positions = torch.cat([held.token_positions, fresh], 1)
+        else:
+            ends = upload(before, device)[:, None] + torch.arange(new, device=device)
+            positions = pad(held.token_positions, (0, new), value=PAD_POSITION).scatter(1, ends, fresh)
+        state = None if held.token_state is None else pad(held.token_state, (0, 0, 0, new))
+        return Tokens(buffer.keys[slots], buffer.values[slots], positions, None, state), lengths
 
     def complete(self, row: int, cache: Cache, count: int) -> None:
         """Move a row's tokens back to its cache, as it is after `count` decoded tokens."""

@@ -163,11 +163,6 @@ class RaggedLayer:
         """Free all tokens; they are held elsewhere."""
         self.flat, self.rows, self.starts, self.lengths, self.room = EMPTY, 0, [], [], []
 
-    def drop_keys_and_values(self) -> None:
-        """Free them, but not the positions and state of their tokens; they are held elsewhere."""
-        keys, values = (part[:, :0].clone() for part in (self.flat.keys, self.flat.values))
-        self.flat = replace(self.flat, keys=keys, values=values)
-
     def hold(self, rows: Sequence[Sequence[Tokens]]) -> None:
         """Fill the layer, in the model's dtype until `quantize`."""
         self._write_segments(rows, growth=0)

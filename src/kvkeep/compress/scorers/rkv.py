@@ -26,7 +26,7 @@ class RKVScorer(Checked):
     pool: Odd = 7
     importance: Share = 0.1  # of the score, the rest is redundancy
     alike: Cosine = 0.5
-    signed, one_scale = True, False
+    signed, one_scale, per_head = True, False, True
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         window = max(1, effective_window(self.window, budget))
