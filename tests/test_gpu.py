@@ -10,6 +10,7 @@ from conftest import EVICTING, RETRIEVING, make_llama
 import kvkeep
 from kvkeep.cache import draft_pool, passes
 from kvkeep.compress.parse import parse
+from kvkeep.engine.buffered_pool import BufferedPool
 from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.sampling import Generation
@@ -69,6 +70,18 @@ def test_a_batch_in_a_graph_says_what_each_says_alone(spec):
     assert engine.generate(prompts, rows=3, max_new_tokens=20) == [
         engine.generate(prompt, max_new_tokens=20) for prompt in prompts
     ]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
+@pytest.mark.parametrize("spec", ["rkv", "kvkeep", "snapkv", "snapkv+adakv", "keep_prompt_random"])
+def test_rows_that_evict_between_two_graphs_say_what_each_says_alone(spec):
+    model, words = tiny_chat.model().to("cuda"), tiny_chat.tokenizer()
+    engine = kvkeep.Engine(model, words, spec, 48, schedule=8)
+    prompts = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(100 + 40 * seed)) for seed in range(5)]
+    together = engine.generate(prompts, rows=3, max_new_tokens=40)
+    (batch,) = engine._driver.scheduler.held.batches.values()
+    assert isinstance(batch.pool, BufferedPool) and all(runner.graph for runner in batch.runners.values())
+    assert together == [engine.generate(prompt, max_new_tokens=40) for prompt in prompts]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
