@@ -8,9 +8,10 @@ import torch
 from conftest import EVICTING, RETRIEVING, make_llama
 
 import kvkeep
-from kvkeep.cache import draft_pool, passes
+from kvkeep.cache import passes
+from kvkeep.cache.decode import draft_pool
+from kvkeep.cache.decode.buffered_pool import BufferedPool
 from kvkeep.compress.parse import parse
-from kvkeep.engine.buffered_pool import BufferedPool
 from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.sampling import Generation
@@ -23,6 +24,11 @@ from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 IDS = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :400]
+
+
+def captured(batch):
+    """The runners of a batch's steps, if it captures them."""
+    return batch.runner.graphs.values() if hasattr(batch, "runner") else []
 
 
 @pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING])
@@ -80,7 +86,7 @@ def test_rows_that_evict_between_two_graphs_say_what_each_says_alone(spec):
     prompts = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(100 + 40 * seed)) for seed in range(5)]
     together = engine.generate(prompts, rows=3, max_new_tokens=40)
     (batch,) = engine._driver.scheduler.held.batches.values()
-    assert isinstance(batch.pool, BufferedPool) and all(runner.graph for runner in batch.runners.values())
+    assert isinstance(batch.pool, BufferedPool) and all(runner.graph for runner in batch.runner.graphs.values())
     assert together == [engine.generate(prompt, max_new_tokens=40) for prompt in prompts]
 
 
@@ -128,7 +134,7 @@ def test_rows_come_and_go_in_graphs(storage):
     handles = [engine.submit(prompt, max_new_tokens=12) for prompt in prompts]
     assert [handle.result() for handle in handles] == want == engine.generate(prompts, max_new_tokens=12)
     (batch,) = engine._driver.scheduler.held.batches.values()
-    assert batch.runners and all(runner.graph is not None for runner in batch.runners.values())
+    assert batch.runner.graphs and all(runner.graph is not None for runner in batch.runner.graphs.values())
     assert engine.generate(prompts[0], max_new_tokens=12) == want[0] and engine.cache.seen == len(engine.token_ids)
 
 
@@ -160,7 +166,7 @@ def test_evicting_at_every_step_in_graphs_says_what_it_says_without(spec, kind, 
         handles = [engine.submit(prompt, max_new_tokens=16, temperature=1.0, seed=3) for prompt in prompts]
         said[graphs] += [handle.result() for handle in handles]
         (batch,) = engine._driver.scheduler.held.batches.values()
-        assert {runner.graph is not None for runner in batch.runners.values()} == {graphs}
+        assert {runner.graph is not None for runner in batch.runner.graphs.values()} == {graphs}
         assert type(batch.pool).__name__ == "StepPool"
         monkeypatch.setattr(CudaGraphRunner, "_try", without_graph)
     assert said[True] == said[False]
@@ -247,8 +253,8 @@ def test_a_retrieving_batch_in_a_graph_says_what_each_says_alone(spec, monkeypat
     pooled.warmup(rows=4)
     answers = pooled.generate(prompts, rows=3, max_new_tokens=60)
     batches = pooled._driver.scheduler.held.batches.values()
-    assert any(runner.graph for batch in batches for runner in getattr(batch, "runners", {}).values())
-    monkeypatch.setattr("kvkeep.engine.decoding.retrieval_plan", lambda cache: None)
+    assert any(runner.graph for batch in batches for runner in captured(batch))
+    monkeypatch.setattr("kvkeep.cache.decode.policy.retrieval_plan", lambda cache: None)
     alone = kvkeep.Engine(model, words, spec, 64)
     assert answers == [alone.generate(prompt, max_new_tokens=60) for prompt in prompts]
 
@@ -268,9 +274,9 @@ def test_penalties_count_the_tokens_of_steps_that_are_launched_ahead(spec, monke
         pooled.warmup(rows=3)
         found = answers(pooled)
         batches = pooled._driver.scheduler.held.batches.values()
-        assert any(runner.graph for batch in batches for runner in getattr(batch, "runners", {}).values())
-    monkeypatch.setattr("kvkeep.engine.decoding.retrieval_plan", lambda cache: None)
-    monkeypatch.setattr("kvkeep.engine.decoding.can_pool", lambda sequence: False)
+        assert any(runner.graph for batch in batches for runner in captured(batch))
+    monkeypatch.setattr("kvkeep.cache.decode.policy.retrieval_plan", lambda cache: None)
+    monkeypatch.setattr("kvkeep.cache.decode.policy._appends", lambda cache: False)
     with kvkeep.Engine(model, words, spec, 64) as alone:
         assert found == answers(alone)
         hows = [{}] * 4
@@ -287,11 +293,11 @@ def test_tokens_retrieved_one_by_one_in_a_graph():
     assert batch.has_room(request, ())
     batch.admit(request)
     for token in IDS[0, 200:250].tolist():
-        batch.tokens[:] = token
+        batch.runner.tokens[:] = token
         batch.launch()
         (_, follows, _), *_ = batch.collect()
         assert follows == int(alone.extend(torch.tensor([token]))[-1].argmax())
-    assert batch.runners[1].graph and batch.pool.offloader.graph
+    assert batch.runner.graphs[1].graph and batch.pool.offloader.graph
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
@@ -317,7 +323,7 @@ def test_a_captured_draft_is_the_uncaptured_one_and_is_captured_once(spec, monke
             assert got.keys() == want[rows, start].keys() and len(graphs) == taken
             for key, queries in want[rows, start].items():
                 torch.testing.assert_close(got[key], queries, atol=2e-4, rtol=1e-3)
-    assert all(runner.graph for runner in draft_pool._pools[model].runners.values())
+    assert all(runner.graph for runner in draft_pool._drafts[model].runner.graphs.values())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
@@ -326,8 +332,8 @@ def test_a_warm_up_captures_drafts_of_packed_prompts():
     engine = kvkeep.Engine(model, words, "kvkeep_lookahead", 48)
     prompts = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(100 + 40 * seed)) for seed in range(5)]
     engine.warmup(rows=8)
-    assert draft_pool._pools[model].runners.keys() == {1, 2, 4, 8}
-    before = dict(draft_pool._pools[model].runners)
+    assert draft_pool._drafts[model].runner.graphs.keys() == {1, 2, 4, 8}
+    before = dict(draft_pool._drafts[model].runner.graphs)
     answers = engine.generate(prompts, max_new_tokens=20)
     assert answers == [engine.generate(prompt, max_new_tokens=20) for prompt in prompts]
-    assert draft_pool._pools[model].runners == before
+    assert draft_pool._drafts[model].runner.graphs == before

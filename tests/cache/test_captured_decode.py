@@ -9,8 +9,8 @@ import torch
 from conftest import EVICTING, make_llama
 
 import kvkeep
-from kvkeep.cache import captured_decode
-from kvkeep.cache.captured_decode import CapturedDecode
+from kvkeep.cache.decode import captured_decode
+from kvkeep.cache.decode.captured_decode import CapturedDecode
 from kvkeep.compress.parse import parse
 from kvkeep.model.hf_forward import InterceptedForward
 

@@ -13,9 +13,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import kvkeep
-from kvkeep.cache import draft, draft_pool, passes
-from kvkeep.cache.draft_pool import DraftPool
-from kvkeep.cache.held_draft import HeldDraft
+from kvkeep.cache import draft, passes
+from kvkeep.cache.decode import draft_pool, runner
+from kvkeep.cache.decode.draft_pool import DraftPool, Drafts
+from kvkeep.cache.decode.held_draft import HeldDraft
+from kvkeep.cache.decode.runner import Runner
 from kvkeep.engine import memory
 from kvkeep.errors import BadInput
 from kvkeep.evaluate.shared_prefill import prefill_shared
@@ -42,7 +44,7 @@ def found(request, monkeypatch):
     """What is found, of every cache, in buffers that are held or made each time."""
     seen, own = [], draft.draft_queries
     monkeypatch.setattr(draft_pool, "DEVICES", {DEVICE} if request.param == "captured" else set())
-    monkeypatch.setattr(draft_pool, "CudaGraphRunner", Rehearsed)
+    monkeypatch.setattr(runner, "CudaGraphRunner", Rehearsed)
     monkeypatch.setattr(passes, "draft_queries", lambda caches: seen.extend(own(caches)) or seen[-len(caches) :])
     return seen
 
@@ -50,24 +52,35 @@ def found(request, monkeypatch):
 @pytest.fixture
 def captures(monkeypatch):
     """The number of rows of every step that is captured; "not": of a draft whose steps are not."""
-    rows, runner, held = [], DraftPool.runner, HeldDraft.runner
+    rows, capture, step = [], Runner._capture, Runner._step
     monkeypatch.setattr(draft_pool, "DEVICES", {DEVICE})
 
-    def watched(pool, number):
-        if number not in pool.runners:
+    def watched(run, number):
+        if isinstance(run.pool, DraftPool):
             rows.append(number)
-        return runner(pool, number)
+        return capture(run, number)
 
-    monkeypatch.setattr(DraftPool, "runner", watched)
-    monkeypatch.setattr(HeldDraft, "runner", lambda pool, number: rows.append("not") or held(pool, number))
+    def held(run, number):
+        if isinstance(run.pool, HeldDraft) and not run.pool.own:  # its first step
+            rows.append("not")
+        return step(run, number)
+
+    monkeypatch.setattr(Runner, "_capture", watched)
+    monkeypatch.setattr(Runner, "_step", held)
     return rows
 
 
 @pytest.fixture
 def steps(monkeypatch):
     """The rows of every step."""
-    rows, own = [], DraftPool.decode
-    monkeypatch.setattr(DraftPool, "decode", lambda pool, number: rows.append(number) or own(pool, number))
+    rows, own = [], runner.decode_step
+
+    def watched(pool, forward, tokens, *how):
+        if isinstance(pool, (DraftPool, HeldDraft)):
+            rows.append(len(tokens))
+        return own(pool, forward, tokens, *how)
+
+    monkeypatch.setattr(runner, "decode_step", watched)
     return rows
 
 
@@ -161,7 +174,7 @@ def test_caches_that_share_a_prefill(found, steps):
 
 def test_no_step_is_taken_once_all_rows_have_ended(found, steps, monkeypatch):
     """Of two rows of a batch that end, and of those beside one that goes on; looked at after every second step."""
-    monkeypatch.setattr(draft_pool, "CHECKED", 2)
+    monkeypatch.setattr(draft, "CHECKED", 2)
     model, ids, how = build().double(), tokens(60, rows=2), {"window": WINDOW, "tokens": 9, "hold": 8}
     model.generation_config.eos_token_id = list(range(model.config.vocab_size))
     model(ids, past_key_values=kvkeep.Cache(model, "lookahead", 16, predicting=True, **how))
@@ -212,7 +225,7 @@ def test_buffers_are_freed_with_the_model_and_on_request(captures):
         assert draft_pool.held_bytes(model) and draft_pool.free_pool(model)
         assert not draft_pool.held_bytes(model) and not draft_pool.free_pool(model)
     model(tokens(90).to(DEVICE), past_key_values=kvkeep.Cache(model, "lookahead", 24, **HOW))
-    kept = weakref.ref(next(iter(draft_pool._pools[model].buffers.values())).keys)
+    kept = weakref.ref(next(iter(draft_pool._drafts[model].pool.buffers.values())).keys)
     del model
     gc.collect()
     assert kept() is None
@@ -248,20 +261,20 @@ def test_while_another_drafts_buffers_are_made_anew(captures):
     model, ids = build().double().to(DEVICE), tokens(90).to(DEVICE)
     caches = [kvkeep.Cache(model, "lookahead", 24, **HOW) for _ in range(2)]
     model(ids, past_key_values=caches[0])
-    pool = draft_pool._pools[model]
-    before = {i: buffer.keys.clone() for i, buffer in pool.buffers.items()}
-    with pool.lock:
+    drafts = draft_pool._drafts[model]
+    before = {i: buffer.keys.clone() for i, buffer in drafts.pool.buffers.items()}
+    with drafts.lock:
         model(ids.flip(1), past_key_values=kvkeep.Cache(model, "lookahead", 24, **HOW))
         model(ids, past_key_values=caches[1])
         assert not draft_pool.free_pool(model)
-    assert all(torch.equal(pool.buffers[i].keys, keys) for i, keys in before.items())
+    assert all(torch.equal(drafts.pool.buffers[i].keys, keys) for i, keys in before.items())
     assert [caches[0].kept(i) for i in range(3)] == [caches[1].kept(i) for i in range(3)]
 
 
 def test_what_is_too_large_is_not_held(found, steps, monkeypatch):
     model, ids = build().double(), tokens(90, rows=3)
     cheap = kvkeep.Cache(model, "lookahead", 24, **HOW).method.draft
-    row = draft.draft_tokens(model, cheap, 24) * 2 * 2 * 16 * 8 * 3  # keys and values, heads, numbers, bytes, layers
+    row = draft_pool.draft_tokens(model, cheap.steps, 24) * 2 * 2 * 16 * 8 * 3  # both, heads, numbers, bytes, layers
     for most, rows in ((2 * row, {2, 1}), (row // 2, {1})):
         monkeypatch.setattr(draft_pool, "HELD_BYTES", most)
         draft_pool.free_pool(model)
@@ -275,16 +288,22 @@ def test_what_is_too_large_is_not_held(found, steps, monkeypatch):
 def test_where_memory_is_short_fewer_rows_are_drafted_at_a_time(found, steps, monkeypatch):
     model, ids = build().double(), tokens(60, rows=5)
 
-    def lacking(reserve):
-        def checked(pool, size, *how):
-            if size.rows > 2:
-                raise torch.OutOfMemoryError("no memory")
-            reserve(pool, size, *how)
+    reserve, load = Drafts.reserve, HeldDraft.load
 
-        return checked
+    def check_rows(number):
+        if number > 2:
+            raise torch.OutOfMemoryError("no memory")
 
-    for kind in (DraftPool, draft.HeldDraft):
-        monkeypatch.setattr(kind, "reserve", lacking(kind.reserve))
+    def lacking_reserve(drafts, size, most):
+        check_rows(size.rows)
+        return reserve(drafts, size, most)
+
+    def lacking_load(pool, texts, count):
+        check_rows(sum(len(text.rows) for text in texts))
+        load(pool, texts, count)
+
+    monkeypatch.setattr(Drafts, "reserve", lacking_reserve)
+    monkeypatch.setattr(HeldDraft, "load", lacking_load)
     model(ids, past_key_values=kvkeep.Cache(model, "lookahead", 16, **HOW))
     check(found[-1], model, {row: (ids[row : row + 1], 16) for row in range(5)})
     assert set(steps) == {2, 1}
@@ -354,7 +373,7 @@ def test_a_prompt_that_just_fits_reserves_its_draft(chat, captures, monkeypatch)
     draft_pool.free_pool(model)
     longest = max(kvkeep.Engine(*chat).length(prompt) for prompt in PROMPTS)
     cheap = kvkeep.Cache(model, "lookahead", 40, **HOW).method.draft
-    cap = memory.row_bytes(model, longest * 65 // 64 + draft.draft_tokens(model, cheap, 40))
+    cap = memory.row_bytes(model, longest * 65 // 64 + draft_pool.draft_tokens(model, cheap.steps, 40))
 
     def watched(caches):
         found = own(caches)

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 from transformers.modeling_utils import AttentionInterface
 
 import kvkeep
-from kvkeep.cache.draft_pool import DraftPool
+from kvkeep.cache import draft
+from kvkeep.cache.decode import runner
 from kvkeep.compress.parse import parse
 from kvkeep.errors import BadParameter, CacheMisuse
 
@@ -145,10 +146,13 @@ def test_chunks_rows_turns_and_engine():
 
 def test_rows_are_drafted_together(monkeypatch):
     """In one pass for each token; a row that fits has none, and each keeps what it keeps alone."""
-    model, own, drafts = build().double(), DraftPool.decode, []
-    monkeypatch.setattr(
-        DraftPool, "decode", lambda self, rows: drafts.append(self.positions[:rows, 0].tolist()) or own(self, rows)
-    )
+    model, own, drafts = build().double(), runner.decode_step, []
+
+    def watched(pool, forward, ids, positions, last):
+        drafts.append(positions[:, 0].tolist())
+        return own(pool, forward, ids, positions, last)
+
+    monkeypatch.setattr(runner, "decode_step", watched)
     rows = [tokens(n, n)[0] for n in (90, 20, 70)]
     cache, alone = (kvkeep.Cache(model, "lookahead", BUDGET, window=WINDOW, tokens=2) for _ in range(2))
     forward_rows(model, cache, rows, None)
@@ -160,16 +164,16 @@ def test_rows_are_drafted_together(monkeypatch):
 
 
 def test_nothing_is_drafted_where_the_text_fits_and_cut_short_it_is_whole(monkeypatch):
-    model, ids, own = build(), tokens(90), DraftPool.decode
+    model, ids, own = build(), tokens(90), runner.decode_step
     calls = []
 
-    def fail(self, rows):
-        calls.append(self.positions[:rows].tolist())
+    def fail(pool, forward, ids, positions, last):
+        calls.append(positions.tolist())
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return own(self, rows)
+        return own(pool, forward, ids, positions, last)
 
-    monkeypatch.setattr(DraftPool, "decode", fail)
+    monkeypatch.setattr(runner, "decode_step", fail)
     model(ids, past_key_values=kvkeep.Cache(model, "lookahead", 90))
     assert not calls
     cache, want = (kvkeep.Cache(model, "lookahead", BUDGET, tokens=2) for _ in range(2))
@@ -207,8 +211,8 @@ def interrupt(*_):
 
 def test_a_draft_ends_where_an_answer_does(monkeypatch):
     """Old: at the model's EOS alone, not at the tokenizer's or the template's."""
-    seen, own, (model, tokenizer) = [], DraftPool.__call__, tiny_chat.sharp()
-    monkeypatch.setattr(DraftPool, "__call__", lambda self, *how: seen.append(how[-2]) or own(self, *how))
+    seen, own, (model, tokenizer) = [], draft._ends, tiny_chat.sharp()
+    monkeypatch.setattr(draft, "_ends", lambda drafted, eos: seen.append(set(eos.tolist())) or own(drafted, eos))
     model.generation_config.eos_token_id, tokenizer.eos_token_id = [250, 251], 7
     engine = kvkeep.Engine(model, tokenizer, "kvkeep_lookahead:tokens=3", 24)
     engine.generate("the quick brown fox " * 9, max_new_tokens=4)
@@ -217,8 +221,8 @@ def test_a_draft_ends_where_an_answer_does(monkeypatch):
 
 def test_with_auto_a_prompt_within_the_budget_is_drafted_after_too(monkeypatch):
     """Old: it was scored by its own queries, as if they were a draft's."""
-    model, ids, calls, own = build(), tokens(3, 60), [], DraftPool.decode
-    monkeypatch.setattr(DraftPool, "decode", lambda self, rows: calls.append(rows) or own(self, rows))
+    model, ids, calls, own = build(), tokens(3, 60), [], runner.decode_step
+    monkeypatch.setattr(runner, "decode_step", lambda *how: calls.append(how) or own(*how))
     model(ids, past_key_values=kvkeep.Cache(model, "lookahead", 64))
     assert not calls
     model(ids, past_key_values=kvkeep.Cache(model, "lookahead", "auto", max_budget=64))

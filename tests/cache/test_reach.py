@@ -8,13 +8,13 @@ import torch
 from conftest import make_llama
 
 import kvkeep
+from kvkeep.cache.decode.row_pool import RowPool
+from kvkeep.cache.decode.step_pool import StepPool
 from kvkeep.cache.eviction import EvictingBackend
-from kvkeep.cache.step_pool import StepPool
 from kvkeep.compress.parse import parse
 from kvkeep.compress.positions import Contiguous
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request
-from kvkeep.engine.row_pool import RowPool
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig

@@ -378,7 +378,7 @@ def test_a_generation_killed_midway_leaves_a_usable_cache(spec, error):
 @pytest.mark.parametrize("spec", ["h2o", "streamingllm"])
 def test_a_step_cut_short_in_inference_mode_is_undone_outside_of_it(spec, monkeypatch):
     """After a block of layers has evicted."""
-    monkeypatch.setattr("kvkeep.cache.evict_one.BLOCK_LAYERS", {"cpu": 2})
+    monkeypatch.setattr("kvkeep.cache.decode.evict_one.BLOCK_LAYERS", {"cpu": 2})
     model, said = make_llama(), []
     for interrupted in (True, False):
         cache = kvkeep.Cache(model, spec, 24)

@@ -6,8 +6,8 @@ from conftest import EVICTING
 
 import kvkeep
 from kvkeep.cache import evictor
-from kvkeep.engine import decoding
-from kvkeep.engine.buffered_pool import BufferedPool, can_buffer
+from kvkeep.cache.decode import policy
+from kvkeep.cache.decode.buffered_pool import BufferedPool
 from kvkeep.engine.pooled_batch import PooledBatch
 
 PROMPTS = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(40 + 30 * seed)) for seed in range(4)]
@@ -21,7 +21,7 @@ def pools(engine):
 def answers(spec, buffered, monkeypatch, budget=48, every=6):
     model, words = tiny_chat.model().double(), tiny_chat.tokenizer()
     if not buffered:
-        monkeypatch.setattr(decoding, "can_buffer", lambda cache: False)
+        monkeypatch.setattr(policy, "_evicts_between_steps", lambda cache: False)
     engine = kvkeep.Engine(model, words, spec, budget, schedule=every)
     said = engine.generate(PROMPTS, rows=3, max_new_tokens=40)
     assert buffered == any(isinstance(pool, BufferedPool) for pool in pools(engine))
@@ -36,7 +36,7 @@ def answers(spec, buffered, monkeypatch, budget=48, every=6):
 @pytest.mark.parametrize("spec", [*EVICTING, *OTHERS])
 def test_rows_with_a_buffer_decode_as_each_does_alone(spec, monkeypatch):
     cache = kvkeep.Cache(tiny_chat.model(), spec, 48, schedule=6)
-    if not can_buffer(cache):
+    if not policy._evicts_between_steps(cache):
         pytest.skip("it changes something at every step, or moves keys")
     assert answers(spec, True, monkeypatch) == answers(spec, False, monkeypatch)
 

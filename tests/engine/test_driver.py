@@ -166,12 +166,12 @@ def test_a_batch_is_as_large_as_memory_allows(storage):
 def test_the_pool_lives_as_long_as_its_engine():
     engine = kvkeep.Engine(tiny_chat.model(), WORDS, "snapkv", 64)
     engine.generate(PROMPTS, max_new_tokens=4)
-    batch = engine._driver.scheduler.held.batches["pooled None"]
-    pool, runners = weakref.ref(batch.pool), dict(batch.runners)
+    batch = engine._driver.scheduler.held.batches["append: None"]
+    pool, runners = weakref.ref(batch.pool), dict(batch.runner.graphs)
     for _ in range(3):
         engine.generate(PROMPTS[0], max_new_tokens=4)
         engine.generate(PROMPTS, max_new_tokens=4)
-    assert batch.pool is pool() and runners.items() <= batch.runners.items()
+    assert batch.pool is pool() and runners.items() <= batch.runner.graphs.items()
     del batch, runners
     engine.close()
     assert pool() is None
@@ -192,9 +192,9 @@ def test_memory_is_flat_over_many_requests():
             for handle in handles:
                 handle.result()
             if number == 50:
-                size = engine._driver.scheduler.held.batches["pooled None"].pool.nbytes
+                size = engine._driver.scheduler.held.batches["append: None"].pool.nbytes
     assert len(live) > 340 and sum(ref() is not None for ref in live) <= 4
-    assert engine._driver.scheduler.held.batches["pooled None"].pool.nbytes == size
+    assert engine._driver.scheduler.held.batches["append: None"].pool.nbytes == size
 
 
 def test_a_stream_goes_on_while_a_long_prompt_is_prefilled(monkeypatch):

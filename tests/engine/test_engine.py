@@ -6,9 +6,9 @@ import torch
 from conftest import EVICTING, RETRIEVING
 
 import kvkeep
+from kvkeep.cache.decode.row_pool import RowPool
 from kvkeep.compress.parse import parse
 from kvkeep.engine.detokenizer import IncrementalDetokenizer, SentenceBoundaries
-from kvkeep.engine.row_pool import RowPool
 from kvkeep.engine.sequence import check_length
 from kvkeep.errors import BadInput, BadParameter, StoreFull
 

@@ -8,10 +8,10 @@ import kvkeep
 from kvkeep.cache import serialize
 from kvkeep.engine.fair_queue import FairQueue
 from kvkeep.engine.prefix_store import PrefixStore
-from kvkeep.engine.row_pool import RaggedBuffer
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BadParameter, CacheMisuse
+from kvkeep.storage.rows import Rows
 
 TEXT = "".join(chr(97 + i * i % 23) for i in range(300))
 TALK = [{"role": "user", "content": TEXT[:120]}, {"role": "assistant", "content": TEXT[:90]}]
@@ -61,7 +61,7 @@ def test_a_prefix_that_cannot_be_copied_costs_no_answer(chat, monkeypatch):
 def test_a_row_that_could_not_be_filled_is_free_again(chat, monkeypatch):
     with engine(chat) as one:
         want = one.submit(TEXT, **NEW).result()
-        fails_once(monkeypatch, RaggedBuffer, "put", torch.OutOfMemoryError("no memory"))
+        fails_once(monkeypatch, Rows, "put", torch.OutOfMemoryError("no memory"))
         with pytest.raises(torch.OutOfMemoryError):
             one.submit(TEXT, **NEW).result()
         assert [one.submit(TEXT, **NEW).result() for _ in range(2)] == [want] * 2

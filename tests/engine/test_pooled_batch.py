@@ -9,8 +9,9 @@ from test_scheduler import alone, run
 from test_scheduler import request as new_request
 
 import kvkeep
+from kvkeep.cache.decode.policy import Policy
 from kvkeep.compress.parse import parse
-from kvkeep.engine.pooled_batch import PooledBatch, can_pool
+from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
@@ -127,7 +128,7 @@ def test_what_a_pool_takes_and_what_it_refuses(tiny):
     with pytest.raises(BadInput, match="one sequence take .* can be used for them"):
         batch.has_room(one, ())
     sequences = {spec: kvkeep.Engine(tiny, Words(), spec, 64).sequence for spec in ("snapkv", "h2o", "infllm", "full")}
-    assert {spec: can_pool(each) for spec, each in sequences.items()} == {
+    assert {spec: Policy.of(each.cache) is Policy.APPEND for spec, each in sequences.items()} == {
         "snapkv": True, "h2o": False, "infllm": False, "full": True,
     }  # fmt: skip
 

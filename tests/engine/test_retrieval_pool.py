@@ -8,11 +8,10 @@ import torch
 from conftest import RETRIEVING, make_llama
 
 import kvkeep
+from kvkeep.cache.decode import policy
 from kvkeep.compress.parse import parse
-from kvkeep.engine import decoding
 from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
-from kvkeep.engine.retrieval_pool import retrieval_plan
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
@@ -75,7 +74,7 @@ def admit(batch, request):
 
 def step(batch, token):
     """Every row gets the same token. -> the tokens that would follow, by request"""
-    batch.tokens[:] = token
+    batch.runner.tokens[:] = token
     batch.launch()
     decoded = {request: token for request, token, _ in batch.collect()}
     for request in decoded:
@@ -147,7 +146,7 @@ def test_answers_through_an_engine_are_those_of_rows_alone(model, spec, how, mon
     for pools in (True, False):
         with monkeypatch.context() as here:
             if not pools:
-                here.setattr(decoding, "retrieval_plan", lambda cache: None)
+                here.setattr(policy, "retrieval_plan", lambda cache: None)
             engine = kvkeep.Engine(model, Words(), spec, 64)
             each = [engine.submit(text, max_new_tokens=30 + 10 * number, **how) for number, text in enumerate(texts)]
             answers.append([handle.result() for handle in each])
@@ -164,7 +163,7 @@ def test_a_conversation_goes_on(model, spec, monkeypatch):
     for pools in (True, False):
         with monkeypatch.context() as here:
             if not pools:
-                here.setattr(decoding, "retrieval_plan", lambda cache: None)
+                here.setattr(policy, "retrieval_plan", lambda cache: None)
             engine = kvkeep.Engine(model, Words(), spec, 64)
             context = engine.read("".join(map(chr, prompt(LONG).tolist())))
             said.append([context.ask(chr(410 + n) + chr(420 + n), max_new_tokens=12) for n in range(3)])
@@ -174,13 +173,17 @@ def test_a_conversation_goes_on(model, spec, monkeypatch):
 
 def test_what_a_retrieval_pool_takes(model):
     plans = {
-        spec: retrieval_plan(prefilled(model, spec, LONG).sequence.cache) for spec in RETRIEVING if "sent" not in spec
+        spec: policy.retrieval_plan(prefilled(model, spec, LONG).sequence.cache)
+        for spec in RETRIEVING
+        if "sent" not in spec
     }
     assert sorted(spec for spec, plan in plans.items() if plan) == POOLED
-    assert retrieval_plan(prefilled(model, "actqkv:reverse=True", LONG).sequence.cache) is None
-    assert retrieval_plan(prefilled(model, "infllm", LONG, budget=0.4).sequence.cache) is None
-    assert retrieval_plan(prefilled(model, "snapkv", LONG).sequence.cache) is None
-    assert retrieval_plan(kvkeep.Engine(model, Words(), "infllm", 64).sequence.cache) is None  # nothing is prefilled
+    assert policy.retrieval_plan(prefilled(model, "actqkv:reverse=True", LONG).sequence.cache) is None
+    assert policy.retrieval_plan(prefilled(model, "infllm", LONG, budget=0.4).sequence.cache) is None
+    assert policy.retrieval_plan(prefilled(model, "snapkv", LONG).sequence.cache) is None
+    assert (
+        policy.retrieval_plan(kvkeep.Engine(model, Words(), "infllm", 64).sequence.cache) is None
+    )  # nothing is prefilled
 
 
 def test_one_pool_at_a_time(model):

@@ -7,14 +7,14 @@ import tiny_chat
 import torch
 from conftest import EVICTING, RETRIEVING
 
-from kvkeep.cache.step_pool import StepPool
+from kvkeep.cache.decode.retrieval_pool import RetrievalPool
+from kvkeep.cache.decode.step_pool import StepPool
 from kvkeep.compress.parse import parse
 from kvkeep.engine import prefilling
 from kvkeep.engine.memory import row_bytes
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request, State
 from kvkeep.engine.retrieval_batch import RetrievalBatch
-from kvkeep.engine.retrieval_pool import RetrievalPool
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import SequenceConfig
@@ -65,7 +65,7 @@ def assert_free(work):
             assert not pool.by_row and not pool.counts.any()
         elif pool:
             assert all(free.spans == [(0, pool.tokens)] for free in pool.free.values()) and not pool.allocated
-            assert not any(int(table.lengths.sum() + table.active.sum()) for table in pool.slot_tables.values())
+            assert not any(int(places.lengths.sum() + places.active.sum()) for places in pool.places.values())
 
 
 @pytest.mark.core
@@ -322,7 +322,7 @@ def test_a_kept_cache_is_completed_before_its_pool_is_given_up(model, monkeypatc
     quick.keeps_cache = quick.interactive = True
     while len(quick.answer.ids) < 5:
         work.step()
-    pool = work.held.batches["pooled None"].pool
+    pool = work.held.batches["append: None"].pool
     monkeypatch.setattr(pool, "fits", lambda *_: False)
     monkeypatch.setattr(pool, "grow", Mock(side_effect=torch.OutOfMemoryError("of one layer")))
     late = work.submit(request(model, "snapkv", 3, 80, 6))
@@ -415,11 +415,11 @@ def test_a_pool_grows_under_its_rows(model):
     first = work.submit(request(model, "snapkv", 1, 80, 30))
     for _ in range(5):
         work.step()
-    sizes = [(pool := work.held.batches["pooled None"].pool).tokens]
+    sizes = [(pool := work.held.batches["append: None"].pool).tokens]
     later = [request(model, "full", seed, 100 + 50 * seed, 6) for seed in range(4)]
     work.run(later)
     while not first.done:
         work.step()
-    assert pool.tokens > sizes[0] and pool is work.held.batches["pooled None"].pool
+    assert pool.tokens > sizes[0] and pool is work.held.batches["append: None"].pool
     assert [one.answer.ids for one in (first, *later)] == [alone(one) for one in (first, *later)]
     assert_free(work)

@@ -9,11 +9,11 @@ from conftest import make_llama
 from families import FAMILIES, SIZES, randomised
 
 import kvkeep
-from kvkeep.cache.step_pool import StepPool, step_rule
+from kvkeep.cache.decode import policy
+from kvkeep.cache.decode.step_pool import StepPool
 from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import METHODS, MODIFIERS
 from kvkeep.compress.step_rule import StepRule
-from kvkeep.engine import decoding
 from kvkeep.engine.independent_batch import IndependentBatch
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request
@@ -111,7 +111,7 @@ def test_a_seed_samples_what_it_samples_alone(tiny, spec, monkeypatch):
         return [request.answer.ids for request in requests], [type(batch) for batch in work.held.batches.values()]
 
     together, kinds = said()
-    monkeypatch.setattr(decoding, "step_rule", lambda cache: None)
+    monkeypatch.setattr(policy, "evict_one_rule", lambda cache: None)
     assert (together, kinds) == (said()[0], [PooledBatch]) and said()[1] == [IndependentBatch]
 
 
@@ -158,8 +158,8 @@ def test_a_capture_changes_nothing(tiny, spec):
     (batch,) = work.held.batches.values()
     while work.held.num_requests:
         work.step()
-        tokens, positions = batch.tokens.clone(), batch.positions.clone()
-        with batch.pool.graph_capture_scratch(3), torch.inference_mode():
+        tokens, positions = batch.runner.tokens.clone(), batch.runner.positions.clone()
+        with batch.pool.graph_capture_scratch(), torch.inference_mode():
             for _ in range(2):
                 tiny(tokens[:3], position_ids=positions[:3], past_key_values=batch.pool)
     assert [request.answer.ids for request in requests] == [alone(request)[1] for request in requests]
@@ -202,7 +202,7 @@ def all_full(family):
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "smollm3", "llama"])
 def test_soft_caps_sink_logits_and_layers_of_several_kinds(spec, family, monkeypatch):
     """Blocks of three layers and of one. smollm3: one layer has no RoPE; llama: one has a scale of its own."""
-    monkeypatch.setattr("kvkeep.cache.evict_one.BLOCK_LAYERS", {"cpu": 3})
+    monkeypatch.setattr("kvkeep.cache.decode.evict_one.BLOCK_LAYERS", {"cpu": 3})
     model = all_full(family)
     if family == "llama":
         model.model.layers[1].self_attn.scaling = 0.7
@@ -217,7 +217,7 @@ def test_what_a_step_pool_takes_and_what_it_refuses(tiny):
     def taken(spec, budget=BUDGET, **options):
         sequence = SequenceConfig(tiny, Words(), parse(spec), budget, cache_options=options).new_sequence()
         sequence.prefill(ids(1, 60))
-        return step_rule(sequence.cache) is not None
+        return policy.evict_one_rule(sequence.cache) is not None
 
     assert taken("h2o") and taken("h2o", 100) and taken("streamingllm", schedule=1)
     for spec, budget, options in [
@@ -240,7 +240,7 @@ def test_methods_and_budgets_have_pools_of_their_own(tiny):
     together = [new_request(tiny, spec, 2, 60, budget=budget) for spec in ("h2o", "ahakv") for budget in (30, BUDGET)]
     work.run(together)
     assert [request.answer.ids for request in together] == [alone(request)[1] for request in together]
-    assert "independent" in work.held.batches and len(pools(work)) == 1
+    assert "alone" in work.held.batches and len(pools(work)) == 1
 
 
 def test_an_engine_uses_it(tiny):

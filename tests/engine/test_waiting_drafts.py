@@ -6,7 +6,8 @@ import torch
 from test_scheduler import WORDS, alone, assert_free, ids, model, run  # noqa: F401
 from test_scheduler import request as prompt
 
-from kvkeep.cache.draft_pool import MOST_ROWS, DraftPool
+from kvkeep.cache.decode.draft_pool import MOST_ROWS
+from kvkeep.cache.decode.held_draft import HeldDraft
 from kvkeep.compress.parse import parse
 from kvkeep.engine import first_tokens, prefilling
 from kvkeep.engine.memory import row_bytes
@@ -29,13 +30,13 @@ def request(model, seed, length=200, new=5, budget=40):
 def drafts(monkeypatch):
     """The rows of every draft, in order."""
     monkeypatch.setitem(prefilling.PACKED_TOKENS, "cpu", 256)  # one prompt in a pass
-    own, found = DraftPool.__call__, []
+    own, found = HeldDraft.load, []
 
     def record(self, texts, *how):
         found.append(sum(len(text.rows) for text in texts))
         return own(self, texts, *how)
 
-    monkeypatch.setattr(DraftPool, "__call__", record)
+    monkeypatch.setattr(HeldDraft, "load", record)
     return found
 
 
@@ -136,7 +137,7 @@ def test_nor_for_more_than_a_draft_can_hold(model, drafts, monkeypatch):
 @pytest.mark.parametrize("error", [ValueError("mine"), torch.OutOfMemoryError("of a draft")])
 def test_a_draft_that_fails_costs_one_request_and_memory_that_is_short_none(model, drafts, error, monkeypatch):
     """One that runs out of memory beside others is tried again."""
-    requests, own, failed = [request(model, seed, 180 + seed) for seed in range(4)], DraftPool.__call__, []
+    requests, own, failed = [request(model, seed, 180 + seed) for seed in range(4)], HeldDraft.load, []
 
     def fail(self, texts, *how):
         if 181 in [row.position for text in texts for row in text.rows.values()] and len(failed) < 2:
@@ -144,7 +145,7 @@ def test_a_draft_that_fails_costs_one_request_and_memory_that_is_short_none(mode
             raise error
         return own(self, texts, *how)
 
-    monkeypatch.setattr(DraftPool, "__call__", fail)
+    monkeypatch.setattr(HeldDraft, "load", fail)
     work = Scheduler(model, set())
     run(work, requests)
     good = [one for one in requests if one.error is None]

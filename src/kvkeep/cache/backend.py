@@ -76,6 +76,7 @@ class CacheState(Protocol):
     """What saving, validating, rewinding and decoding elsewhere need of a `kvkeep.Cache`."""
 
     model: Any
+    config: Any
     name: str
     method: Method
     budget: int | float

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import captured_decode, serialize
+from kvkeep.cache import serialize
 from kvkeep.cache.backend import CacheBackend
-from kvkeep.cache.captured_decode import ROOM, CapturedDecode, can_capture
+from kvkeep.cache.decode import captured_decode
+from kvkeep.cache.decode.captured_decode import ROOM, CapturedDecode, can_capture
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.gathered_heads import check_shards
 from kvkeep.cache.padding import BatchLayout, PaddingTracker

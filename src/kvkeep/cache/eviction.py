@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.cache.cache_steps import CacheSteps
+from kvkeep.cache.decode.cache_steps import CacheSteps
 from kvkeep.cache.evictor import EvictionCandidate, Evictor, SelectedLayer, gather_kept
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.cache.query_buffer import Found, OutputWeight, QueryBuffer

@@ -7,20 +7,17 @@ from typing import Any
 import torch
 
 from kvkeep.cache.cache import Cache
-from kvkeep.cache.step_pool import StepPool, step_rule
-from kvkeep.engine.buffered_pool import BufferedPool, can_buffer
+from kvkeep.cache.decode.buffered_pool import BufferedPool
+from kvkeep.cache.decode.policy import Policy
+from kvkeep.cache.decode.step_pool import StepPool
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import OUT_OF_MEMORY, HeldRequests, own_error
 from kvkeep.engine.independent_batch import IndependentBatch
-from kvkeep.engine.pooled_batch import PooledBatch, can_pool
+from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request, State
 from kvkeep.engine.retrieval_batch import RetrievalBatch
-from kvkeep.engine.retrieval_pool import retrieval_plan
-from kvkeep.engine.sequence import Sequence
 from kvkeep.model.hf_cache import execution_device
-
-INDEPENDENT, POOLED, STEPS, BUFFERED, RETRIEVAL = "independent", "pooled", "steps", "buffered", "retrieval"  # families
 
 
 class Decoding:
@@ -112,48 +109,40 @@ class Decoding:
 
     def batch_for(self, request: Request) -> DecodeBatch:
         cache = request.sequence.cache
-        batch = self._batch(self._kind(request.sequence), cache)
-        moves_keys = can_pool(request.sequence) and not cache.make_room(request.how.max_new_tokens)
-        if moves_keys or isinstance(batch, RetrievalBatch) and not batch.can_hold(request):
-            return self._batch(INDEPENDENT, cache)
+        policy = Policy.of(cache)
+        batch = self._batch(self._kind(policy, cache), policy, cache)
+        stays = policy is not Policy.APPEND or cache.make_room(request.how.max_new_tokens)
+        if not stays or isinstance(batch, RetrievalBatch) and not batch.can_hold(request):
+            return self._batch(Policy.ALONE.value, Policy.ALONE, cache)
         return batch
 
-    def _batch(self, kind: str, cache: Cache) -> DecodeBatch:
-        batches = self.held.batches
-        if kind not in batches:
-            batches[kind] = self._new_batch(kind, cache)
-        return batches[kind]
-
-    def _kind(self, sequence: Sequence) -> str:
+    def _kind(self, policy: Policy, cache: Cache) -> str:
         """Some pools are of one method and budget; without graphs, several share forward passes instead."""
-        cache = sequence.cache
-        if can_pool(sequence):
-            return f"{POOLED} {cache.storage}"
-        family = INDEPENDENT
-        if step_rule(cache):
-            family = STEPS
-        elif can_buffer(cache):
-            family = BUFFERED
-        elif retrieval_plan(cache):
-            family = RETRIEVAL
-        kind = f"{family} {cache.method} {cache.budget}"
-        if family == INDEPENDENT or (self.device != "cuda" and self._others_busy(kind, family)):
-            return INDEPENDENT
+        if policy is Policy.APPEND:
+            return f"{policy.value}: {cache.storage}"
+        kind = f"{policy.value}: {cache.method} {cache.budget}"
+        if policy is Policy.ALONE or (self.device != "cuda" and self._others_busy(kind, policy)):
+            return Policy.ALONE.value
         return kind
 
-    def _others_busy(self, kind: str, family: str) -> bool:
+    def _others_busy(self, kind: str, policy: Policy) -> bool:
         idle = self.held.idle
-        return any(name.startswith(family) and name not in (kind, *idle) for name in self.held.batches)
+        return any(name.startswith(f"{policy.value}:") and name not in (kind, *idle) for name in self.held.batches)
 
-    def _new_batch(self, kind: str, cache: Cache) -> DecodeBatch:
-        family = kind.split()[0]
-        if family == INDEPENDENT:
+    def _batch(self, kind: str, policy: Policy, cache: Cache) -> DecodeBatch:
+        batches = self.held.batches
+        if kind not in batches:
+            batches[kind] = self._new_batch(Policy.ALONE if kind == Policy.ALONE.value else policy, cache)
+        return batches[kind]
+
+    def _new_batch(self, policy: Policy, cache: Cache) -> DecodeBatch:
+        if policy is Policy.ALONE:
             return IndependentBatch(self.model, self.held.max_rows, self.memory.cap)
-        if family == POOLED:
+        if policy is Policy.APPEND:
             return PooledBatch(self.model, cache.storage, *self.pool_sizes)
-        for idle in [name for name in self.held.idle if name.startswith(family)]:
+        for idle in [name for name in self.held.idle if name.startswith(f"{policy.value}:")]:
             del self.held.batches[idle]  # its memory is needed
-        if family == RETRIEVAL:
+        if policy is Policy.RETRIEVE:
             return RetrievalBatch(cache, *self.pool_sizes)
-        pool = StepPool(cache) if family == STEPS else BufferedPool(cache)
+        pool = StepPool(cache) if policy is Policy.EVICT_ONE else BufferedPool(cache)
         return PooledBatch(self.model, cache.storage, *self.pool_sizes, pool)

@@ -15,8 +15,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from kvkeep.cache import draft_pool
 from kvkeep.cache.cache import Cache
+from kvkeep.cache.decode import draft_pool
 from kvkeep.engine.lockstep import Leader
 from kvkeep.engine.pooled_batch import USUAL_BUDGET
 from kvkeep.engine.request import Request

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.cache.draft_pool import MOST_ROWS, most_held
+from kvkeep.cache.decode.draft_pool import MOST_ROWS, most_held
 from kvkeep.cache.passes import PassEnd, ending, run_passes
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.decoding import Decoding

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvkeep.cache import draft_pool
+from kvkeep.cache.decode import draft_pool
 from kvkeep.cache.report import format_bytes
 from kvkeep.engine.decode_batch import DecodeBatch
 from kvkeep.engine.held_requests import HeldRequests

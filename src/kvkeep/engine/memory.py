@@ -12,7 +12,8 @@ import torch
 
 from kvkeep.compress.method import STORAGE
 from kvkeep.model.hf_cache import key_shape
-from kvkeep.storage.pool import QuantizedBuffer, RaggedBuffer, new_buffer
+from kvkeep.storage.ragged import LayerKind
+from kvkeep.storage.rows import QuantizedRows, Rows, new_rows
 
 MEMORY_FRACTION = 0.8  # of free memory, for keys and values; forward passes need the rest
 
@@ -40,9 +41,10 @@ class MemoryCap:
 
 def row_bytes(model: Any, tokens: int, storage: str | None = None) -> int:
     """Bytes of a sequence of so many tokens per KV head in a pool."""
-    kind, (kv_heads, dim) = QuantizedBuffer if STORAGE[storage] else RaggedBuffer, key_shape(model)
-    buffer = new_buffer(1, kv_heads, kv_heads * kind.slots(tokens), dim, STORAGE[storage], model.dtype, "meta")
-    return buffer.nbytes * model.config.get_text_config(decoder=True).num_hidden_layers
+    kv_heads, dim = key_shape(model)
+    kind, bits = LayerKind(kv_heads, dim, dim, model.dtype, torch.device("meta")), STORAGE[storage]
+    slots = kv_heads * (QuantizedRows if bits else Rows).slots(tokens)
+    return new_rows(kind, 1, slots, bits).nbytes * model.config.get_text_config(decoder=True).num_hidden_layers
 
 
 def free_host_bytes() -> int | None:

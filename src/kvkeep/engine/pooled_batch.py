@@ -16,27 +16,18 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
+from kvkeep.cache.decode.row_pool import RowPool
+from kvkeep.cache.decode.runner import Runner
 from kvkeep.cache.report import format_bytes
-from kvkeep.cache.step_pool import StepPool
 from kvkeep.engine.memory import MEMORY_FRACTION, MemoryCap, free_device_bytes, free_host_bytes, slot_bytes, tail_bytes
 from kvkeep.engine.request import Request
-from kvkeep.engine.row_pool import RowPool
 from kvkeep.engine.sampling import SamplingRows, TokenLogprobs
-from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BadInput
-from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_cache import execution_device, key_shape
 
 Decoded = tuple[Request, int, TokenLogprobs | None]  # its next token, with logprobs if it wants them
 USUAL_ANSWER, USUAL_BUDGET = 256, 2048  # tokens, where a warm-up has no others
-
-
-def can_pool(sequence: Sequence) -> bool:
-    """Nothing is retrieved or evicted while the answer is decoded, and every layer is compressed."""
-    cache = sequence.cache
-    appends_only = cache.tracker.frozen or cache.method.schedule.every is None or cache.method.scorer is None
-    return cache.method.retrieval is None and appends_only and not cache.hf_layers
 
 
 @dataclass(frozen=True)
@@ -88,20 +79,19 @@ class PooledBatch:
         max_rows: int = 64,
         max_tokens: int | None = None,
         memory: MemoryCap | None = None,
-        pool: RowPool | StepPool | None = None,
+        pool: Any = None,
     ) -> None:
         """max_tokens: per KV head, of all rows together, allocated at once; None: as needed, within `memory`
 
-        pool: of a method that evicts in decode, a `StepPool` or `BufferedPool`
+        pool: of a method that evicts or retrieves in decode; None: a `RowPool`
         """
         self.model, self.storage, self.max_rows, self.memory = model, storage, max_rows, memory
         self.device, self.kv_heads = execution_device(model), key_shape(model)[0]
         self.max_slots = None if max_tokens is None else max_tokens * self.kv_heads
         self.pool = RowPool(model, 1, 0, 1, storage) if pool is None else pool  # it grows
         self.by_row: dict[int, Request] = {}
-        self.tokens, self.positions = torch.zeros(2, max_rows, 1, dtype=torch.int64, device=self.device)
+        self.runner = Runner(self.pool, max_rows)
         self.sampling = SamplingRows(max_rows, self.device)
-        self.runners: dict[int, CudaGraphRunner] = {}  # by number of rows
         self.inflight: deque[InflightStep] = deque()
         self.on_gpu = self.device.type == "cuda"
         self.lag = int(self.on_gpu)  # steps launched ahead
@@ -144,7 +134,7 @@ class PooledBatch:
         most = max(pool.tokens + slots, min(spare, pool.tokens + in_all))
         tokens = self.max_slots or max(pool.tokens, min(limit, most))
         if pool.grow(max(rows, pool.rows), tokens, max(longest, pool.longest)):
-            self.runners.clear()  # they have the old buffers
+            self.runner.graphs.clear()  # they have the old buffers
 
     @property
     def _slot_bytes(self) -> int:
@@ -172,7 +162,7 @@ class PooledBatch:
             self.pool.release(row)
             raise
         self.by_row[row] = request
-        self.tokens[row], self.positions[row] = request.answer.ids[-1], cache.seen
+        self.runner.tokens[row], self.runner.positions[row] = request.answer.ids[-1], cache.seen
         self.sampling.set(row, request.how, request.edit)
         request.drop_sequence()  # its tokens are in the pool
 
@@ -198,7 +188,7 @@ class PooledBatch:
         for size in sorted({min(1 << n, self.pool.rows) for n in range(self.pool.rows.bit_length() + 1)}):
             progress(f"capturing {size} rows")
             with torch.inference_mode():
-                self.runner(size)
+                self.runner.prepare(size)
 
     def launch(self) -> None:
         """Decode one token for every row in use, and for free rows between them; none if all have their last one."""
@@ -207,12 +197,12 @@ class PooledBatch:
         rows = self._rows
         with torch.inference_mode(False), torch.no_grad():
             if self.pool.begin_step():
-                self.runners.clear()  # they have the old buffers
+                self.runner.graphs.clear()  # they have the old buffers
         with torch.inference_mode():
-            logits, tokens = self.runner(rows)(), self.tokens[:rows, 0]
+            logits, tokens = self.runner(rows), self.runner.tokens[:rows, 0]
             allowed = {row: each.allowed() for row, each in self.by_row.items() if each.how.constraint}
             if allowed or not self.sampling.is_greedy(rows):
-                tokens.copy_(self.sampling.sample(logits, self.positions[:rows, 0], allowed))
+                tokens.copy_(self.sampling.sample(logits, self.runner.positions[:rows, 0], allowed))
             self.inflight.append(InflightStep.of(self.by_row, tokens, self.sampling.logprobs(logits, tokens)))
 
     @property
@@ -223,7 +213,8 @@ class PooledBatch:
 
     @property
     def replays(self) -> bool:
-        return bool(self.by_row) and self._rows in self.runners and self.runners[self._rows].graph is not None
+        captured = self.runner.graphs.get(self._rows) if self.by_row else None
+        return captured is not None and captured.graph is not None
 
     def collect(self) -> list[Decoded]:
         ahead = 0 if self.sampling.constrained else self.lag  # a constraint has to know a token before the next
@@ -245,26 +236,3 @@ class PooledBatch:
             if request.keeps_cache and not request.sequence.cache.seen:  # its tokens were in the pool alone
                 request.sequence.token_ids = []
         self.by_row = {}
-
-    def runner(self, rows: int) -> CudaGraphRunner:
-        """A decode step that replaces every row's token by the likeliest next one."""
-        self.pool.active_rows = rows
-        if rows not in self.runners:
-            self.runners[rows] = self._new_runner(rows)
-        return self.runners[rows]
-
-    def _new_runner(self, rows: int) -> CudaGraphRunner:
-        tokens, positions, model, pool = self.tokens[:rows], self.positions[:rows], self.model, self.pool
-
-        def run() -> Tensor:  # without self, which holds it: the pool is freed with the batch
-            logits = model(tokens, position_ids=positions, past_key_values=pool).logits[:, -1]
-            torch.argmax(logits, -1, keepdim=True, out=tokens)
-            positions.add_(1)
-            return logits
-
-        before = tokens.clone(), positions.clone()
-        with pool.graph_capture_scratch(rows):
-            runner = CudaGraphRunner(run, model)
-        tokens.copy_(before[0])
-        positions.copy_(before[1])
-        return runner

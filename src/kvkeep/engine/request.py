@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from kvkeep.cache.draft import draft_tokens
+from kvkeep.cache.decode.draft_pool import draft_tokens
 from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
 from kvkeep.engine.logit_edits import Edit
 from kvkeep.engine.progress import Progress, ProgressCallback
@@ -258,7 +258,7 @@ class Request:
         if draft is None or (self.continues and self.continues.cache.tracker.frozen):
             return 0
         kept = draft.kept(self.config.kept(len(self.ids)), len(self.ids))
-        return draft_tokens(self.config.model, draft, kept)
+        return draft_tokens(self.config.model, draft.steps, kept)
 
     @property
     def own_bytes(self) -> int:

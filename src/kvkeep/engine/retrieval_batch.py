@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from kvkeep.cache.cache import Cache
-from kvkeep.cache.retrieval_rows import RowSizes
+from kvkeep.cache.decode.retrieval_pool import RetrievalPool
+from kvkeep.cache.decode.retrieval_rows import RowSizes
 from kvkeep.engine.memory import MemoryCap
 from kvkeep.engine.pooled_batch import USUAL_ANSWER, PooledBatch
 from kvkeep.engine.request import Request
-from kvkeep.engine.retrieval_pool import RetrievalPool
 from kvkeep.model.hf_cache import context_length
 
 SLOTS_FRACTION = 0.25  # of the memory a pool may use, for units that were fetched before
@@ -24,8 +24,8 @@ class RetrievalBatch(PooledBatch):
     pool: Any
 
     def __init__(self, like: Cache, max_rows: int, max_tokens: int | None, memory: MemoryCap | None) -> None:
-        super().__init__(like.model, None, max_rows, max_tokens, memory)
-        self.pool, self.lag = RetrievalPool(like), 0
+        super().__init__(like.model, None, max_rows, max_tokens, memory, RetrievalPool(like))
+        self.lag = 0
 
     @property
     def _byte_limit(self) -> int:
@@ -60,7 +60,7 @@ class RetrievalBatch(PooledBatch):
             slots = min(most, sizes.units, int(SLOTS_FRACTION * limit) // (rows * slot_bytes))
             small = replace(small, slots=max(shape.most, slots))
         if self.pool.grow(rows, small):
-            self.runners.clear()  # they have the old buffers
+            self.runner.graphs.clear()  # they have the old buffers
 
     def warmup(self, budget: int | float | None, rows: int, progress: Callable[[str], None]) -> None:
         """Room for texts as long as the model takes, if half the memory suffices; a graph for every number of rows."""

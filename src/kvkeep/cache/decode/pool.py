@@ -1,4 +1,4 @@
-"""What a batch needs of a pool: a cache of many rows, each of another sequence, decoded one token at a time."""
+"""What a decode step needs of a cache, and an engine's batch of a pool: rows of different sequences."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from typing import Any
 from kvkeep.model.hf_cache import HFCacheAdapter
 
 
-class DecodePool(HFCacheAdapter):
+class DecodeRows(HFCacheAdapter):
+    """A cache of many rows, decoded one token at a time: the first rows are those of a forward pass."""
+
+    seen = 1  # not empty; every row has position ids of its own
+
+    @abstractmethod
+    def graph_capture_scratch(self) -> AbstractContextManager[None]:
+        """Within, forward passes change nothing: no row is in use."""
+
+
+class DecodePool(DecodeRows):
+    """Rows of an engine's requests, which come and go."""
+
     mixed = False  # rows may be of any methods and budgets
     moves = False  # keys and values of a row are here alone, and not in its cache
-    seen = 1  # not empty; every row has position ids of its own
     rows: int
-    active_rows: int  # the next forward passes are of the first so many
 
     @property
     @abstractmethod
@@ -32,10 +42,6 @@ class DecodePool(HFCacheAdapter):
     @abstractmethod
     def release(self, row: int) -> None:
         """Free a row."""
-
-    @abstractmethod
-    def graph_capture_scratch(self, rows: int) -> AbstractContextManager[None]:
-        """Within, forward passes change nothing: no row is in use."""
 
     def begin_step(self) -> bool:
         """Called before every step. -> whether buffers were replaced, so that captured steps are lost"""

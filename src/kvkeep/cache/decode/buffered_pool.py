@@ -15,23 +15,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvkeep.cache.cache import Cache
+from kvkeep.cache.decode.row_pool import RowPool
 from kvkeep.cache.eviction import EvictingBackend
-from kvkeep.engine.row_pool import RowPool
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import query_heads
-from kvkeep.storage.pool import RaggedBuffer
+from kvkeep.storage.rows import Rows
 from kvkeep.storage.upload import upload
 from kvkeep.types import NOTHING, PAD_POSITION, Softmax, Tokens
-
-
-def can_buffer(cache: Cache) -> bool:
-    """Whether its decode steps only append, but for an eviction every so many of them."""
-    backend, method = cache.backend, cache.method
-    if not isinstance(backend, EvictingBackend) or cache.hf_layers or cache.bits or cache.shards:
-        return False
-    if method.scorer is None or (method.schedule.every or 1) == 1 or method.placement or method.summary:
-        return False
-    return method.memory is None or getattr(method.memory, "prompt_only", False)
 
 
 @dataclass
@@ -53,6 +42,11 @@ class BufferedRow:
         return self.cache.backend
 
     @property
+    def ends(self) -> dict[int, int]:
+        """Tokens of its first KV head, by layer, as far as its cache has counted them."""
+        return {i: lengths[0] + self.new for i, lengths in self.lengths.items()}
+
+    @property
     def is_due(self) -> bool:
         return self.decoded > 0 and self.cache.tracker.is_due(0, self.decoded)
 
@@ -64,37 +58,12 @@ class BufferedPool(RowPool):
 
     def __init__(self, like: Cache) -> None:
         """like: a cache such as those it is for"""
-        super().__init__(like.model, 1, 0, 1)
+        window = max(1, BufferedRow(like, 0).backend.query_buffer.observation_window)
+        super().__init__(like.model, 1, 0, 1, window=window)
         most = like.budget + (like.method.schedule.every or 0) if isinstance(like.budget, int) else sys.maxsize
         self.most = most  # tokens of a row per KV head
-        self.window = max(1, BufferedRow(like, 0).backend.query_buffer.observation_window)
         self.used: dict[int, BufferedRow] = {}
         self.how: dict[int, Softmax] = {}
-        self._init_queries()
-
-    def _init_queries(self) -> None:
-        """Slots for a row's newest queries, for one of a step too many, and for those of rows that are not in use."""
-        self.newest: dict[int, Tensor] = {}  # layer -> [rows, window + 2, heads, dim]
-        for i in self.compressed_layers:
-            keys = self._buffer(i).keys
-            self.newest[i] = keys.new_zeros(self.rows, self.window + 2, query_heads(self.model), keys.shape[1])
-
-    def _buffer(self, index: int) -> RaggedBuffer:
-        buffer = self.buffers[index]
-        assert isinstance(buffer, RaggedBuffer)  # nothing is quantized
-        return buffer
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + sum(queries.nbytes for queries in self.newest.values())
-
-    def grow(self, rows: int, tokens: int, longest: int) -> bool:
-        more, before = super().grow(rows, tokens, longest), self.newest
-        if more:
-            self._init_queries()
-            for i, queries in before.items():
-                self.newest[i][: len(queries)] = queries
-        return more
 
     def room_for(self, cache: Cache, answer: int) -> int:
         """Until it is evicted from, a row has no more than the budget and the buffer."""
@@ -117,21 +86,12 @@ class BufferedPool(RowPool):
         window.merge_steps()
         known = {i: queries for (i, _), queries in window.queries.items()}
         mine.queries = min((queries.shape[1] for queries in known.values()), default=0)
-        for i, slots in self._query_slots(row).items():
-            self.newest[i][row, slots] = known[i][:, -mine.queries :].transpose(0, 1)
+        if mine.queries:
+            for i, slots in self.query_slots(mine.ends, mine.queries).items():
+                self.newest[i][row, slots] = known[i][:, -mine.queries :].transpose(0, 1)
         for i, layer in mine.backend.store.items():
             mine.held[i] = replace(layer.dense(0), keys=NOTHING, values=NOTHING)
             layer.clear()
-
-    def _query_slots(self, row: int) -> dict[int, Tensor]:
-        """The slots of the newest queries of a row whose cache has counted all its tokens, by layer. [queries]"""
-        mine, size = self.used[row], self.window + 1
-        if not (count := mine.queries):
-            return {}
-        ends = [mine.lengths[i][0] + mine.new for i in self.newest]
-        slots = [[(end - count + j) % size for j in range(count)] for end in ends]
-        at = {device: upload(slots, device) for device in self.slot_tables}
-        return {i: at[queries.device][number] for number, (i, queries) in enumerate(self.newest.items())}
 
     def _tell(self, row: int, count: int) -> dict[int, Tensor]:
         """Have a row's cache count what it has decoded. -> the newest queries of every layer [heads, q, dim]"""
@@ -139,14 +99,15 @@ class BufferedPool(RowPool):
         mine.cache.append_decoded(count, lambda _: None)
         mine.new, mine.decoded, mine.told = mine.new + count, 0, mine.told + count
         mine.queries = min(self.window, mine.queries + count)
-        return {i: self.newest[i][row, slots].transpose(0, 1) for i, slots in self._query_slots(row).items()}
+        return self.newest_queries(row, mine.ends, mine.queries) if mine.queries else {}
 
     def _tokens(self, row: int, index: int) -> tuple[Tokens, list[int]]:
         """All tokens of a row, once its cache has counted them, [kv_heads, longest, …], and each KV head's number."""
-        mine, buffer, (table, number) = self.used[row], self._buffer(index), self.table_of[index]
+        mine, buffer = self.used[row], self.buffers[index]
+        assert isinstance(buffer, Rows)  # nothing is quantized
         before, new, device = mine.lengths[index], mine.new, buffer.keys.device
         lengths, held = [n + new for n in before], mine.held[index]
-        slots = table.starts[number, row][:, None] + torch.arange(max(lengths), device=device)
+        slots = self.places[index].starts[row][:, None] + torch.arange(max(lengths), device=device)
         slots = slots.clamp_max(len(buffer.keys) - 1)
         seen = mine.cache.seen
         fresh = torch.arange(seen - new, seen, dtype=held.token_positions.dtype, device=device).expand(len(before), -1)
@@ -202,12 +163,5 @@ class BufferedPool(RowPool):
     # one step
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Append and attend like a `RowPool`, and write the queries beside."""
         self.how[index] = call.how
-        table, number = self.table_of[index]
-        rows, size = self.active_rows, self.window + 1
-        active, lengths = table.active[:rows, 0], table.lengths[number, :rows, 0]
-        slots = torch.where(active > 0, lengths % size, size)
-        every = torch.arange(rows, device=slots.device)
-        self.newest[index][every, slots] = call.query[:, :, 0].to(self.newest[index].dtype)
         return super().attend(index, call)

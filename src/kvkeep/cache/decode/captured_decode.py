@@ -6,55 +6,55 @@ asks for the cache's tokens (`settle`).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
-from kvkeep.cache.step_pool import step_rule
-from kvkeep.kernels.dispatch import append_ragged, ragged_attention
-from kvkeep.model.cuda_graph import CudaGraphRunner
+from kvkeep.cache.decode.policy import Policy, evict_one_rule
+from kvkeep.cache.decode.pool import DecodeRows
+from kvkeep.cache.decode.runner import Runner
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import HFCacheAdapter, query_heads, single_device
+from kvkeep.model.hf_cache import query_heads, single_device
+from kvkeep.storage.rows import Places, attend_step
 from kvkeep.storage.upload import upload
 
 ROOM = 256  # tokens allocated ahead; doubled whenever they are used up
-PATIENCE = 2  # tokens decoded before: a capture takes as long as some steps
-WORTH = 8  # steps
+DECODED_BEFORE = 2  # tokens: a capture takes as long as some steps
+WORTH = 8  # steps of a graph, for another to be captured
 DEVICES = {"cuda"}
 
 
-class AppendedRows(HFCacheAdapter):
-    """One token for every row is appended and attended to."""
-
-    seen = 1  # not empty; every row has position ids of its own
+class AppendedRows(DecodeRows):
+    """Rows of a cache's own buffers, which are only appended to."""
 
     def __init__(self, cache: CacheState, room: int) -> None:
         super().__init__(cache.model)
         self.store = store = cache.backend.store
-        for layer in store.values():
+        self.places: dict[int, Places] = {}
+        for i, layer in store.items():
             layer.reserve(room)
-        self.segments = {i: tuple(part.clone() for part in layer.device_segments) for i, layer in store.items()}
+            starts, lengths = layer.device_segments
+            self.places[i] = Places(starts.clone(), lengths.clone(), torch.ones_like(lengths[:, :1]))
         self.longest = 1 << (max(max(layer.lengths) for layer in store.values()) + room - 1).bit_length()
-        starts = next(iter(self.segments.values()))[0]
-        self.active = torch.ones(len(starts), 1, dtype=torch.int64, device=starts.device)
         self._remember()
 
     @contextmanager
-    def graph_capture_scratch(self, rows: int) -> Iterator[None]:
-        """Within, nothing is counted."""
-        self.active.zero_()
+    def graph_capture_scratch(self) -> Iterator[None]:
+        for places in self.places.values():
+            places.active.zero_()
         yield
-        self.active.fill_(1)
+        for places in self.places.values():
+            places.active.fill_(1)
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        flat, where = self.store[index].flat, self.segments[index]
-        append_ragged(flat.keys, flat.values, call.key, call.value, *where, self.active)
-        return call.to_hf_output(ragged_attention(call.query, flat.keys, flat.values, *where, self.longest, *call.how))
+        flat, step = self.store[index].flat, (call.query, call.key, call.value)
+        return call.to_hf_output(
+            attend_step(flat.keys, flat.values, *step, self.places[index], self.longest, *call.how)
+        )
 
     @property
     def is_valid(self) -> bool:
@@ -73,50 +73,41 @@ class AppendedRows(HFCacheAdapter):
         self.known = [(layer.flat.keys, layer.lengths[0]) for layer in self.store.values()]
 
 
-class EvictingRows(HFCacheAdapter):
-    """One token of every KV head is evicted for each new one, or not yet."""
-
-    seen = 1
+class EvictingRows(DecodeRows):
+    """Rows of a cache, of which one token of every KV head is evicted for each new one, or not yet."""
 
     def __init__(self, cache: CacheState, room: int) -> None:
         super().__init__(cache.model)
         self.steps = cache.backend.steps
-        self.rows = self.steps.enter(cache.tracker.seen, query_heads(cache.model))
-        self.rows.reserve(max(self.steps.held) + room + 1)
+        self.evict_one = self.steps.enter(cache.tracker.seen, query_heads(cache.model))
+        self.evict_one.reserve(max(self.steps.held) + room + 1)
 
-    def graph_capture_scratch(self, rows: int) -> Any:
-        """Within, nothing changes."""
-        return self.rows.no_row_in_use()
+    def graph_capture_scratch(self) -> AbstractContextManager[None]:
+        return self.evict_one.no_row_in_use()
 
     def begin_forward(self) -> None:
-        self.rows.begin()
+        self.evict_one.begin()
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        return call.to_hf_output(self.rows.attend(index, call, self.rows.rows))
+        return call.to_hf_output(self.evict_one.attend(index, call))
 
     @property
     def is_valid(self) -> bool:
-        return self.steps.rows is self.rows
+        return self.steps.rows is self.evict_one
 
     def settle(self, seen: list[int], count: int) -> None:
         self.steps.count(count)
 
 
 class CapturedDecode:
-    """A decode step of all rows, captured, and the tokens it has decoded."""
+    """A decode step of all rows of a cache, captured, and how many were made."""
 
     def __init__(self, cache: CacheState, forward: Callable[..., Any], room: int) -> None:
-        model, rows = cache.model, len(cache.tracker.seen)
-        self.room, self.steps, self.settled = room, 0, 0
+        self.room, self.steps, self.settled, self.rows = room, 0, 0, len(cache.tracker.seen)
         self.inference = torch.is_inference_mode_enabled()  # only in this mode may its tensors be changed
-        self.pool = EvictingRows(cache, room) if step_rule(cache) else AppendedRows(cache, room)
-        self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=model.device)
-        weak = weakref.proxy(self)  # the runner is ours: a cache that nobody holds is freed at once
-        with self.pool.graph_capture_scratch(rows):
-            self.runner = CudaGraphRunner(lambda: weak.forward(forward), model)
-
-    def forward(self, forward: Callable[..., Any]) -> Tensor:
-        return forward(self.tokens, position_ids=self.positions, past_key_values=self.pool, use_cache=True).logits
+        self.pool = EvictingRows(cache, room) if evict_one_rule(cache) else AppendedRows(cache, room)
+        self.runner = Runner(self.pool, self.rows, forward)
+        self.runner.prepare(self.rows)
 
     @property
     def is_valid(self) -> bool:
@@ -132,10 +123,11 @@ class CapturedDecode:
 
     def step(self, tokens: Tensor, positions: Tensor | int) -> Tensor:
         """Logits of the next token. tokens [rows, 1] -> [rows, 1, vocabulary]"""
-        self.tokens.copy_(tokens)
-        self.positions.copy_(positions) if isinstance(positions, Tensor) else self.positions.fill_(positions)
+        runner = self.runner
+        runner.tokens.copy_(tokens)
+        runner.positions.copy_(positions) if isinstance(positions, Tensor) else runner.positions.fill_(positions)
         self.steps += 1
-        return self.runner().clone()
+        return runner(self.rows)[:, None].clone()
 
     def settle(self, seen: list[int]) -> None:
         """Tell the layers of the tokens decoded since the last time. seen: tokens of each row by now"""
@@ -147,16 +139,16 @@ class CapturedDecode:
 
 def can_capture(cache: CacheState) -> bool:
     """Whether its next decode steps only append, or evict one token for each, without padding, on one device."""
-    method, tracker = cache.method, cache.tracker
+    tracker = cache.tracker
     if cache.model.device.type not in DEVICES or tracker.attention_mask is not None:
         return False
-    if not tracker.seen or min(tracker.seen) - max(tracker.prompt) < PATIENCE:
+    if not tracker.seen or min(tracker.seen) - max(tracker.prompt) < DECODED_BEFORE:
         return False
     if cache.bits or cache.shards or cache.hf_layers or cache.backend.is_dirty or cache.counts_guesses:
         return False
-    if step_rule(cache):
+    if evict_one_rule(cache):
         return single_device(cache.model) is not None
     layers = list(cache.backend.store.values())
-    appends = (tracker.frozen or method.schedule.every is None) and not (method.retrieval or method.memory)
+    appends = Policy.of(cache) is Policy.APPEND and not cache.method.memory
     appends = appends and all(layer.can_capture for layer in layers)
     return appends and {layer.flat.keys.device for layer in layers} == {cache.model.device}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvkeep.cache.evict_one import EvictOne
+from kvkeep.cache.decode.evict_one import EvictOne
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.step_rule import StepRule
 from kvkeep.kernels.torch.rotation import Rotation
@@ -97,7 +97,7 @@ class CacheSteps:
         if index == next(iter(self.store)):
             self.enter(layout.seen, call.query.shape[1]).reserve(max(self.held) + 1)
         assert self.rows is not None
-        return self.rows.attend(index, call, len(layout.counts))
+        return self.rows.attend(index, call)
 
     def commit(self) -> None:
         self.count(int(self.under_way))

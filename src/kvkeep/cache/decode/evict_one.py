@@ -121,9 +121,9 @@ class EvictOne:
             self.undo(slice(None), self.changed)
         self.begin()
 
-    def attend(self, index: int, call: AttentionCall, rows: int) -> Tensor:
+    def attend(self, index: int, call: AttentionCall) -> Tensor:
         """One token for each of the first rows. -> [rows, heads, 1, dim]"""
-        block, number = self.block_of[index]
+        rows, (block, number) = len(call.query), self.block_of[index]
         key, value = call.key.detach(), call.value.detach()
         output = block.attend(number, rows, call.query, key, value, *call.how)
         self.calls.append(call)

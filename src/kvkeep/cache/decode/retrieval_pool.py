@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
-from kvkeep.cache.decode_pool import DecodePool
+from kvkeep.cache.decode.policy import retrieval_plan
+from kvkeep.cache.decode.pool import DecodePool
+from kvkeep.cache.decode.retrieval_rows import LayerRows, RowSizes, RowStep
 from kvkeep.cache.retrieval import RetrievalBackend
-from kvkeep.cache.retrieval_rows import LayerRows, RetrievalPlan, RowSizes, RowStep
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import execution_device, layer_devices
+from kvkeep.model.hf_cache import execution_device
 from kvkeep.storage.offload.layer_state import LayerState
 from kvkeep.storage.upload import upload
 
@@ -34,22 +35,6 @@ class Row:
     begin: int  # slot of the oldest near token
     end: int
     units: int  # offloaded, in name at least
-
-
-def retrieval_plan(cache: Cache) -> RetrievalPlan | None:
-    """How a pool decodes a prefilled cache; None where it cannot.
-
-    Not of units that differ in size, of fractional budgets, of `once`, of tokens on disk, of models on several devices.
-    """
-    backend = cache.backend
-    if not isinstance(backend, RetrievalBackend) or not backend.states or cache.hf_layers or cache.shards:
-        return None
-    states = [rows[0] for rows in backend.states.values()]
-    plan = RetrievalPlan.of(backend, cache.config.num_attention_heads)
-    on_host = all(state.host.table or state.host.device.type == "cpu" for state in states)
-    uniform = all(not state.host.tokens or (plan and state.unit_size == plan.shape.unit) for state in states)
-    one_device = len({state.near.keys.device for state in states} | set(layer_devices(cache.model).values())) == 1
-    return plan if on_host and uniform and one_device else None
 
 
 def backend_of(cache: Cache) -> RetrievalBackend:
@@ -66,7 +51,7 @@ class RetrievalPool(DecodePool):
         plan = retrieval_plan(like)
         assert plan is not None
         self.plan, self.device = plan, execution_device(like.model)
-        self.sizes, self.rows, self.active_rows = RowSizes(1, 1, 1, 1), 0, 0
+        self.sizes, self.rows = RowSizes(1, 1, 1, 1), 0
         self.by_row: dict[int, Row] = {}
         self.step: RowStep | None = None  # the one under way
         self.rows_of: dict[int, LayerRows] = {}  # by layer
@@ -189,7 +174,7 @@ class RetrievalPool(DecodePool):
 
     def capture_offloader(self) -> CudaGraphRunner:
         if self.offloader is None:
-            with torch.inference_mode(), self.graph_capture_scratch(self.active_rows):
+            with torch.inference_mode(), self.graph_capture_scratch():
                 self.offloader = CudaGraphRunner(self._offload_units, self.model)
         return self.offloader
 
@@ -208,9 +193,8 @@ class RetrievalPool(DecodePool):
         return self.units.add_(ready)
 
     @contextmanager
-    def graph_capture_scratch(self, rows: int) -> Iterator[None]:
+    def graph_capture_scratch(self) -> Iterator[None]:
         """Within, forward passes change nothing: no row is in use."""
-        self.active_rows = rows
         before = self.active.clone()
         self.active.zero_()
         try:
@@ -221,12 +205,12 @@ class RetrievalPool(DecodePool):
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """One token for every row."""
         if index == self.plan.layers[0]:
-            self.step = self._begin_layers()
+            self.step = self._begin_layers(len(call.query))
         assert self.step is not None
         return call.to_hf_output(self.rows_of[index].attend(call, self.step))
 
-    def _begin_layers(self) -> RowStep:
-        plan, rows, unit = self.plan, self.active_rows, self.plan.shape.unit
+    def _begin_layers(self, rows: int) -> RowStep:
+        plan, unit = self.plan, self.plan.shape.unit
         base, begin, units, _, active = self.counts[:, :rows]
         length = self.rows_of[plan.layers[0]].lengths[:rows, 0].clone()  # layers count the new token themselves
         units, position, fits = units * active, base + length, plan.budget - plan.shape.sinks - length + begin

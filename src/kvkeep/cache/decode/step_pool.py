@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
-from kvkeep.cache.decode_pool import DecodePool
-from kvkeep.cache.evict_one import EvictOne
-from kvkeep.cache.eviction import EvictingBackend
-from kvkeep.compress.step_rule import StepRule
+from kvkeep.cache.decode.evict_one import EvictOne
+from kvkeep.cache.decode.policy import evict_one_rule
+from kvkeep.cache.decode.pool import DecodePool
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import execution_device, key_shape, layer_devices, query_heads
 from kvkeep.storage.ragged import LayerKind
-
-
-def step_rule(cache: CacheState) -> StepRule | None:
-    """If each decode step evicts one token of every KV head of a full cache, and else appends: what is evicted."""
-    backend, tracker = cache.backend, cache.tracker
-    if not isinstance(backend, EvictingBackend) or cache.hf_layers:
-        return None
-    if tracker.frozen or min(tracker.seen) <= tracker.whole:
-        return None
-    return backend.steps.rule if backend.steps.rule.evicts and backend.steps.is_possible() else None
 
 
 class StepPool(DecodePool):
@@ -34,13 +22,13 @@ class StepPool(DecodePool):
     def __init__(self, like: CacheState) -> None:
         """like: a cache such as those it is for"""
         super().__init__(like.model)
-        rule, (kv_heads, dim), devices = step_rule(like), key_shape(like.model), layer_devices(like.model)
+        rule, (kv_heads, dim), devices = evict_one_rule(like), key_shape(like.model), layer_devices(like.model)
         assert rule is not None
         kinds = {
             i: LayerKind(kv_heads, dim, dim, self.model.dtype, devices.get(i, execution_device(self.model)))
             for i in self.compressed_layers
         }
-        self.rows, self.active_rows, self.slots = 0, 0, kv_heads * (rule.tokens + 1)
+        self.rows, self.slots = 0, kv_heads * (rule.tokens + 1)
         self.steps = EvictOne(rule, kinds, query_heads(self.model), like.rotations, 0)
         self.longest, self.allocated = rule.tokens + 1, set[int]()
 
@@ -93,16 +81,12 @@ class StepPool(DecodePool):
         kept = self.steps.take(row, cache.backend.store[self.compressed_layers[0]].lengths[0] + count)
         cache.append_decoded(count, lambda i: cache.backend.store[i].fill([kept[i]]))
 
-    @contextmanager
-    def graph_capture_scratch(self, rows: int) -> Iterator[None]:
-        """Within, forward passes change nothing: no row is in use."""
-        self.active_rows = rows
-        with self.steps.no_row_in_use():
-            yield
+    def graph_capture_scratch(self) -> AbstractContextManager[None]:
+        return self.steps.no_row_in_use()
 
     def begin_forward(self) -> None:
         self.steps.begin()
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """One token for every row; rows not in use write to a slot of their own."""
-        return call.to_hf_output(self.steps.attend(index, call, self.active_rows))
+        return call.to_hf_output(self.steps.attend(index, call))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.draft_buffers import DraftSize, Kept
-from kvkeep.cache.draft_pool import DraftPool
+from kvkeep.cache.decode.draft_pool import DraftText
 from kvkeep.kernels.torch.reference import uniform_stride
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import execution_device
+from kvkeep.model.hf_cache import HFCacheAdapter
 from kvkeep.types import Tokens
 
 HeldHeads = tuple[slice, Tensor, Tensor]  # KV heads, and their tokens' keys and values [heads, n, dim]
@@ -57,33 +56,23 @@ class OwnTokens:
         return output.flatten(0, 1).to(query.dtype)
 
 
-class HeldDraft(DraftPool):
-    """Steps that are not captured."""
+class HeldDraft(HFCacheAdapter):
+    """What the model sees of drafts whose steps are not captured: one token for every row."""
 
-    captures = False
-    buffers: dict[int, OwnTokens]  # type: ignore[assignment]
+    seen = 1  # not empty; every row has position ids of its own
 
-    def reserve(self, size: DraftSize, *_: Any) -> None:
-        home = execution_device(self.model)
-        self.tokens, self.positions = torch.zeros(2, size.rows, 1, dtype=torch.int64, device=home)
-        self.drafted = torch.zeros(size.steps, size.rows, dtype=torch.int64, device=home)
-        self.step = torch.zeros(1, dtype=torch.int64, device=home)
-        self.size = size
+    def load(self, texts: Sequence[DraftText], steps: int) -> None:
+        self.texts, self.steps = texts, steps
+        self.own: dict[int, OwnTokens] = {}  # by layer
 
-    def runner(self, rows: int) -> Callable[[], Tensor]:
-        return lambda: self.decode(rows)
-
-    def _load(self, texts: Sequence[Kept], steps: int) -> None:
-        self.texts = texts
-        for number, row in enumerate(row for text in texts for row in text.rows.values()):
-            self.tokens[number] = row.ids[-1]
-            self.positions[number] = row.position - 1
+    def queries(self, row: int, steps: int) -> dict[int, Tensor]:
+        """A row's queries of all steps so far, by layer. [heads, steps, dim]"""
+        return {i: own.queries[:steps, row].transpose(0, 1).clone() for i, own in self.own.items()}
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        if index not in self.buffers:
-            dtype = self.texts[0].store[index].kind.dtype
-            self.buffers[index] = OwnTokens.like(call, self.size.steps, dtype)
-        own = self.buffers[index]
+        if index not in self.own:
+            self.own[index] = OwnTokens.like(call, self.steps, self.texts[0].store[index].kind.dtype)
+        own = self.own[index]
         own.append(call)
         group = call.query.shape[1] // own.keys.shape[1]
         rows = []
@@ -99,8 +88,7 @@ class HeldDraft(DraftPool):
     def _held(self, index: int, kv_heads: int) -> Iterator[list[HeldHeads]]:
         """Each row's tokens of the text, without the last one."""
         for text in self.texts:
-            flat = text.store[index].flat
-            segments = list(zip(*text.segments(index), strict=True))
+            flat, segments = text.store[index].flat, text.segments(index)
             for first in range(0, len(segments), kv_heads):
                 yield held_heads(flat, segments[first : first + kv_heads])
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeep.storage.free_list import FreeList
+from kvkeep.storage.rows import FreeList
 
 
 def test_free_list():

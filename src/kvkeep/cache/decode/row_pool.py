@@ -1,0 +1,233 @@
+"""A preallocated pool for many sequences: each has spans of its own in one buffer per layer (storage/rows.py).
+
+Sequences are admitted and released without moving each other, and a decode step of all rows appends and attends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.decode.pool import DecodePool
+from kvkeep.compress.method import STORAGE
+from kvkeep.errors import CacheMisuse, UnsupportedModel
+from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.model.hf_cache import execution_device, key_shape, layer_devices, query_heads
+from kvkeep.storage.ragged import LayerKind
+from kvkeep.storage.rows import FreeList, Places, QuantizedRows, Rows, new_rows
+from kvkeep.storage.upload import upload
+
+Segments = Sequence[tuple[int, int]]  # (first slot, length)
+
+
+class RowPool(DecodePool):
+    """A cache of many rows of any lengths, decoded one token at a time."""
+
+    mixed = True  # rows of any methods and budgets
+
+    def __init__(
+        self, model: Any, rows: int, tokens: int, longest: int, storage: str | None = None, window: int = 0
+    ) -> None:
+        """tokens: slots of each layer, over all rows and KV heads; longest: tokens one KV head may have
+
+        storage: as in `Cache`; window: the newest queries of every row that are kept, where somebody asks for them
+        """
+        super().__init__(model)
+        if len(self.compressed_layers) != len(self.layers):
+            raise UnsupportedModel(f"{self.name} has sliding-window or linear layers, which a pool does not hold yet.")
+        (kv_heads, dim), devices = key_shape(model), layer_devices(model)
+        device_of = {i: devices.get(i, execution_device(model)) for i in self.compressed_layers}
+        kinds = {i: LayerKind(kv_heads, dim, dim, model.dtype, device) for i, device in device_of.items()}
+        bits = STORAGE[storage]
+        self.rows, self.tokens, self.longest, self.window = rows, tokens, longest, window
+        self.slots = QuantizedRows.slots if bits else Rows.slots  # of one KV head
+        self.buffers = {i: new_rows(kind, rows, tokens, bits) for i, kind in kinds.items()}
+        self.layers_on: dict[torch.device, list[int]] = {}
+        for i, device in device_of.items():
+            self.layers_on.setdefault(device, []).append(i)
+        self.free = {i: FreeList(tokens) for i in self.compressed_layers}
+        self.allocated: dict[int, list[tuple[int, int]]] = {}  # row -> (start, size) of its span in every layer
+        self.room: dict[int, int] = {}  # row -> tokens it may decode
+        self._init_places()
+        self._init_queries()
+
+    def _init_places(self) -> None:
+        """Places of no tokens; those of all layers on one device are in one tensor."""
+        self.places: dict[int, Places] = {}
+        self.tables: dict[torch.device, Tensor] = {}  # starts and lengths [2, layers, rows, kv_heads]
+        for device, layers in self.layers_on.items():
+            kv_heads = self.buffers[layers[0]].kind.kv_heads
+            table = torch.zeros(2, len(layers), self.rows, kv_heads, dtype=torch.int64, device=device)
+            active = torch.zeros(self.rows, 1, dtype=torch.int64, device=device)
+            table[0] = self.tokens
+            self.tables[device] = table
+            starts, lengths = table
+            self.places |= {i: Places(starts[n], lengths[n], active) for n, i in enumerate(layers)}
+
+    def _init_queries(self) -> None:
+        """Slots for a row's newest queries, for one of a step too many, and for those of rows that are not in use."""
+        self.newest: dict[int, Tensor] = {}  # layer -> [rows, window + 2, heads, dim]
+        for i, buffer in self.buffers.items() if self.window else ():
+            kind, heads = buffer.kind, query_heads(self.model)
+            shape = self.rows, self.window + 2, heads, kind.key_dim
+            self.newest[i] = torch.zeros(shape, dtype=kind.dtype, device=kind.device)
+
+    @property
+    def nbytes(self) -> int:
+        buffers = sum(buffer.nbytes for buffer in self.buffers.values())
+        return buffers + sum(queries.nbytes for queries in self.newest.values())
+
+    # the size of the pool
+
+    def room_for(self, cache: Any, answer: int) -> int:
+        """Tokens per KV head that a cache needs room for, beside its own, for an answer of so many."""
+        return answer
+
+    def slots_of(self, tokens: int) -> int:
+        """Slots of a row of so many tokens per KV head, where all KV heads have as many."""
+        return tokens * key_shape(self.model)[0]
+
+    def slots_needed(self, cache: Any, room: int) -> int:
+        """Slots of the fullest layer for a cache of one row and `room` more tokens per KV head."""
+        return max(sum(self._sizes(layer.row_lengths(0), room)) for layer in cache.backend.store.values())
+
+    def _sizes(self, lengths: Sequence[int], room: int) -> list[int]:
+        """Slots each KV head needs for so many tokens and `room` more."""
+        return [self.slots(n + room) for n in lengths]
+
+    def grow(self, rows: int, tokens: int, longest: int) -> bool:
+        """Make room for more, one layer after the other; admitted rows stay where they are. -> whether there is more"""
+        if (rows, tokens, longest) == (self.rows, self.tokens, self.longest):
+            return False
+        for i, buffer in self.buffers.items():
+            buffer.grow(rows, tokens)
+            if tokens > self.tokens:
+                self.free[i].free(self.tokens, tokens - self.tokens)
+        self.rows, self.tokens, self.longest = rows, tokens, longest
+        tables, queries, used = self.tables, self.newest, sorted(self.allocated)
+        self._init_places()
+        self._init_queries()
+        for device, before in tables.items():
+            self.tables[device][:, :, used] = before[:, :, used]
+            self.places[self.layers_on[device][0]].active[used] = 1
+        for i, known in queries.items():
+            self.newest[i][: len(known)] = known
+        return True
+
+    def fits(self, cache: Any, room: int) -> bool:
+        """Whether there is space now for a cache of one row and `room` more tokens per KV head."""
+        return cache.longest_head + room <= self.longest and all(
+            self.free[i].largest >= sum(self._sizes(layer.row_lengths(0), room))
+            for i, layer in cache.backend.store.items()
+        )
+
+    # rows that come and go
+
+    def admit(self, row: int, cache: Any, room: int) -> None:
+        """Copy a cache of one row, with space for `room` more tokens."""
+        store = cache.backend.store
+        self.put(row, store, {i: store[i].segments for i in self.compressed_layers}, room)
+
+    def put(self, row: int, store: Mapping[int, Any], segments: Mapping[int, Segments], room: int) -> None:
+        """Copy segments of layers to this row and those after it, with space for `room` more tokens.
+
+        segments: first slot and length of every KV head of one row after the other
+        """
+        count = len(segments[self.compressed_layers[0]]) // key_shape(self.model)[0]
+        rows = slice(row, row + count)
+        starts = self._allocate(row, count, segments, room)
+        for device, layers in self.layers_on.items():
+            active = self.places[layers[0]].active
+            first = [[start for start, _ in segments[i]] for i in layers]
+            lengths = [[n for _, n in segments[i]] for i in layers]
+            ends = [[start + n for start, n in segments[i]] for i in layers]
+            numbers = upload([[starts[i] for i in layers], lengths, first, ends], device)
+            self.tables[device][:, :, rows] = numbers[:2].unflatten(2, (count, -1))
+            active[rows] = 1
+            for number, i in enumerate(layers):
+                target, _, *source = numbers[:, number]
+                self.buffers[i].put(row, starts[i], target, store[i], (*source, sum(lengths[number])))
+
+    def _allocate(self, row: int, count: int, segments: Mapping[int, Segments], room: int) -> dict[int, list[int]]:
+        """-> where the tokens of every row and KV head will begin, by layer"""
+        starts: dict[int, list[int]] = {i: [] for i in self.compressed_layers}
+        for each in range(row, row + count):
+            if each in self.allocated:
+                raise CacheMisuse(f"row {each} is in use.")
+            self.allocated[each], self.room[each] = [], room
+        for i in self.compressed_layers:
+            heads = len(segments[i]) // count
+            for number in range(count):
+                mine = segments[i][number * heads : (number + 1) * heads]
+                sizes = self._sizes([n for _, n in mine], room)
+                start = self.free[i].allocate(sum(sizes))
+                self.allocated[row + number].append((start, sum(sizes)))
+                starts[i] += list(accumulate(sizes, initial=start))[:-1]
+        return starts
+
+    def complete(self, row: int, cache: Any, count: int) -> None:
+        """Append the first `count` tokens a row has decoded to the cache it was admitted from."""
+        spans = dict(zip(self.compressed_layers, self.allocated[row], strict=True))
+
+        def decoded(i: int) -> None:
+            layer = cache.backend.store[i]
+            positions = torch.arange(cache.seen, cache.seen + count, dtype=torch.int32, device=layer.ends.device)
+            *first, _ = accumulate(self._sizes(layer.row_lengths(0), self.room[row]), initial=spans[i][0])
+            self.buffers[i].copy_decoded(row, first, layer, positions)
+
+        cache.append_decoded(count, decoded)
+
+    def release(self, row: int) -> None:
+        for i, (start, size) in zip(self.compressed_layers, self.allocated.pop(row), strict=False):  # or cut short
+            self.free[i].free(start, size)
+        for device, layers in self.layers_on.items():
+            starts, lengths = self.tables[device]
+            starts[:, row], lengths[:, row], self.places[layers[0]].active[row] = self.tokens, 0, 0
+
+    # a step
+
+    @contextmanager
+    def graph_capture_scratch(self) -> Iterator[None]:
+        """Within, forward passes change nothing: no row is in use."""
+        parts = [*self.tables.values(), *(self.places[layers[0]].active for layers in self.layers_on.values())]
+        saved = [part.clone() for part in parts]
+        for (starts, lengths), active in zip(self.tables.values(), parts[len(self.tables) :], strict=True):
+            starts.fill_(self.tokens), lengths.zero_(), active.zero_()
+        try:
+            yield
+        finally:
+            for part, before in zip(parts, saved, strict=True):
+                part.copy_(before)
+
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """One token for every row; rows not in use write to an unused slot."""
+        if self.window:
+            self._write_queries(index, call.query)
+        step = call.query, call.key, call.value, self.places[index], self.longest
+        return call.to_hf_output(self.buffers[index].step(*step, *call.how))
+
+    def _write_queries(self, index: int, query: Tensor) -> None:
+        """In turn to the slots of each row. query [rows, heads, 1, dim]"""
+        rows, size, newest = len(query), self.window + 1, self.newest[index]
+        _, lengths, active = self.places[index].first(rows)
+        slots = torch.where(active[:, 0] > 0, lengths[:, 0] % size, size)
+        newest[torch.arange(rows, device=slots.device), slots] = query[:, :, 0].to(newest.dtype)
+
+    def query_slots(self, ends: Mapping[int, int], count: int) -> dict[int, Tensor]:
+        """The slots of a row's newest queries, oldest first, by layer. ends: tokens of its first KV head [count]"""
+        size = self.window + 1
+        slots: dict[int, Tensor] = {}
+        for device, layers in self.layers_on.items():
+            numbers = upload([[(ends[i] - count + j) % size for j in range(count)] for i in layers], device)
+            slots |= dict(zip(layers, numbers, strict=True))
+        return slots
+
+    def newest_queries(self, row: int, ends: Mapping[int, int], count: int) -> dict[int, Tensor]:
+        """A row's newest queries by layer, see `query_slots`. [heads, count, dim]"""
+        slots = self.query_slots(ends, count)
+        return {i: queries[row, slots[i]].transpose(0, 1) for i, queries in self.newest.items()}

@@ -1,0 +1,63 @@
+"""Decode steps of a model over rows that a cache of theirs holds: one way to run them, for everybody who decodes.
+
+An engine's batches, `model.generate` on a GPU and drafts differ in what `past_key_values` is (decode_pool.py), not in
+how a step runs: captured in a CUDA graph for every number of rows that was needed so far, or as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.model.cuda_graph import CudaGraphRunner
+from kvkeep.model.hf_cache import execution_device
+from kvkeep.model.rope import last_position
+
+
+class Runner:
+    """Each call decodes one token of the first rows: the likeliest next one takes its place."""
+
+    def __init__(self, pool: Any, rows: int, forward: Callable[..., Any] | None = None, captures: bool = True) -> None:
+        """pool: what the model sees as its cache; rows: the most there will be; forward: the model's, None: as it is"""
+        self.pool, self.forward, self.captures = pool, forward, captures
+        home = execution_device(pool.model)
+        self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=home)
+        self.last_position = last_position(pool.model)
+        self.graphs: dict[int, CudaGraphRunner] = {}  # by number of rows
+
+    def __call__(self, rows: int) -> Tensor:
+        """-> logits of the next tokens [rows, vocabulary], in the same memory every time"""
+        return self.prepare(rows)()
+
+    def prepare(self, rows: int) -> Callable[[], Tensor]:
+        """The step of so many rows. It is captured now, if it was not yet."""
+        if not self.captures:
+            return self._step(rows)
+        if rows not in self.graphs:
+            self.graphs[rows] = self._capture(rows)
+        return self.graphs[rows]
+
+    def _step(self, rows: int) -> Callable[[], Tensor]:
+        pool, forward, last = self.pool, self.forward, self.last_position  # and not self, which has the graphs
+        tokens, positions = self.tokens[:rows], self.positions[:rows]
+        return lambda: decode_step(pool, forward or pool.model, tokens, positions, last)
+
+    def _capture(self, rows: int) -> CudaGraphRunner:
+        """Capturing runs the step; tokens, positions and the pool stay as they are."""
+        before = self.tokens.clone(), self.positions.clone()
+        with self.pool.graph_capture_scratch():
+            graph = CudaGraphRunner(self._step(rows), self.pool.model)
+        for part, saved in zip((self.tokens, self.positions), before, strict=True):
+            part.copy_(saved)
+        return graph
+
+
+def decode_step(pool: Any, forward: Callable[..., Any], tokens: Tensor, positions: Tensor, last: int) -> Tensor:
+    """One token of every row. tokens, positions [rows, 1]: become the next ones. -> logits [rows, vocabulary]"""
+    logits = forward(tokens, position_ids=positions, past_key_values=pool).logits[:, -1]
+    torch.argmax(logits, -1, keepdim=True, out=tokens)
+    positions.add_(1).clamp_max_(last)
+    return logits
