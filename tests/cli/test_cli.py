@@ -374,7 +374,7 @@ print("torch" in sys.modules)
 def test_wrong_usage_is_status_2_and_a_bug_is_1(tiny, document, monkeypatch):
     assert kvkeep_("run", document).exit_code == 2
     assert kvkeep_("run", document, "Why?", "--max-new-tokens", 0).exit_code == 2
-    monkeypatch.setattr(kvkeep.cli.run.QuestionRunner, "ask", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(kvkeep.cli.run, "ask", lambda *_, **__: 1 / 0)
     assert kvkeep_("run", document, "Why?").exit_code == 1
 
 

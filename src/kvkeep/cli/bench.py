@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvkeep.cli.eval import shaped
+from kvkeep.cli.options import BenchOptions
 from kvkeep.errors import BadInput
 
 HEADER = ["", "prefill s", "×", "step ms", "×", "roofline ms, by", "×", "tok/s", "cache", "peak"]
@@ -22,28 +22,7 @@ KVPRESS = (
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is measured, on what."""
-
-    methods: str
-    budget: str
-    length: str
-    batch: str
-    steps: int
-    prefill_chunk_size: int | None
-    prefill_repeats: int
-    storage: str
-    baselines: str
-    also: str | None
-    shape: str | None
-    model: str
-    device: str | None
-    dtype: str | None
-    out: str | None
-
-
-def run(options: Options, say: Any) -> tuple[list[Any], str]:
+def run(options: BenchOptions, say: Any) -> tuple[list[Any], str]:
     """-> costs, and the files written to --out; what is missing is reported before the model is loaded"""
     from kvkeep.bench.cost import Plan, costs
     from kvkeep.bench.timing import Roofline
@@ -104,7 +83,7 @@ def _write(found: list[Any], folder: Path, draw: Any) -> str:
     return f"{folder}: {', '.join(['costs.json', *(draw(found, folder) if draw else [])])}"
 
 
-def _model(options: Options, say: Any) -> Any:
+def _model(options: BenchOptions, say: Any) -> Any:
     from kvkeep.model.load import DTYPES, load, quiet_transformers
 
     quiet_transformers()

@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvkeep.compress.defaults import CONTEXT_METHODS, DOCUMENT_BUDGET, PROMPT_METHODS
+from kvkeep.cli.options import LOCAL, METHODS
+from kvkeep.compress.defaults import DOCUMENT_BUDGET
 from kvkeep.errors import BadInput
 
-METHODS = "full", PROMPT_METHODS[0], CONTEXT_METHODS[0]
-LOCAL = "local"  # an embedded Ray on this machine
 LISTS = ("tasks", "methods", "budget", "length")
 MINIMUM = {"limit": 1, "seed": 0, "max_length": 1}
 FLAGS = ("share", "beyond_window")

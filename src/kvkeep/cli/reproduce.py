@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import typer
 
 from kvkeep.cli import eval as evaluation
 from kvkeep.cli import show
+from kvkeep.cli.options import ReproduceOptions
 from kvkeep.errors import NoData
 from kvkeep.evaluate.recipes.compare import Line, compare, counts, write_csv
 from kvkeep.evaluate.recipes.recipe import Job, Recipe, jobs, names, recipe, shrink
@@ -23,27 +24,7 @@ not an experiment     a drawing, a formula or a list: there is nothing to run"""
 SMALL = "Small: another model, other lengths and budgets, few samples. At best the order may be compared."
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command's options that change what is run, or where."""
-
-    small: bool = False
-    out: str | None = None  # ./reproduce/<name>
-    model: str | None = None  # in place of the paper's
-    data: str | None = None
-    haystack: str | None = None
-    squad: str | None = None
-    hotpotqa: str | None = None
-    limit: int | None = None
-    schedule: str | None = None  # in place of the recipe's
-    yarn: float | None = None  # of every model, in place of the recipe's
-    ray: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    dry_run: bool = False
-
-
-def reproduce(name: str, options: Options) -> None:
+def reproduce(name: str, options: ReproduceOptions) -> None:
     """Run a recipe and print the comparison; of kinds that are not scores, print the facts."""
     wanted = recipe(name)
     if wanted.kind != "scores":
@@ -82,7 +63,7 @@ def _kind(each: Recipe) -> str:
     return KINDS[each.kind] + (", none printed" if drawn else "")
 
 
-def _changed(wanted: Recipe, options: Options) -> Recipe:
+def _changed(wanted: Recipe, options: ReproduceOptions) -> Recipe:
     """Change the recipe by the options: small, another model, fewer samples, another schedule or YaRN."""
     wanted = shrink(wanted) if options.small else wanted
     if options.model and len(wanted.models) > 1:  # one model, beside the first one's printed numbers
@@ -97,7 +78,7 @@ def _changed(wanted: Recipe, options: Options) -> Recipe:
     return replace(wanted, limit=options.limit or wanted.limit, schedule=schedule)
 
 
-def _eval_options(wanted: Recipe, job: Job, out: Path, options: Options) -> evaluation.EvalOptions:
+def _eval_options(wanted: Recipe, job: Job, out: Path, options: ReproduceOptions) -> evaluation.EvalOptions:
     places = {key: getattr(options, key) for key in ("data", "haystack", "squad", "hotpotqa", "ray", "device", "dtype")}
     sizes: dict[str, Any] = {"budget": job.budgets, "length": job.lengths, "yarn": job.yarn}
     sizes |= {key: getattr(wanted, key) for key in ("limit", "max_length", "beyond_window", "schedule")}
@@ -157,7 +138,7 @@ def _print_facts(wanted: Recipe, small: bool) -> None:
     typer.echo(f"To measure it here: {wanted.small if small else wanted.command}")
 
 
-def _introduce(wanted: Recipe, options: Options) -> None:
+def _introduce(wanted: Recipe, options: ReproduceOptions) -> None:
     typer.echo(f"{wanted.name}: {wanted.shows}")
     if wanted.schedule == "own":
         typer.echo("Answers are evicted from as each method does while decoding (schedule own).")
