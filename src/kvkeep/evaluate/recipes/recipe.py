@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvkeep.errors import BadInput, UnknownName
-from kvkeep.evaluate.tasks.ruler import TASKS as RULER
+from kvkeep.evaluate.tasks.ruler import GROUPS
 from kvkeep.registry import did_you_mean
 
 PAPERS = ("intentkv", "intelllm", "ahakv", "actqkv", "protokv")
-GROUPS = {"ruler": list(RULER), "niah": [task for task in RULER if task.startswith("niah")]}
 Budget = int | float | None
 Yarn = tuple[float, int]  # a factor, and the context length in tokens that the model has without it
 Point = tuple[str, int | None]  # a task, and its length where it is generated
