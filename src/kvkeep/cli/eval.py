@@ -62,12 +62,10 @@ def eval_options(config: Path | None, given: dict[str, Any]) -> EvalOptions:
 def _file(path: Path) -> dict[str, Any]:
     import yaml
 
+    from kvkeep.evaluate.tasks.build import read_text
+
     try:
-        values = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise BadInput(f"--config {str(path)!r} cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"--config {str(path)!r} is not UTF-8 (byte {error.start}); convert it first.") from None
+        values = yaml.safe_load(read_text(path, option="--config "))
     except yaml.YAMLError as error:
         raise BadInput(f"--config {str(path)!r} is not YAML: {error}") from None
     known = [field.name for field in fields(EvalOptions)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from kvkeep.cli import eval as evaluation
 from kvkeep.cli import show
 from kvkeep.cli.options import ReproduceOptions
 from kvkeep.errors import NoData
-from kvkeep.evaluate.recipes.compare import Line, compare, counts, write_csv
+from kvkeep.evaluate.recipes.compare import Line, compare, counts
 from kvkeep.evaluate.recipes.recipe import Job, Recipe, jobs, names, recipe, shrink
+from kvkeep.evaluate.summary import write_lines
 
 KINDS = {"scores": "scores", "measure": "measured by a script", "facts": "not an experiment"}
 LISTED = """\
@@ -22,6 +23,9 @@ scores                run here, the paper's numbers beside ours
 measured by a script  `kvkeep reproduce NAME` has what the paper prints, and the command
 not an experiment     a drawing, a formula or a list: there is nothing to run"""
 SMALL = "Small: another model, other lengths and budgets, few samples. At best the order may be compared."
+
+
+Plan = list[tuple[Job, evaluation.EvalOptions]]
 
 
 def reproduce(name: str, options: ReproduceOptions) -> None:
@@ -37,7 +41,7 @@ def reproduce(name: str, options: ReproduceOptions) -> None:
         for number, job in enumerate(jobs(wanted), 1)
     ]
     if not options.dry_run:
-        _check(each for _, each in plan)
+        _with_data(plan, lambda _, each: evaluation.check(each))  # a wrong one is refused before the first is run
     _introduce(wanted, options)
     if options.dry_run:
         _print_plan(plan)
@@ -47,7 +51,7 @@ def reproduce(name: str, options: ReproduceOptions) -> None:
     _print_lines(lines, wanted)
     if wanted.counted:
         _print_counts(rows)
-    write_csv(lines, out / "comparison.csv")
+    write_lines(Line, lines, out / "comparison.csv")
     typer.echo(f"{len(lines)} numbers in {out / 'comparison.csv'}, rows beside it")
 
 
@@ -86,36 +90,31 @@ def _eval_options(wanted: Recipe, job: Job, out: Path, options: ReproduceOptions
     return evaluation.EvalOptions(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)
 
 
-def _check(grids: Iterable[evaluation.EvalOptions]) -> None:
-    """Refuse a wrong grid before the first is run; one without data is left out."""
-    failed, fine = [], False
-    for each in grids:
-        try:
-            evaluation.check(each)
-            fine = True
-        except NoData as error:
-            failed.append(error)
-    if failed and not fine:
-        raise failed[0]
-
-
-def _run(plan: Iterable[tuple[Job, evaluation.EvalOptions]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of each model, by its name in the paper. A grid without data is left out, unless all are."""
-    rows: dict[str, list[dict[str, Any]]] = {}
+def _with_data(plan: Plan, act: Callable[[Job, evaluation.EvalOptions], object]) -> list[NoData]:
+    """Do something with each grid. -> why some are left out: they have no data, which is an error if all have none"""
     failed: list[NoData] = []
     for job, each in plan:
         try:
-            with show.counting("starting") as (say, note):
-                found, skipped = evaluation.run(each, say, note)
+            act(job, each)
         except NoData as error:
             failed.append(error)
-            continue
+    if failed and len(failed) == len(plan):
+        raise failed[0]
+    return failed
+
+
+def _run(plan: Plan) -> dict[str, list[dict[str, Any]]]:
+    """Rows of each model, by its name in the paper."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+
+    def run(job: Job, each: evaluation.EvalOptions) -> None:
+        with show.counting("starting") as (say, note):
+            found, skipped = evaluation.run(each, say, note)
         rows.setdefault(job.group, []).extend(found)
         for task, why in skipped.items():
             typer.echo(f"left out: {task} {why}", err=True)
-    if failed and not rows:
-        raise failed[0]
-    for why in map(str, failed):
+
+    for why in map(str, _with_data(plan, run)):
         typer.echo(f"left out: {why}", err=True)
     return rows
 
@@ -165,7 +164,7 @@ def _remark(wanted: Recipe) -> None:
         typer.echo(f"Misprint: {each['at']}: {says}")
 
 
-def _print_plan(plan: Iterable[tuple[Job, evaluation.EvalOptions]]) -> None:
+def _print_plan(plan: Plan) -> None:
     for number, (job, each) in enumerate(plan, 1):
         answers = (
             f"{job.answers * each.limit:,} answers"

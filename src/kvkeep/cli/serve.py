@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -106,15 +106,8 @@ def make_server(options: ServeOptions, plan: Plan, keys: Any, say: Callable[[str
     from kvkeep.serve.limits import Limits
     from kvkeep.serve.server import Server
 
-    limits = Limits(
-        max_body=byte_count("--max-body", options.max_body),
-        max_tokens=options.max_tokens,
-        max_seconds=options.max_seconds,
-        max_answers=options.max_answers,
-        max_contexts=options.max_contexts,
-        max_context_bytes=_context_bytes(options, keys),
-        allow_parameters=options.allow_parameters,
-    )
+    sizes = {"max_body": byte_count("--max-body", options.max_body), "max_context_bytes": _context_bytes(options, keys)}
+    limits = Limits(**{each.name: getattr(options, each.name) for each in fields(Limits)} | sizes)
     name = options.name or model_name(options.model)
     if options.tensor_parallel > 1:
         return _split_server(options, plan, say, lambda engine: Server(engine, name, keys, limits))

@@ -21,7 +21,7 @@ from kvkeep.compress.parse import parse_budget
 from kvkeep.compress.scorers.ahakv import AhaKVScorer, relative_value_norms
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
 from kvkeep.engine.sequence import SequenceConfig
-from kvkeep.evaluate.shared_prefill import prefill_shared
+from kvkeep.evaluate.prefill import prefill_shared
 from kvkeep.kernels.torch.scoring import row_js_distance
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import execution_device

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
 from kvkeep.cache.report import held_share
-from kvkeep.evaluate.summary import Cell
+from kvkeep.evaluate.summary import Cell, mean
 from kvkeep.pages.report_facts import NeedleCell, ReportFacts
 from kvkeep.plots import COLOURS, RAMP, STYLE, save
 
@@ -67,8 +67,7 @@ def memory_chart(cells: Sequence[Cell]) -> Any:
     for method, budgets in configs.items():
         whole = [mine for mine in budgets.values() if len(mine) == len(tasks)]
         points = sorted(
-            (_mean(100 * held_share(c.bytes, c.full_bytes) for c in mine), _mean(c.score for c in mine))
-            for mine in whole
+            (mean(100 * held_share(c.bytes, c.full_bytes) for c in mine), mean(c.score for c in mine)) for mine in whole
         )
         style: Any = {"color": _colour(method, methods), "marker": _marker(method, methods), "linewidth": 1}
         panel.plot([x for x, _ in points], [y for _, y in points], label=method, **style)
@@ -118,8 +117,3 @@ def _colour(method: str, methods: Sequence[str]) -> str:
 def _marker(method: str, methods: Sequence[str]) -> str:
     place = methods.index(method)
     return MARKERS[(place + place // len(COLOURS)) % len(MARKERS)]  # so that no two methods look alike
-
-
-def _mean(numbers: Iterable[float]) -> float:
-    found = list(numbers)
-    return sum(found) / len(found)

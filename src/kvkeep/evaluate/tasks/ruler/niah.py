@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadInput
+from kvkeep.evaluate.tasks.build import read_text
 from kvkeep.evaluate.tasks.ruler import vocabulary
 from kvkeep.evaluate.tasks.ruler.frame import Drawn, Frame, Prompt
 
@@ -159,17 +160,8 @@ def _read(path: Path) -> str:
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise BadInput(f"haystack={str(path)!r} has no *.txt in it.")
-    text = "".join(_text(file) for file in files)
+    text = "".join(read_text(file, "; give a text or a folder", "haystack=") for file in files)
     return text if path.suffix != ".json" else _json(text, path)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise BadInput(f"haystack={str(path)!r} cannot be read ({error.strerror}); give a text or a folder.") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"haystack={str(path)!r} is not UTF-8 (byte {error.start}); convert it first.") from None
 
 
 def _json(text: str, path: Path) -> str:
