@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from typer.testing import CliRunner
 import kvkeep.cli.inputs
 import kvkeep.cli.run
 from kvkeep.cli import app
-from kvkeep.cli.show import busy, counting
+from kvkeep.cli.show import busy
 from kvkeep.engine.progress import Progress
 from kvkeep.errors import BadInput
 
@@ -495,13 +494,16 @@ def test_the_spinner_shows_only_to_a_person(capsys, monkeypatch):
 def test_where_nobody_sees_the_spinner_steps_are_lines_of_a_log(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("kvkeep.cli.show.time.monotonic", lambda: clock[0])
-    for show in (busy, lambda text: nullcontext(counted)):
-        with counting("starting") as (counted, _), show("starting") as say:
-            say("loading")
-            for clock[0] in range(25):
-                say.often(f"read {clock[0]}")
-        assert capsys.readouterr().err == "loading\nread 10\nread 20\n"
-        clock[0] = 0.0
+    with busy("starting") as say:
+        say("loading")
+        for clock[0] in range(25):
+            say.often(f"read {clock[0]}")
+    assert capsys.readouterr().err == "loading\nread 10\nread 20\n"
+    with busy("starting") as say:
+        for clock[0] in range(24, 200):
+            say.count(clock[0] - 23, 300)
+        say.count(300, 300)
+    assert capsys.readouterr().err == "61 of 300 rows\n121 of 300 rows\n300 of 300 rows\n"
 
 
 # --- for real ---

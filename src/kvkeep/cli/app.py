@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -75,7 +76,8 @@ def run(given: options.RunOptions) -> None:
 
     outcomes = running.answers(given, plans, text, question)
     if given.as_json:
-        show.print_json(show.outcomes_as_dict(given.model, outcomes))
+        results = [asdict(each) for each in outcomes]  # the first one's fields, and under "results" all of them
+        show.print_json({"model": given.model, **results[0], "results": results})
     else:
         show.print_outcomes(outcomes)
 
@@ -127,8 +129,8 @@ def evaluate(given: options.EvalArguments) -> None:
     """Score methods on tasks. A run that was stopped goes on where it was."""
     chosen = evaluation.eval_options(given.config, {**vars(given), "config": None})
     inputs.check_model(chosen.model)
-    with show.counting("starting") as (say, note):
-        rows, skipped = evaluation.run(chosen, say, note)
+    with show.busy("starting") as say:
+        rows, skipped = evaluation.run(chosen, say)
     show.print_scores(rows)
     for remark in show.remarks(rows):
         typer.echo(f"note: {remark}", err=True)

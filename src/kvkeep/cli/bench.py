@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,14 @@ def run(options: BenchOptions, say: Any) -> tuple[list[Any], str]:
     )
     check_device(options.device, options.dtype)
     others = _others(options.also) if options.also else []
-    draw = _plotter() if options.out else None
+    draw = None
     if options.out:
         make_folder(options.out)  # before anything is measured
-        if draw is None:
+        try:
+            from kvkeep.cli.bench_plots import draw as draw_plots
+
+            draw = draw_plots
+        except ImportError:
             say.note("there will be no plots: matplotlib is not installed (pip install 'kvkeep[plots]')")
     if "kvpress" in names and not others:
         say.note(KVPRESS)
@@ -54,7 +59,11 @@ def run(options: BenchOptions, say: Any) -> tuple[list[Any], str]:
     say("measuring the machine")
     roofline = Roofline.measure(model, plan.batches)
     found = [*costs(model, plan, say, roofline), *(cost.with_roofline(roofline) for cost in others)]
-    return found, _write(found, Path(options.out), draw) if options.out else ""
+    if not options.out:
+        return found, ""
+    folder = Path(options.out)
+    (folder / "costs.json").write_text(json.dumps(list(map(asdict, found)), indent=1) + "\n")
+    return found, f"{folder}: {', '.join(['costs.json', *(draw(found, folder) if draw else [])])}"
 
 
 def _others(path: str) -> list[Any]:
@@ -67,20 +76,6 @@ def _others(path: str) -> list[Any]:
         raise BadInput(f"--also {path!r} cannot be read ({error.strerror}).") from None
     except (ValueError, TypeError) as error:
         raise BadInput(f"--also {path!r} is not a list of costs as in costs.json: {error}.") from None
-
-
-def _plotter() -> Any:
-    """None without matplotlib."""
-    try:
-        from kvkeep.cli.bench_plots import draw
-    except ImportError:
-        return None
-    return draw
-
-
-def _write(found: list[Any], folder: Path, draw: Any) -> str:
-    (folder / "costs.json").write_text(json.dumps([cost.as_dict() for cost in found], indent=1) + "\n")
-    return f"{folder}: {', '.join(['costs.json', *(draw(found, folder) if draw else [])])}"
 
 
 def _model(options: BenchOptions, say: Any) -> Any:

@@ -140,7 +140,7 @@ def check(options: EvalOptions) -> tuple[Any, Any]:
     return grid, sources
 
 
-def run(options: EvalOptions, say: Any, note: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def run(options: EvalOptions, say: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """-> all rows, and the tasks left out with their reasons"""
     from kvkeep.evaluate import suite
     from kvkeep.evaluate.grid import run as run_grid
@@ -160,7 +160,7 @@ def run(options: EvalOptions, say: Any, note: Any) -> tuple[list[dict[str, Any]]
     skipped |= too_long
     make = partial(load_worker, options, tuple(grid.configs))
     worker = _ray_workers(options, make, say) if options.ray else make(say)
-    rows = run_grid(worker, samples, grid, options.out, note, about(options))
+    rows = run_grid(worker, samples, grid, options.out, say.count, about(options))
     write_csv(rows, Path(options.out) / "results.csv")
     return rows, skipped
 

@@ -108,8 +108,8 @@ def _run(plan: Plan) -> dict[str, list[dict[str, Any]]]:
     rows: dict[str, list[dict[str, Any]]] = {}
 
     def run(job: Job, each: evaluation.EvalOptions) -> None:
-        with show.counting("starting") as (say, note):
-            found, skipped = evaluation.run(each, say, note)
+        with show.busy("starting") as say:
+            found, skipped = evaluation.run(each, say)
         rows.setdefault(job.group, []).extend(found)
         for task, why in skipped.items():
             typer.echo(f"left out: {task} {why}", err=True)

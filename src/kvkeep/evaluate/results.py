@@ -28,7 +28,11 @@ def exclusive_lock(folder: str | Path) -> Iterator[None]:
         yield
         return
     path = make_folder(folder) / LOCK
-    with _opened(path) as file:
+    try:
+        opened = path.open("a+")
+    except OSError as error:
+        raise write_error(path, error, "rows that are there") from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -41,13 +45,6 @@ def exclusive_lock(folder: str | Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return path.open("a+")
-    except OSError as error:
-        raise write_error(path, error, "rows that are there") from error
 
 
 class Results:

@@ -124,7 +124,10 @@ def why_unavailable(name: str, sources: Sources) -> str:
 
 
 def _expanded(tasks: Iterable[str], sources: Sources) -> list[str]:
-    return list(dict.fromkeys(task for name in tasks for task in _tasks_of(name, sources)))
+    """The tasks of groups, and tasks themselves, each once."""
+    groups = {**GROUPS, "short": list(SHORT)}
+    found = (_files(name, sources) if name in FOLDERS else groups.get(name, [name]) for name in tasks)
+    return list(dict.fromkeys(task for some in found for task in some))
 
 
 def _no_data(skipped: dict[str, str]) -> NoData:
@@ -134,13 +137,6 @@ def _no_data(skipped: dict[str, str]) -> NoData:
 def _is_made(name: str) -> bool:
     """Whether a task is generated, not read from a file."""
     return name in RULER or name in MADE
-
-
-def _tasks_of(name: str, sources: Sources) -> list[str]:
-    """A group's tasks, or the task itself."""
-    if name in FOLDERS:
-        return _files(name, sources)
-    return {**GROUPS, "short": list(SHORT)}.get(name, [name])
 
 
 def _files(folder: str, sources: Sources) -> list[str]:
@@ -157,7 +153,11 @@ def _task(name: str, path: Path | None, tokenizer: Any, sources: Sources) -> lis
     if _is_made(name):
         return [sample for length in sources.lengths for sample in _sized(name, length, tokenizer, sources)]
     read = _checked(name, _reader(name)(path))[: sources.limit]
-    return [_with_reasoning(sample) for sample in read] if name in PROBLEMS else read
+    if name not in PROBLEMS:
+        return read
+    # they are asked for the reasoning and a boxed answer, with tokens for both
+    asked = [(sample, math.PROMPT.format(question=sample.question)) for sample in read]
+    return [replace(sample, question=question, max_new_tokens=2048, long=True) for sample, question in asked]
 
 
 def _checked(name: str, read: Any) -> list[Sample]:
@@ -173,11 +173,6 @@ def _spread(values: Sequence[int], count: int | None) -> list[int]:
     """`count` of the values, each from the middle of an equal part."""
     count = min(count or len(values), len(values))
     return [values[(2 * number + 1) * len(values) // (2 * count)] for number in range(count)]
-
-
-def _with_reasoning(sample: Sample) -> Sample:
-    """Asks for the reasoning and a boxed answer, with tokens for both."""
-    return replace(sample, question=math.PROMPT.format(question=sample.question), max_new_tokens=2048, long=True)
 
 
 def _reader(name: str) -> Callable:

@@ -87,7 +87,7 @@ class Inspector:
         texts, parts = token_texts(self.tokenizer, ids), self._parts(context, ids)
         reference = next(outcome.facts.answer for outcome in outcomes if outcome.answer)
         words = answer_words(texts, parts["document"], self.question, reference)
-        facts = [self._facts(outcome, attention, words) for outcome in mark_differing(outcomes)]
+        facts = [self._facts(outcome, outcomes[0].facts, attention, words) for outcome in outcomes]
         compared = [outcome for outcome in outcomes[1:] if outcome.mask is not None]
         shown = next(outcome for outcome in outcomes if outcome.mask is not None)
         return Inspection(
@@ -181,12 +181,13 @@ class Inspector:
         known = self.question if self.protocol == "aware" else None
         return window_retrieval(self.model, self.tokenizer, ids, tokens, method, budget, known)
 
-    def _facts(self, outcome: Outcome, attention: Tensor | None, words: list[int]) -> MethodFacts:
+    def _facts(self, outcome: Outcome, full: MethodFacts, attention: Tensor | None, words: list[int]) -> MethodFacts:
         mask = outcome.mask
         if mask is None:
             return outcome.facts
         return replace(
             outcome.facts,
+            differs=differs(outcome.facts, full),
             kept=None if outcome.facts.name == FULL else pack_bits(mask),
             counts=mask.sum(-1).tolist(),
             histogram=histogram(mask),
@@ -196,12 +197,6 @@ class Inspector:
         )
 
 
-def mark_differing(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Mark the answers that have other words than the first, which is that of the full cache."""
-    full, *_ = (outcome.facts for outcome in outcomes)
-
-    def mark(outcome: Outcome) -> Outcome:
-        differs = not full.error and not outcome.facts.error and outcome.facts.answer.split() != full.answer.split()
-        return replace(outcome, facts=replace(outcome.facts, differs=differs))
-
-    return [mark(outcome) for outcome in outcomes]
+def differs(facts: MethodFacts, full: MethodFacts) -> bool:
+    """Whether an answer has other words than that of the full cache."""
+    return not full.error and not facts.error and facts.answer.split() != full.answer.split()

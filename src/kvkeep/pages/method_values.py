@@ -114,12 +114,8 @@ def pack_values(values: Tensor) -> Packed:
     values = values.float()
     for axis in (1, 0):
         values = values.mean(axis, keepdim=True) if values.numel() > MOST else values
-    return pack_levels(values, _quantile(values, CLIP))
-
-
-def _quantile(values: Tensor, share: float) -> float:
     flat = values.flatten()
-    return float(flat.kthvalue(max(1, int(share * len(flat)))).values)
+    return pack_levels(values, float(flat.kthvalue(max(1, int(CLIP * len(flat)))).values))
 
 
 def evicting(configs: Sequence[tuple[str, Any]]) -> dict[str, tuple[Method, Any]]:

@@ -161,11 +161,7 @@ def _read(path: Path) -> str:
     if not files:
         raise BadInput(f"haystack={str(path)!r} has no *.txt in it.")
     text = "".join(read_text(file, "; give a text or a folder", "haystack=") for file in files)
-    return text if path.suffix != ".json" else _json(text, path)
-
-
-def _json(text: str, path: Path) -> str:
     try:
-        return str(json.loads(text)["text"])
+        return str(json.loads(text)["text"]) if path.suffix == ".json" else text
     except (ValueError, TypeError, KeyError):
         raise BadInput(f'haystack={str(path)!r} is not {{"text": "…"}}, as RULER\'s essay file is.') from None

@@ -6,6 +6,7 @@ import random
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Chains:
 
     def _prompt(self, names: list[str], value: str, units: int) -> Prompt:
         assigned = [f"VAR {names[0]} = {value}"]
-        assigned += [f"VAR {name} = VAR {before} " for before, name in zip(names, names[1:], strict=False)]
+        assigned += [f"VAR {name} = VAR {before} " for before, name in pairwise(names)]
         lines = [NOISE] * max(units, SIZE)
         for inserted, place in enumerate(sorted(self.rng.sample(range(len(lines)), SIZE))):
             lines.insert(place + inserted, assigned[inserted])
