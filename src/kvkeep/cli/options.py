@@ -21,8 +21,7 @@ METHODS = "full", PROMPT_METHODS[0], CONTEXT_METHODS[0]
 Document = Annotated[str, Argument(help="The text file to read; - reads standard input.")]
 Question = Annotated[str, Argument(help="The question to answer about the document.")]
 Model = Annotated[
-    str,
-    Option(help="The model to load: `default`, a name on the hub, or a folder. `kvkeep models` suggests some."),
+    str, Option(help="The model to load: `default`, a name on the hub, or a folder. `kvkeep models` suggests some.")
 ]
 Method = Annotated[
     str | None,
@@ -37,8 +36,7 @@ Settings = Annotated[
 ]
 Storage = Annotated[str | None, Option(help="Quantize the keys and values that are kept: int8 or int4.")]
 Device = Annotated[
-    str | None,
-    Option(help="The device to run on: cpu, cuda, cuda:1 …", show_default="a GPU where there is one"),
+    str | None, Option(help="The device to run on: cpu, cuda, cuda:1 …", show_default="a GPU where there is one")
 ]
 Dtype = Annotated[
     str | None,
@@ -52,9 +50,6 @@ Seed = Annotated[int, Option(min=0, help="Seed the sampling, and methods with ra
 ChunkSize = Annotated[int | None, Option(min=2, help="Prefill the prompt in chunks of this many tokens.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON in place of text.")]
 
-Tasks = Annotated[
-    str | None, Option(help="The tasks to score, by commas: ruler, niah, needle, short, longbench/qasper, …")
-]
 Data = Annotated[
     str | None, Option(help="The folder that holds the benchmarks' official files: longbench/qasper.jsonl …")
 ]
@@ -232,7 +227,7 @@ class ServeOptions:
 class EvalArguments:
     """The options of `kvkeep eval`, None where they are not given."""
 
-    tasks: Tasks = None
+    tasks: str | None = option(None, "The tasks to score, by commas: ruler, niah, needle, short, longbench/qasper, …")
     out: str | None = option(None, "Write rows.jsonl, times.jsonl and results.csv to this folder.")
     methods: str | None = option(None, "The methods to score, by commas.", show_default=",".join(METHODS))
     budget: str | None = option(None, f"Set {TOKENS}, or auto; commas run several.", show_default=str(DOCUMENT_BUDGET))
