@@ -93,7 +93,8 @@ def ask(
     engine: Engine, plan: Plan, document: str, question: str, generation: dict[str, Any], out: TextIO | None
 ) -> Outcome:
     """out: where the answer is printed while it is decoded"""
-    timer, name = AnswerTimer(), plan.method or engine.method.name
+    timer = AnswerTimer()
+    name = plan.method or engine.method.name
     with busy("starting") as say:
         say(f"{name}: prefill")
         texts = engine.stream(

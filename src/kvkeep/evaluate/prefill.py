@@ -90,7 +90,8 @@ def prefill(
             logits = _prefill_together(model, [sequences[config] for config in group], ids)
         seconds = now(model.device) - began
         for config in group:
-            sequence, frozen = sequences[config], not (config in evicting or configs[config].retrieval)
+            sequence = sequences[config]
+            frozen = not (config in evicting or configs[config].retrieval)
             report = sequence.cache.report()
             found[config] = PrefilledContext(config, sequence, report, logits, seconds, len(group), frozen)
     return [found[config] for config in configs]

@@ -130,7 +130,8 @@ class Inspector:
         except KvkeepError as error:
             return Outcome(replace(facts, error=" ".join(str(error).split())))
         mask = kept_mask(cache, tokens)
-        report, rate = cache.report(), timer.rate(len(answer))
+        report = cache.report()
+        rate = timer.rate(len(answer))
         cost = Cost(
             kept_per_head=round(float(mask.sum(-1).float().mean()), 2),
             bytes=report.bytes,

@@ -36,7 +36,8 @@ class Corpus:
 
 def documents(read: Callable[[Path], Corpus], frame: Frame, file: Path) -> Iterator[Drawn]:
     """Sample i asks the file's i-th question. Deviation: never fewer documents than the question's own."""
-    corpus, rng = read(file), random.Random(frame.seed)
+    corpus = read(file)
+    rng = random.Random(frame.seed)
     if frame.samples > len(corpus.questions):
         raise BadParameter(
             f"samples={frame.samples}, but {file} has {len(corpus.questions)} questions that can be answered."
