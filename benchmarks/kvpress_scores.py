@@ -244,7 +244,7 @@ def by_their_rules(options: Any) -> None:
     from kvkeep.compress.budget.heads import AdaptiveHeads
     from kvkeep.compress.scorers import snapkv
     from kvkeep.compress.scorers.kvzip import Replay
-    from kvkeep.evaluate.shared_prefill import prefill_shared
+    from kvkeep.evaluate.prefill import prefill_shared
     from kvkeep.model.chat import start_of_message
     from kvkeep.model.load import load, quiet_transformers
 

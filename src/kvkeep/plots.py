@@ -6,6 +6,7 @@ Needs matplotlib: pip install 'kvkeep[plots]'.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def kept_map(cache: Cache, row: int = 0, bins: int = 120) -> Any:
     layers, seen = _kept(cache, row), cache.tracker.seen[row]
     bins = min(bins, seen)
     edges = [-(-i * seen // bins) for i in range(bins + 1)]  # token i is in stretch i * bins // seen
-    sizes = [end - start for start, end in zip(edges, edges[1:], strict=False)]
+    sizes = [end - start for start, end in pairwise(edges)]
     shares = []
     for heads in layers:
         counts = [0] * bins

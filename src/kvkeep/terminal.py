@@ -1,9 +1,11 @@
-"""A progress bar on the terminal of whoever waits; silence in pipes, logs and notebooks."""
+"""A progress bar on the terminal of whoever waits, silence in pipes, logs and notebooks; the times of an answer."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from threading import Timer
 from typing import Any
 
@@ -52,3 +54,25 @@ class Bar:
 
     def __exit__(self, *_: Any) -> None:
         self.stop()
+
+
+class AnswerTimer:
+    """Measures the times of the first and the last text of an answer."""
+
+    def __init__(self) -> None:
+        self.started = self.first = self.last = time.perf_counter()
+
+    def watch(self, texts: Iterable[str]) -> Iterator[str]:
+        """Pass the texts on, and note when each came."""
+        for number, text in enumerate(texts):
+            self.last = time.perf_counter()
+            self.first = self.first if number else self.last
+            yield text
+
+    @property
+    def first_token_s(self) -> float:
+        return self.first - self.started
+
+    def rate(self, tokens: int) -> float | None:
+        """Tokens per second after the first."""
+        return (tokens - 1) / (self.last - self.first) if tokens > 1 and self.last > self.first else None

@@ -20,7 +20,7 @@ from kvkeep.cache.decode.held_draft import HeldDraft
 from kvkeep.cache.decode.runner import Runner
 from kvkeep.engine import memory
 from kvkeep.errors import BadInput
-from kvkeep.evaluate.shared_prefill import prefill_shared
+from kvkeep.evaluate.prefill import prefill_shared
 from kvkeep.model.cuda_graph import WARMUP_PASSES, CudaGraphRunner
 
 WINDOW, COUNT, DEVICE = 8, 3, "cuda" if torch.cuda.is_available() else "cpu"

@@ -25,7 +25,7 @@ from kvkeep.compress.parse import parse
 from kvkeep.compress.scorers.kvzip import FIRST, LATER
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import CacheMisuse, UnsupportedModel
-from kvkeep.evaluate.shared_prefill import prefill_shared
+from kvkeep.evaluate.prefill import prefill_shared
 from kvkeep.kernels.dispatch import appended_attention
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.projections import hidden_norms, output_weight

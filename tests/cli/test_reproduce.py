@@ -14,7 +14,7 @@ def second_fails(monkeypatch, error):
     """Every grid but the second has its rows."""
     asked = []
 
-    def run(wanted, say, note):
+    def run(wanted, say):
         asked.append(wanted)
         if len(asked) == 2:
             raise error

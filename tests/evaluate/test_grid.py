@@ -21,11 +21,10 @@ from kvkeep.compress.parse import parse
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse, KvkeepError
 from kvkeep.evaluate.grid import Grid, items, run
-from kvkeep.evaluate.prefill import prefill
+from kvkeep.evaluate.prefill import prefill, prefill_shared
 from kvkeep.evaluate.prompt import Prompt, build_prompt
 from kvkeep.evaluate.results import KEY, Results
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.shared_prefill import prefill_shared
 from kvkeep.evaluate.suite import Sources, load
 from kvkeep.evaluate.summary import interval, summarize, write_csv
 from kvkeep.evaluate.worker import Worker, _until_stop

@@ -64,18 +64,16 @@ def test_ruler_has_no_seam(task, essay):  # noqa: F811
 
 @pytest.mark.real
 @pytest.mark.parametrize("kind", ["sandwich", "number"])
-@pytest.mark.parametrize("official", [False, True])
-def test_needles_have_no_seam(kind, official):
-    for made in needle(smollm(), (600,), (0, 44, 100), kind=kind, kvcachefactory=official):
+def test_needles_have_no_seam(kind):
+    for made in needle(smollm(), (600,), (0, 44, 100), kind=kind):
         assert made.context.endswith(" </book>.\n") and made.question.startswith(" Based on the content of the book, ")
         assert one_prompt(made) == 1  # the line break
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("task", longbench.TEMPLATES)
-@pytest.mark.parametrize("cue", [False, True])
-def test_longbench_has_no_seam(task, cue, tmp_path):
-    (made,) = longbench.longbench(written(tmp_path / f"{task}.jsonl", row(task)), cue_as_prefix=cue)
+def test_longbench_has_no_seam(task, tmp_path):
+    (made,) = longbench.longbench(written(tmp_path / f"{task}.jsonl", row(task)))
     assert one_prompt(made) <= 1  # its line breaks
 
 
@@ -88,15 +86,13 @@ def test_infinitebench_has_no_seam(task, tmp_path):
 
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["arc_easy", "openbookqa", "wic", "winogrande"])
-@pytest.mark.parametrize("shots", [0, 2])
-def test_choices_have_no_seam(name, shots, tmp_path):
+def test_choices_have_no_seam(name, tmp_path):
     record = {"arc_easy": ARC, "openbookqa": {**OPENBOOK, "answerKey": "B"}, "wic": WIC, "winogrande": WINOGRANDE}[name]
-    train = written(tmp_path / "train.jsonl", *[{**record, "id": number} for number in range(3)])
-    (made,) = getattr(choice, name)(written(tmp_path / f"{name}.jsonl", record), shots, train)
+    (made,) = getattr(choice, name)(written(tmp_path / f"{name}.jsonl", record))
     both = (choice_prompts(smollm(), made, protocol, WINDOW) for protocol in ("agnostic", "aware"))
     for (agnostic, _), (aware, _) in zip(*both, strict=True):
         assert torch.cat([agnostic.context, agnostic.question]).equal(aware.context)
-        assert bool(len(agnostic.question)) == bool(shots)
+        assert not len(agnostic.question)
 
 
 @pytest.mark.real

@@ -11,7 +11,7 @@ import tiny_chat
 from typer.testing import CliRunner
 
 from kvkeep.cli import reproduce as command
-from kvkeep.cli.bench import Options as Bench
+from kvkeep.cli.options import BenchOptions
 from kvkeep.compress.parse import parse
 from kvkeep.errors import UnknownName
 from kvkeep.evaluate import suite, summary
@@ -116,7 +116,8 @@ def test_a_recipe_says_what_it_shows_and_nothing_twice(each):
 def test_a_measurement_names_a_script_that_is_there(each, size, request):
     command = getattr(each, size)
     script = re.search(r"benchmarks/\w+\.py", command)
-    known = (request.config.rootpath / script[0]).read_text() if script else [f"--{f.name}" for f in fields(Bench)]
+    options = [f"--{field.name}" for field in fields(BenchOptions)]
+    known = (request.config.rootpath / script[0]).read_text() if script else options
     assert script or command.startswith("kvkeep bench ")
     assert all(option in known for option in re.findall(r"--\w+", command))
     asked = re.search(r"--methods ([^-]+)", command)
@@ -244,7 +245,7 @@ def run(name, **options):
     import typer
 
     app = typer.Typer()
-    app.command()(lambda: command.reproduce(name, command.Options(**options)))
+    app.command()(lambda: command.reproduce(name, command.ReproduceOptions(**options)))
     return CliRunner().invoke(app, catch_exceptions=False)
 
 
@@ -395,7 +396,7 @@ def test_only_texts_beyond_the_context_length_are_read_with_yarn():
 
 def test_recipes_evict_from_answers_as_their_paper_does():
     each = recipe("ahakv/table1")
-    asked = command._eval_options(each, jobs(each)[0], Path("out"), command.Options())
+    asked = command._eval_options(each, jobs(each)[0], Path("out"), command.ReproduceOptions())
     assert asked.schedule == "own"
     assert "(schedule own)" in run("ahakv/table1", dry_run=True).output
     assert "(schedule own)" not in run("ahakv/table1", dry_run=True, schedule="prompt").output

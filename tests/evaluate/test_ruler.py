@@ -13,7 +13,7 @@ import tiny_chat
 
 from kvkeep.errors import BadInput, BadParameter, MissingExtra, UnknownName
 from kvkeep.evaluate.metrics import METRICS
-from kvkeep.evaluate.tasks.ruler import TASKS, available, ruler, vocabulary
+from kvkeep.evaluate.tasks.ruler import TASKS, ruler, unavailable, vocabulary
 from kvkeep.evaluate.tasks.ruler.niah import Essays, sentences, splitter
 from kvkeep.evaluate.tasks.ruler.vocabulary import Pairs
 from kvkeep.evaluate.tasks.ruler.words import zeta
@@ -23,7 +23,7 @@ GOLDEN = HERE / "golden" / "ruler_generator"
 ROWS = json.loads((GOLDEN / "ruler_generator_public.json").read_text(encoding="utf-8"))["rows"]
 ESSAYS = HERE.parents[1] / "shared" / "data" / "needle"
 ESSAY_TASKS = [name for name, task in TASKS.items() if task.needs == "haystack"]
-WORDY = [name for name, task in TASKS.items() if task.recipe.needs_words]
+WORDY = [name for name, task in TASKS.items() if task.needs_words]
 FILES = {"squad": GOLDEN / "mini_squad.json", "hotpotqa": GOLDEN / "mini_hotpotqa.json"}
 
 
@@ -100,7 +100,8 @@ STEP |= {"vt": (5 * 26, 10 * 26), "cwe": (10 * 4, 30 * 4), "qa_1": (10 * 75, 10 
 @pytest.mark.parametrize("length", [1024, 1500, 4095, 4096, 6001])
 @pytest.mark.parametrize("task", TASKS)
 def test_a_length_is_filled_and_never_exceeded(task, length, essay):
-    step = STEP.get(task, STEP.get(getattr(TASKS[task].recipe, "haystack", ""), (length / 10,) * 2))[length >= 4096]
+    haystack = getattr(TASKS[task].draw, "keywords", {}).get("haystack", "")
+    step = STEP.get(task, STEP.get(haystack, (length / 10,) * 2))[length >= 4096]
     for sample in make(task, length, essay):
         tokens = len(Words().encode(prompt(sample))) + TASKS[task].max_new_tokens
         assert tokens == sample.extra["length"]
@@ -302,12 +303,14 @@ def test_missing_files_are_named():
 
 def test_what_can_be_made_is_known_before(monkeypatch):
     monkeypatch.setattr(vocabulary, "installed", lambda: True)
-    assert available("essays", "squad", "hotpotqa") == (list(TASKS), {})
-    runnable, skipped = available()
+    assert unavailable(haystack="essays", squad="squad", hotpotqa="hotpotqa") == {}
+    skipped = unavailable()
+    runnable = [task for task in TASKS if task not in skipped]
     assert runnable == ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]
     assert "squad=" in skipped["qa_1"] and set(runnable) | set(skipped) == set(TASKS)
     monkeypatch.setattr(vocabulary, "installed", lambda: False)
-    runnable, skipped = available()
+    skipped = unavailable()
+    runnable = [task for task in TASKS if task not in skipped]
     assert runnable == ["niah_multikey_3", "vt", "fwe"] and "pip install wonderwords" in skipped["cwe"]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny_chat
 
 from kvkeep.errors import BadInput, BadParameter, UnknownName
 from kvkeep.evaluate.metrics import METRICS
@@ -76,19 +77,18 @@ def test_longbench_is_the_official_prompt(task, tmp_path):
     head, _, rest = template.partition("{context}")
     middle, asked, tail = rest.partition("{input}")
     expected = head + record["context"] + middle + (record["input"] if asked else "") + tail
-    for moved in (False, True):
-        (made,) = longbench.longbench(written(tmp_path / f"{task}.jsonl", record), cue_as_prefix=moved)
-        assert prompt(made) == expected and bool(made.prefix) == moved and record["context"] in made.context
-        assert made.max_new_tokens == official("longbench/dataset2maxlen.json")[task]
-        assert (made.task, made.id, made.extra["length"]) == (task, "a1", 4321)
+    (made,) = longbench.longbench(written(tmp_path / f"{task}.jsonl", record))
+    assert prompt(made) == expected and not made.prefix and record["context"] in made.context
+    assert made.max_new_tokens == official("longbench/dataset2maxlen.json")[task]
+    assert (made.task, made.id, made.extra["length"]) == (task, "a1", 4321)
 
 
 @golden
 @pytest.mark.parametrize("task", sorted(set(longbench.TEMPLATES) - {"trec", "triviaqa", "samsum", "lsht"}))
-def test_the_cue_apart_is_the_split_of_kvpress(task, tmp_path):
-    (made,) = longbench.longbench(written(tmp_path / "x.jsonl", row(task)), cue_as_prefix=True)
+def test_the_context_ends_where_that_of_kvpress_does(task, tmp_path):
+    (made,) = longbench.longbench(written(tmp_path / "x.jsonl", row(task)))
     split = official("longbench/kvpress_split.json")
-    assert made.prefix == split["answer_prefix"][task]
+    assert made.question.endswith(split["answer_prefix"][task])
     assert made.context == split["context_prefix"][task].replace("{context}", row(task)["context"])
 
 
@@ -263,33 +263,32 @@ def test_labels_may_be_wrapped_or_texts(tmp_path):
         assert made.references == INFINITE[task][2]
 
 
-@pytest.mark.parametrize("make, digits", [(infinitebench.passkey, 5), (infinitebench.number_string, 10)])
-def test_numbers_in_noise(make, digits):
-    made = make(lines=20, places=5, repeats=2)
-    assert len(made) == 10 and len({sample.id for sample in made}) == 10
+@pytest.mark.parametrize("task, digits", [("passkey", 5), ("number_string", 10)])
+def test_numbers_in_noise(task, digits):
+    made = infinitebench.sized(task, 600, tiny_chat.tokenizer(), 5)
+    assert len(made) == 5 and len({sample.id for sample in made}) == 5
     for number, sample in enumerate(made):
         (key,) = sample.references
         assert len(key) == digits and key.isdecimal() and sample.context.count(key) == 2
-        assert sample.context.count(infinitebench.NOISE) == 20 and score(sample, f"{key}.") == 1
+        assert score(sample, f"{key}.") == 1
         before = sample.context.partition("The pass key" if digits == 5 else "The sequence")[0]
-        assert before.count(infinitebench.NOISE) == number // 2 * 5
+        lines = sample.context.count(infinitebench.NOISE)
+        assert before.count(infinitebench.NOISE) == int((2 * number + 1) / 10 * lines)
     if digits == 10:  # half of them repeat the digit beside them
         assert all(sum(a == b for a, b in zip(k, k[1:], strict=False)) >= 5 for k in (s.references[0] for s in made))
-    assert make(lines=20, places=5, repeats=2) == made != make(lines=20, places=5, repeats=2, seed=1)
-    with pytest.raises(BadParameter, match="lines=0"):
-        make(lines=0)
+    assert infinitebench.sized(task, 600, tiny_chat.tokenizer(), 5) == made
+    assert infinitebench.sized(task, 600, tiny_chat.tokenizer(), 5, seed=1) != made
 
 
 def test_values_of_keys():
-    made = infinitebench.kv_retrieval(pairs=12, count=4)
+    made = infinitebench.sized("kv_retrieval", 2000, tiny_chat.tokenizer(), 4)
     for number, sample in enumerate(made):
         data = json.loads(re.search(r"\{.*\}", sample.context)[0])
         key = re.search('Key: "(.+)"', sample.question)[1]
-        assert len(data) == 12 and list(data).index(key) == number * 3 and sample.references == (data[key],)
+        place = int((2 * number + 1) / 8 * len(data))
+        assert list(data).index(key) == place and sample.references == (data[key],)
         assert score(sample, f' "{data[key]}"') == 1 and score(sample, key) == 0
-    assert infinitebench.kv_retrieval(pairs=12, count=4) == made
-    with pytest.raises(BadParameter, match="pairs=0"):
-        infinitebench.kv_retrieval(pairs=0)
+    assert infinitebench.sized("kv_retrieval", 2000, tiny_chat.tokenizer(), 4) == made
 
 
 # needle in a haystack
@@ -350,16 +349,6 @@ def test_a_number_of_seven_digits_in_noise(letters):
     assert numbers != [s.references[0] for s in needle.needle(letters, (1000,), kind="number", seed=1)]
 
 
-def test_the_prompt_of_kvcachefactory(letters):
-    (made,) = needle.needle(letters, (600,), (50,), kvcachefactory=True)
-    text = made.context.partition("<book> ")[2].rpartition(" </book>")[0]
-    assert prompt(made) == (
-        f"<|im_start|> This is a very long story book: <book> {text} </book>.\n Based on the content of the book, "
-        "Question: The best thing to do in San Francisco is: \nAnswer:"
-    )
-    assert (made.chat, made.stops, made.max_new_tokens) == (False, ("\n",), 30)
-
-
 def test_faults_of_a_needle_grid(letters, tmp_path):
     for wrong in ({"lengths": ()}, {"depths": (5, 5)}, {"depths": (101,)}, {"lengths": (250,)}):
         with pytest.raises(BadParameter, match="lengths|depths|length=250"):
@@ -388,8 +377,8 @@ WIC = {"idx": 0, "sentence1": "A class act.", "sentence2": "No class.", "start1"
 WINOGRANDE = {"sentence": "Ann beat Eve as _ was fast.", "option1": "Ann", "option2": "Eve", "answer": "1"}
 
 
-def one(read, record, tmp_path, **shots):
-    (made,) = read(written(tmp_path / "x.jsonl", record), **shots)
+def one(read, record, tmp_path):
+    (made,) = read(written(tmp_path / "x.jsonl", record))
     return made
 
 
@@ -429,21 +418,6 @@ def test_choices_are_scored_as_in_lm_eval(tmp_path):
     made = one(choice.arc_easy, ARC, tmp_path)
     likely = [-4.0, -5.0]  # "because" is longer, so it is likelier by the letter
     assert METRICS[made.metric](likely, **made.extra) == 0 and METRICS["lm_eval_acc_norm"](likely, **made.extra) == 1
-
-
-def test_shots_are_drawn_anew_for_every_question(tmp_path):
-    train = written(tmp_path / "train.jsonl", *({**ARC, "question": f"Why {n}?"} for n in range(20)))
-    path = written(tmp_path / "x.jsonl", ARC, {**ARC, "id": "y"})
-    first, second = choice.arc_easy(path, shots=3, train=train)
-    assert re.fullmatch(r"(Question: Why \d+\?\nAnswer: because\n\n){3}", first.context)
-    assert first.context != second.context and choice.arc_easy(path, shots=3, train=train) == [first, second]
-    assert choice.pairs(first)[1] == (first.context + "Question: Why?\nAnswer:", " because")
-    (made,) = choice.winogrande(written(tmp_path / "w.jsonl", WINOGRANDE), 1, written(tmp_path / "t.jsonl", WINOGRANDE))
-    assert made.context == "Ann beat Eve as Ann was fast.\n\n"
-    with pytest.raises(BadParameter, match="give train="):
-        choice.arc_easy(path, shots=3)
-    with pytest.raises(BadInput, match="has 20 examples, fewer than shots=30"):
-        choice.arc_easy(path, shots=30, train=train)
 
 
 CHOICE_FAULTS = [

@@ -10,7 +10,8 @@ from conftest import EVICTING, RETRIEVING
 
 import kvkeep
 from kvkeep.cli import eval as command
-from kvkeep.cli.reproduce import Options, _eval_options
+from kvkeep.cli.options import ReproduceOptions
+from kvkeep.cli.reproduce import _eval_options
 from kvkeep.cli.show import remarks
 from kvkeep.compress.parse import parse
 from kvkeep.errors import BadInput, NoData
@@ -138,7 +139,7 @@ def test_max_length_holds_beyond_the_window_too(narrow, tmp_path):
 def test_recipes_of_methods_that_read_on_let_them():
     for name in (*(f"actqkv/table{number}" for number in (1, 2, 3, 8, 9)), "intelllm/table1"):
         wanted = recipe(name)
-        assert all(_eval_options(wanted, job, "x", Options()).beyond_window for job in jobs(wanted)), name
+        assert all(_eval_options(wanted, job, "x", ReproduceOptions()).beyond_window for job in jobs(wanted)), name
     assert not recipe("intentkv/table1").beyond_window
 
 

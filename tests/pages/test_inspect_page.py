@@ -7,6 +7,7 @@ import browser
 import pytest
 import tiny_chat
 import torch
+from packed import unpack
 
 from kvkeep.pages.html import pack_bits, pack_levels, write_page
 from kvkeep.pages.inspection import BINS, agreement, histogram
@@ -84,7 +85,7 @@ def test_numbers_are_those_of_the_facts(page, facts):
 def test_every_method_layer_and_head_is_shown(page, facts, method):
     """Counts of kept heads, against the bits of the facts."""
     page(f"choose({method})")
-    mask, verb = facts.methods[1 + method].kept.unpack(), "retrieved" if facts.methods[1 + method].retrieves else "kept"
+    mask, verb = unpack(facts.methods[1 + method].kept), "retrieved" if facts.methods[1 + method].retrieves else "kept"
     for layer in (-1, 0, 1):
         for head in (-1, 0, 1):
             page.set("layer", layer)
@@ -109,7 +110,7 @@ def test_what_else_shades_the_text(page, facts):
     before = page("$('profile').toDataURL()")
     page.set("by", "divergence")
     assert page("$('profile').toDataURL()") != before and "IntentKV" in page("$('profile-about').textContent")
-    mean = values.values.unpack().mean((0, 1))
+    mean = unpack(values.values).mean((0, 1))
     said = shown(page)
     assert said[0] == "divergence: not in its window"
     for at in (0, len(mean) // 2, len(mean) - 1):
@@ -206,7 +207,7 @@ def test_a_long_document_stays_responsive(driver, tmp_path, facts):
         methods.append(replace(method, **about, values=(values,), found=table, mass=table))
     texts = [["geese ", "مرحبا ", "🦢", "a ", ".\n"][i % 5] for i in range(n)]
     parts = {"document": (3, n - 20), "question": (n - 20, n - 3)}
-    compared, masks = [method.name for method in methods], [method.kept.unpack() for method in methods]
+    compared, masks = [method.name for method in methods], [unpack(method.kept) for method in methods]
     facts = replace(facts, tokens=texts, parts=parts, layers=list(range(layers)), kv_heads=heads, attention=None)
     facts = replace(facts, answer_tokens=[70_000], attended=[5, 80_000], methods=[facts.methods[0], *methods])
     shown = replace(facts, agreement=agreement(masks), compared=compared)

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 import tiny_chat
 import torch
+from packed import unpack
 
 import kvkeep
 from kvkeep.errors import BadInput, BadParameter, UnknownName
@@ -22,7 +23,7 @@ from kvkeep.pages.inspection import (
     mass_of,
     most_attended,
 )
-from kvkeep.pages.inspector import Inspector, Outcome, mark_differing
+from kvkeep.pages.inspector import Inspector, differs
 from kvkeep.pages.method_values import answer_attention, evicting, method_values
 
 DOCUMENT = "The keeper counted 4827163 geese. 🦢 مرحبا <script>alert(1)</script> <!-- \n\n" * 4
@@ -52,7 +53,7 @@ def cache_of(inspector, method, budget):
 def test_what_every_head_kept(inspected):
     inspector, facts = inspected
     for (name, budget), shown in zip(METHODS, facts.methods[1:], strict=True):
-        cache, n, mask = cache_of(inspector, name, budget), len(facts.tokens), shown.kept.unpack()
+        cache, n, mask = cache_of(inspector, name, budget), len(facts.tokens), unpack(shown.kept)
         assert shown.name == name and facts.layers == cache.compressed_layers
         for i, layer in enumerate(cache.compressed_layers):
             bins = [0] * len(shown.histogram[i])
@@ -90,7 +91,7 @@ def test_text_and_parts(inspected):
 def test_agreement_by_sets(inspected):
     _, facts = inspected
     assert facts.compared == [name for name, _ in METHODS]
-    masks = [shown.kept.unpack() for shown in facts.methods[1:]]
+    masks = [unpack(shown.kept) for shown in facts.methods[1:]]
     for one, row in zip(masks, facts.agreement, strict=True):
         for other, shown in zip(masks, row, strict=True):
             shares = []
@@ -127,9 +128,9 @@ def test_what_the_answer_attended_to(inspected):
     torch.testing.assert_close(answer_attention(inspector.model, ids, engine.answer.ids), expected)
     step = (facts.attention.values.high - facts.attention.values.low) / 255
     clipped = expected.clamp(max=facts.attention.values.high)
-    torch.testing.assert_close(facts.attention.values.unpack(), clipped, atol=step, rtol=0)
+    torch.testing.assert_close(unpack(facts.attention.values), clipped, atol=step, rtol=0)
     for shown in facts.methods[1:]:
-        mask = shown.kept.unpack()
+        mask = unpack(shown.kept)
         for layer in range(len(facts.layers)):
             for head in range(facts.kv_heads):
                 row = expected[layer, head].tolist()
@@ -159,7 +160,7 @@ def test_higher_scores_are_kept():
     values = method_values(model, tokenizer, ids, evicting([("tova", 60)]))["tova"][0].values
     cache = kvkeep.Cache(model, "tova", 60)
     model(torch.tensor([ids]), past_key_values=cache)
-    mask, scores = kept_mask(cache, len(ids)), values.unpack()
+    mask, scores = kept_mask(cache, len(ids)), unpack(values)
     step = (values.high - values.low) / 255
     for layer in range(2):
         for head in range(2):
@@ -171,7 +172,7 @@ def test_windows_of_a_retrieval_method(inspected):
     _, facts = inspected
     shown = {each.name: each for each in facts.methods}["actqkv"]
     assert shown.retrieves and not facts.methods[0].retrieves
-    shares = shown.windows.retrieved.unpack()
+    shares = unpack(shown.windows.retrieved)
     for row in range(shares.shape[1]):  # a window sees nothing after itself
         seen = min(len(facts.tokens), (row + 1) * shown.windows.size)
         after = [bin for bin in range(shares.shape[2]) if bin * len(facts.tokens) >= seen * shares.shape[2]]
@@ -199,26 +200,25 @@ def test_words_of_the_answer():
 
 
 @pytest.mark.parametrize(
-    ("full", "other", "differs"),
+    ("full", "other", "marked"),
     [("Room 4.", "Room\n 4.", False), ("Room 4.", "Room 5.", True), ("Room 4.", "", True), (None, "Room 5.", False)],
 )
-def test_an_answer_that_is_not_that_of_full_is_marked(full, other, differs):
+def test_an_answer_that_is_not_that_of_full_is_marked(full, other, marked):
     facts = [MethodFacts("full", None, "", answer=full or "", error="" if full else "too long")]
     facts += [MethodFacts("snapkv", 64, "", answer=other), MethodFacts("h2o", 64, "", error="too long")]
-    marked = [outcome.facts.differs for outcome in mark_differing([Outcome(each) for each in facts])]
-    assert marked == [False, differs, False]
+    assert [differs(each, facts[0]) for each in facts] == [False, marked, False]
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 100])
 def test_packed_arrays(n):
     torch.manual_seed(n)
     mask, values = torch.rand(2, 3, n) < 0.3, torch.randn(2, 3, n)
-    assert pack_bits(mask).unpack().equal(mask)
+    assert unpack(pack_bits(mask)).equal(mask)
     packed = pack_levels(values)
-    torch.testing.assert_close(packed.unpack(), values, atol=(packed.high - packed.low) / 500, rtol=0)
-    assert pack_levels(values, high=0.1).unpack().max() <= 0.1 + 1e-6
+    torch.testing.assert_close(unpack(packed), values, atol=(packed.high - packed.low) / 500, rtol=0)
+    assert unpack(pack_levels(values, high=0.1)).max() <= 0.1 + 1e-6
     numbers = torch.randint(0, 65536, (2, n))
-    assert pack_numbers(numbers).unpack().long().equal(numbers)
+    assert unpack(pack_numbers(numbers)).long().equal(numbers)
 
 
 def test_the_page_holds_the_facts_and_no_markup_of_the_text(inspected):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, ClassVar
@@ -142,9 +142,6 @@ class Cost:
     roofline_ratio: float | None = None  # step_s / roofline_s
     note: str = ""
     storage: str | None = None  # "int8" or "int4"; None: the model's own precision
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def label(self) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -15,15 +18,12 @@ from torch import Tensor, nn
 from kvkeep.engine.progress import now
 from kvkeep.model.cuda_graph import capture_graph
 
+TIMES = 8  # runs of which the fastest counts
 
-def min_seconds(device: torch.device, run: Callable[[], Any], times: int) -> float:
-    """Measure the fastest of `times` runs."""
-    spent = []
-    for _ in range(times):
-        began = now(device)
-        run()
-        spent.append(now(device) - began)
-    return min(spent)
+
+def min_seconds(device: torch.device, run: Callable[[], Any]) -> float:
+    """Measure the fastest of TIMES runs."""
+    return min(timeit.repeat(run, timer=partial(now, device), repeat=TIMES, number=1))
 
 
 def median_interval(step: Callable[[], Any], times: int) -> float:
@@ -32,7 +32,7 @@ def median_interval(step: Callable[[], Any], times: int) -> float:
     for _ in range(times):
         step()
         ends.append(time.perf_counter())
-    return median(after - before for before, after in zip(ends, ends[1:], strict=False))
+    return median(after - before for before, after in pairwise(ends))
 
 
 def as_cuda_graph(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor] | None:
@@ -74,7 +74,6 @@ def timed_prefill(
 
 
 COPIED = {"cpu": 1 << 28, "cuda": 1 << 31}  # bytes, far more than a processor's caches hold
-TIMES = 8
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def _linear(model: Any, batch: int) -> float:
         return [layer(given) for layer, given in inputs][-1]
 
     run()
-    return min_seconds(model.device, as_cuda_graph(run, model.device) or run, TIMES)
+    return min_seconds(model.device, as_cuda_graph(run, model.device) or run)
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -130,4 +129,4 @@ def _bandwidth(device: torch.device) -> float:
         size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.ones(size, dtype=torch.uint8, device=device)  # written, so that every page is mapped
     target = torch.ones_like(source)
-    return 2 * size / min_seconds(device, lambda: target.copy_(source), TIMES)
+    return 2 * size / min_seconds(device, lambda: target.copy_(source))

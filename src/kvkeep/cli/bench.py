@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvkeep.cli.eval import shaped
+from kvkeep.cli.options import BenchOptions
 from kvkeep.errors import BadInput
 
 HEADER = ["", "prefill s", "×", "step ms", "×", "roofline ms, by", "×", "tok/s", "cache", "peak"]
@@ -22,28 +23,7 @@ KVPRESS = (
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is measured, on what."""
-
-    methods: str
-    budget: str
-    length: str
-    batch: str
-    steps: int
-    prefill_chunk_size: int | None
-    prefill_repeats: int
-    storage: str
-    baselines: str
-    also: str | None
-    shape: str | None
-    model: str
-    device: str | None
-    dtype: str | None
-    out: str | None
-
-
-def run(options: Options, say: Any) -> tuple[list[Any], str]:
+def run(options: BenchOptions, say: Any) -> tuple[list[Any], str]:
     """-> costs, and the files written to --out; what is missing is reported before the model is loaded"""
     from kvkeep.bench.cost import Plan, costs
     from kvkeep.bench.timing import Roofline
@@ -64,10 +44,14 @@ def run(options: Options, say: Any) -> tuple[list[Any], str]:
     )
     check_device(options.device, options.dtype)
     others = _others(options.also) if options.also else []
-    draw = _plotter() if options.out else None
+    draw = None
     if options.out:
         make_folder(options.out)  # before anything is measured
-        if draw is None:
+        try:
+            from kvkeep.cli.bench_plots import draw as draw_plots
+
+            draw = draw_plots
+        except ImportError:
             say.note("there will be no plots: matplotlib is not installed (pip install 'kvkeep[plots]')")
     if "kvpress" in names and not others:
         say.note(KVPRESS)
@@ -75,7 +59,11 @@ def run(options: Options, say: Any) -> tuple[list[Any], str]:
     say("measuring the machine")
     roofline = Roofline.measure(model, plan.batches)
     found = [*costs(model, plan, say, roofline), *(cost.with_roofline(roofline) for cost in others)]
-    return found, _write(found, Path(options.out), draw) if options.out else ""
+    if not options.out:
+        return found, ""
+    folder = Path(options.out)
+    (folder / "costs.json").write_text(json.dumps(list(map(asdict, found)), indent=1) + "\n")
+    return found, f"{folder}: {', '.join(['costs.json', *(draw(found, folder) if draw else [])])}"
 
 
 def _others(path: str) -> list[Any]:
@@ -90,21 +78,7 @@ def _others(path: str) -> list[Any]:
         raise BadInput(f"--also {path!r} is not a list of costs as in costs.json: {error}.") from None
 
 
-def _plotter() -> Any:
-    """None without matplotlib."""
-    try:
-        from kvkeep.cli.bench_plots import draw
-    except ImportError:
-        return None
-    return draw
-
-
-def _write(found: list[Any], folder: Path, draw: Any) -> str:
-    (folder / "costs.json").write_text(json.dumps([cost.as_dict() for cost in found], indent=1) + "\n")
-    return f"{folder}: {', '.join(['costs.json', *(draw(found, folder) if draw else [])])}"
-
-
-def _model(options: Options, say: Any) -> Any:
+def _model(options: BenchOptions, say: Any) -> Any:
     from kvkeep.model.load import DTYPES, load, quiet_transformers
 
     quiet_transformers()

@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvkeep.compress.defaults import CONTEXT_METHODS, DOCUMENT_BUDGET, PROMPT_METHODS
+from kvkeep.cli.options import LOCAL, METHODS
+from kvkeep.compress.defaults import DOCUMENT_BUDGET
 from kvkeep.errors import BadInput
 
-METHODS = "full", PROMPT_METHODS[0], CONTEXT_METHODS[0]
-LOCAL = "local"  # an embedded Ray on this machine
 LISTS = ("tasks", "methods", "budget", "length")
 MINIMUM = {"limit": 1, "seed": 0, "max_length": 1}
 FLAGS = ("share", "beyond_window")
@@ -63,12 +62,10 @@ def eval_options(config: Path | None, given: dict[str, Any]) -> EvalOptions:
 def _file(path: Path) -> dict[str, Any]:
     import yaml
 
+    from kvkeep.evaluate.tasks.build import read_text
+
     try:
-        values = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise BadInput(f"--config {str(path)!r} cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"--config {str(path)!r} is not UTF-8 (byte {error.start}); convert it first.") from None
+        values = yaml.safe_load(read_text(path, option="--config "))
     except yaml.YAMLError as error:
         raise BadInput(f"--config {str(path)!r} is not YAML: {error}") from None
     known = [field.name for field in fields(EvalOptions)]
@@ -143,7 +140,7 @@ def check(options: EvalOptions) -> tuple[Any, Any]:
     return grid, sources
 
 
-def run(options: EvalOptions, say: Any, note: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def run(options: EvalOptions, say: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """-> all rows, and the tasks left out with their reasons"""
     from kvkeep.evaluate import suite
     from kvkeep.evaluate.grid import run as run_grid
@@ -163,7 +160,7 @@ def run(options: EvalOptions, say: Any, note: Any) -> tuple[list[dict[str, Any]]
     skipped |= too_long
     make = partial(load_worker, options, tuple(grid.configs))
     worker = _ray_workers(options, make, say) if options.ray else make(say)
-    rows = run_grid(worker, samples, grid, options.out, note, about(options))
+    rows = run_grid(worker, samples, grid, options.out, say.count, about(options))
     write_csv(rows, Path(options.out) / "results.csv")
     return rows, skipped
 

@@ -19,12 +19,19 @@ class Plan:
     parameters: dict[str, Any]
     storage: str | None = None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of an `Engine`."""
+        return {"storage": self.storage, **self.parameters}
 
-def plans(method: str | None, budgets: str, settings: list[str], storage: str | None = None) -> list[Plan]:
+
+def plans(
+    method: str | None, budgets: str, settings: list[str] | None = None, storage: str | None = None
+) -> list[Plan]:
     """One for each of the budgets, which commas part; `full` has no budget."""
     if method == "full":
-        return [replace(_plan(method, budgets.split(",")[0].strip(), settings, storage), budget=None)]
-    return [_plan(method, budget.strip(), settings, storage) for budget in dict.fromkeys(budgets.split(","))]
+        return [replace(_plan(method, budgets.split(",")[0].strip(), settings or [], storage), budget=None)]
+    return [_plan(method, budget.strip(), settings or [], storage) for budget in dict.fromkeys(budgets.split(","))]
 
 
 def _plan(method: str | None, budget: str, settings: list[str], storage: str | None) -> Plan:

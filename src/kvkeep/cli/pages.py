@@ -4,7 +4,6 @@ evaluation, with pictures and tables beside it."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,16 @@ import torch
 
 from kvkeep.cache.report import format_bytes
 from kvkeep.cli.inputs import Plan
+from kvkeep.cli.options import InspectOptions
 from kvkeep.errors import BadInput
 from kvkeep.evaluate.summary import Cell, write_lines
-from kvkeep.model.load import load, quiet_transformers
+from kvkeep.model.load import check_device, load, quiet_transformers
 from kvkeep.pages.html import write_page
-from kvkeep.pages.inspector import FULL, Inspector
+from kvkeep.pages.inspector import FULL, Inspector, check_protocol
 from kvkeep.pages.report_facts import NeedleCell, report_facts
 
 LARGE = 10_000_000  # bytes of a page
 REPORT = "report.html"
-
-
-@dataclass(frozen=True)
-class Options:
-    model: str
-    protocol: str
-    max_new_tokens: int
-    device: str | None
-    dtype: str | None
-    out: str
 
 
 def check_writable(page: Path) -> None:
@@ -41,8 +31,10 @@ def check_writable(page: Path) -> None:
         raise BadInput(f"-o '{page}' is a folder, or cannot be written; give the path of a file.")
 
 
-def inspect(text: str, question: str, plans: list[Plan], options: Options, say: Any) -> str:
+def inspect(options: InspectOptions, text: str, question: str, plans: list[Plan], say: Any) -> str:
     """Write the page. -> what was written"""
+    check_protocol(options.protocol)
+    check_device(options.device, options.dtype)
     check_writable(Path(options.out).absolute())
     quiet_transformers()
     model, tokenizer = load(options.model, device=options.device, dtype=options.dtype, progress=say)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ import typer
 
 from kvkeep.cli import eval as evaluation
 from kvkeep.cli import show
+from kvkeep.cli.options import ReproduceOptions
 from kvkeep.errors import NoData
-from kvkeep.evaluate.recipes.compare import Line, compare, counts, write_csv
+from kvkeep.evaluate.recipes.compare import Line, compare, counts
 from kvkeep.evaluate.recipes.recipe import Job, Recipe, jobs, names, recipe, shrink
+from kvkeep.evaluate.summary import write_lines
 
 KINDS = {"scores": "scores", "measure": "measured by a script", "facts": "not an experiment"}
 LISTED = """\
@@ -23,27 +25,10 @@ not an experiment     a drawing, a formula or a list: there is nothing to run"""
 SMALL = "Small: another model, other lengths and budgets, few samples. At best the order may be compared."
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command's options that change what is run, or where."""
-
-    small: bool = False
-    out: str | None = None  # ./reproduce/<name>
-    model: str | None = None  # in place of the paper's
-    data: str | None = None
-    haystack: str | None = None
-    squad: str | None = None
-    hotpotqa: str | None = None
-    limit: int | None = None
-    schedule: str | None = None  # in place of the recipe's
-    yarn: float | None = None  # of every model, in place of the recipe's
-    ray: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    dry_run: bool = False
+Plan = list[tuple[Job, evaluation.EvalOptions]]
 
 
-def reproduce(name: str, options: Options) -> None:
+def reproduce(name: str, options: ReproduceOptions) -> None:
     """Run a recipe and print the comparison; of kinds that are not scores, print the facts."""
     wanted = recipe(name)
     if wanted.kind != "scores":
@@ -56,7 +41,7 @@ def reproduce(name: str, options: Options) -> None:
         for number, job in enumerate(jobs(wanted), 1)
     ]
     if not options.dry_run:
-        _check(each for _, each in plan)
+        _with_data(plan, lambda _, each: evaluation.check(each))  # a wrong one is refused before the first is run
     _introduce(wanted, options)
     if options.dry_run:
         _print_plan(plan)
@@ -66,7 +51,7 @@ def reproduce(name: str, options: Options) -> None:
     _print_lines(lines, wanted)
     if wanted.counted:
         _print_counts(rows)
-    write_csv(lines, out / "comparison.csv")
+    write_lines(Line, lines, out / "comparison.csv")
     typer.echo(f"{len(lines)} numbers in {out / 'comparison.csv'}, rows beside it")
 
 
@@ -82,7 +67,7 @@ def _kind(each: Recipe) -> str:
     return KINDS[each.kind] + (", none printed" if drawn else "")
 
 
-def _changed(wanted: Recipe, options: Options) -> Recipe:
+def _changed(wanted: Recipe, options: ReproduceOptions) -> Recipe:
     """Change the recipe by the options: small, another model, fewer samples, another schedule or YaRN."""
     wanted = shrink(wanted) if options.small else wanted
     if options.model and len(wanted.models) > 1:  # one model, beside the first one's printed numbers
@@ -97,7 +82,7 @@ def _changed(wanted: Recipe, options: Options) -> Recipe:
     return replace(wanted, limit=options.limit or wanted.limit, schedule=schedule)
 
 
-def _eval_options(wanted: Recipe, job: Job, out: Path, options: Options) -> evaluation.EvalOptions:
+def _eval_options(wanted: Recipe, job: Job, out: Path, options: ReproduceOptions) -> evaluation.EvalOptions:
     places = {key: getattr(options, key) for key in ("data", "haystack", "squad", "hotpotqa", "ray", "device", "dtype")}
     sizes: dict[str, Any] = {"budget": job.budgets, "length": job.lengths, "yarn": job.yarn}
     sizes |= {key: getattr(wanted, key) for key in ("limit", "max_length", "beyond_window", "schedule")}
@@ -105,36 +90,31 @@ def _eval_options(wanted: Recipe, job: Job, out: Path, options: Options) -> eval
     return evaluation.EvalOptions(job.tasks, str(out), job.methods, protocol=wanted.protocol, model=job.model, **given)
 
 
-def _check(grids: Iterable[evaluation.EvalOptions]) -> None:
-    """Refuse a wrong grid before the first is run; one without data is left out."""
-    failed, fine = [], False
-    for each in grids:
-        try:
-            evaluation.check(each)
-            fine = True
-        except NoData as error:
-            failed.append(error)
-    if failed and not fine:
-        raise failed[0]
-
-
-def _run(plan: Iterable[tuple[Job, evaluation.EvalOptions]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of each model, by its name in the paper. A grid without data is left out, unless all are."""
-    rows: dict[str, list[dict[str, Any]]] = {}
+def _with_data(plan: Plan, act: Callable[[Job, evaluation.EvalOptions], object]) -> list[NoData]:
+    """Do something with each grid. -> why some are left out: they have no data, which is an error if all have none"""
     failed: list[NoData] = []
     for job, each in plan:
         try:
-            with show.counting("starting") as (say, note):
-                found, skipped = evaluation.run(each, say, note)
+            act(job, each)
         except NoData as error:
             failed.append(error)
-            continue
+    if failed and len(failed) == len(plan):
+        raise failed[0]
+    return failed
+
+
+def _run(plan: Plan) -> dict[str, list[dict[str, Any]]]:
+    """Rows of each model, by its name in the paper."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+
+    def run(job: Job, each: evaluation.EvalOptions) -> None:
+        with show.busy("starting") as say:
+            found, skipped = evaluation.run(each, say)
         rows.setdefault(job.group, []).extend(found)
         for task, why in skipped.items():
             typer.echo(f"left out: {task} {why}", err=True)
-    if failed and not rows:
-        raise failed[0]
-    for why in map(str, failed):
+
+    for why in map(str, _with_data(plan, run)):
         typer.echo(f"left out: {why}", err=True)
     return rows
 
@@ -157,7 +137,7 @@ def _print_facts(wanted: Recipe, small: bool) -> None:
     typer.echo(f"To measure it here: {wanted.small if small else wanted.command}")
 
 
-def _introduce(wanted: Recipe, options: Options) -> None:
+def _introduce(wanted: Recipe, options: ReproduceOptions) -> None:
     typer.echo(f"{wanted.name}: {wanted.shows}")
     if wanted.schedule == "own":
         typer.echo("Answers are evicted from as each method does while decoding (schedule own).")
@@ -184,7 +164,7 @@ def _remark(wanted: Recipe) -> None:
         typer.echo(f"Misprint: {each['at']}: {says}")
 
 
-def _print_plan(plan: Iterable[tuple[Job, evaluation.EvalOptions]]) -> None:
+def _print_plan(plan: Plan) -> None:
     for number, (job, each) in enumerate(plan, 1):
         answers = (
             f"{job.answers * each.limit:,} answers"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import torch
 import typer
@@ -14,37 +12,60 @@ import typer
 import kvkeep
 from kvkeep.cache.report import format_bytes
 from kvkeep.cli.inputs import Plan
-from kvkeep.cli.show import Outcome, busy
+from kvkeep.cli.options import ChatOptions, RunOptions, ServeOptions
+from kvkeep.cli.show import Outcome, Say, busy
 from kvkeep.compress.defaults import PROMPT_METHODS
 from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request
+from kvkeep.engine.sampling import Generation
 from kvkeep.engine.sequence import check_length
 from kvkeep.errors import KvkeepError
 from kvkeep.model.chat import encode, with_question
 from kvkeep.model.hf_cache import context_length
-from kvkeep.model.load import load, load_context_length, load_tokenizer, quiet_transformers
+from kvkeep.model.load import check_device, load, load_context_length, load_tokenizer, quiet_transformers
+from kvkeep.terminal import AnswerTimer
 
+GENERATION = "max_new_tokens", "temperature", "top_p", "top_k", "seed"  # options of `kvkeep run`
 REPORTED = "kept_per_head", "kept", "bytes", "full_bytes", "index_bytes", "host_bytes", "coverage"  # of a Report
 PREFIX_BYTES = 1_000_000_000  # of what was said before in a chat, which is not prefilled again
 WARM_UP = 2000  # characters of a document: some hundred tokens
 
 
-def check_lengths(
-    name: str, plans: list[Plan], document: str, question: str, max_new_tokens: int, say: Callable[[str], None]
-) -> None:
+def answers(given: RunOptions, plans: list[Plan], document: str, question: str) -> list[Outcome]:
+    """Ask every plan's method. The first one prints its answer while it is decoded, unless JSON is wanted."""
+    generation = {name: getattr(given, name) for name in GENERATION}
+    Generation(**generation)  # a wrong value is refused before anything is loaded
+    with busy("starting") as say:
+        check_device(given.device, given.dtype)
+        check_lengths(given, plans, document, question, say)
+        model, tokenizer = load(given.model, device=given.device, dtype=given.dtype, progress=say)
+        engines = [
+            kvkeep.Engine(
+                model, tokenizer, plan.method, plan.budget, prefill_chunk_size=given.prefill_chunk_size, **plan.options
+            )
+            for plan in plans
+        ]
+        warm_up(model, engines, document, say)
+        torch.manual_seed(given.seed)
+    outs = [None if given.as_json else sys.stdout, *[None] * len(plans)]
+    return [
+        ask(engine, plan, document, question, generation, out)
+        for engine, plan, out in zip(engines, plans, outs, strict=False)
+    ]
+
+
+def check_lengths(given: RunOptions, plans: list[Plan], document: str, question: str, say: Say) -> None:
     """Refuse a prompt that is too long for a method before the weights are loaded, by tokenizer and config alone."""
     quiet_transformers()
-    tokens = encode(load_tokenizer(name, say), with_question(document, question)).shape[1]
+    tokens = encode(load_tokenizer(given.model, say), with_question(document, question)).shape[1]
     for plan in plans:
         method, _ = parse_budget(plan.method or PROMPT_METHODS[0], plan.budget, **plan.parameters)
-        check_length(method, load_context_length(name), tokens, max_new_tokens)
+        check_length(method, load_context_length(given.model), tokens, given.max_new_tokens)
 
 
 def load_engine(
-    name: str,
-    device: str | None,
-    dtype: str | None,
+    given: ChatOptions | ServeOptions,
     plan: Plan,
     say: Callable[[str], None],
     tp_plan: Literal["auto"] | None = None,
@@ -52,90 +73,61 @@ def load_engine(
 ) -> kvkeep.Engine:
     """Load an engine that is ready to answer. tp_plan: of `kvkeep.load`; options: of `Engine`"""
     quiet_transformers()
-    model, tokenizer = load(name, device=device, dtype=dtype, progress=say, tp_plan=tp_plan)
-    options = {"method": plan.method, "storage": plan.storage, **plan.parameters, **options}
-    engine = kvkeep.Engine(model, tokenizer, budget=plan.budget, **options)
+    model, tokenizer = load(given.model, device=given.device, dtype=given.dtype, progress=say, tp_plan=tp_plan)
+    engine = kvkeep.Engine(model, tokenizer, plan.method, plan.budget, **plan.options, **options)
     engine.warmup(progress=say)
     return engine
 
 
-@dataclass(frozen=True)
-class QuestionRunner:
-    model: Any
-    tokenizer: Any
+def warm_up(model: Any, engines: list[Engine], document: str, say: Say) -> None:
+    """Run once what is slower the first time. Methods that are compared all answer the document's beginning."""
+    with torch.inference_mode():
+        model(torch.zeros((1, 8), dtype=torch.long, device=model.device))
+    if len(engines) > 1:
+        say("warming up")
+        for engine in engines:
+            engine.generate(document[:WARM_UP], max_new_tokens=2, progress=False)
 
-    @classmethod
-    def load(cls, name: str, device: str | None, dtype: str | None, say: Callable[[str], None]) -> QuestionRunner:
-        quiet_transformers()
-        return cls(*load(name, device=device, dtype=dtype, progress=say))
 
-    def warm_up(self, engines: list[Any], document: str, seed: int, say: Callable[[str], None]) -> None:
-        """Run once what is slower the first time. Methods that are compared all answer the document's beginning."""
-        with torch.inference_mode():
-            self.model(torch.zeros((1, 8), dtype=torch.long, device=self.model.device))
-        if len(engines) > 1:
-            say("warming up")
-            for engine in engines:
-                engine.generate(document[:WARM_UP], max_new_tokens=2, progress=False)
-        torch.manual_seed(seed)
-
-    def engine(self, plan: Plan, prefill_chunk_size: int | None) -> Any:
-        options = {"prefill_chunk_size": prefill_chunk_size, "storage": plan.storage, **plan.parameters}
-        return kvkeep.Engine(self.model, self.tokenizer, plan.method, plan.budget, **options)
-
-    def ask(self, engine: Any, plan: Plan, document: str, question: str, options: dict[str, Any], out: Any) -> Outcome:
-        """options: of generation; out: where text is printed as it is decoded, or None"""
-        timer, name = AnswerTimer(), plan.method or engine.method.name
-        with busy("starting") as say:
-            say(f"{name}: prefill")
-            texts = engine.stream(
-                document,
-                question=question,
-                progress=lambda progress: say.often(f"{name}: {progress}"),
-                **options,
-            )
-            for text in texts:
-                if not timer.count:
-                    say.stop()
-                timer.tick()
-                if out:
-                    print(text, end="", file=out, flush=True)
-        if out:
-            print(file=out, flush=True)
-        report = engine.cache.report().as_dict()
-        return Outcome(
-            method=name,
-            budget=plan.budget,
-            answer=engine.answer.text.strip(),
-            prompt_tokens=engine.answer.prompt_tokens,
-            context_length=context_length(self.model),
-            new_tokens=len(engine.answer.ids),
-            **{key: report[key] for key in REPORTED},
-            first_token_s=timer.first - timer.started,
-            tokens_per_s=timer.rate(len(engine.answer.ids)),
+def ask(
+    engine: Engine, plan: Plan, document: str, question: str, generation: dict[str, Any], out: TextIO | None
+) -> Outcome:
+    """out: where the answer is printed while it is decoded"""
+    timer = AnswerTimer()
+    name = plan.method or engine.method.name
+    with busy("starting") as say:
+        say(f"{name}: prefill")
+        texts = engine.stream(
+            document,
+            question=question,
+            progress=lambda progress: say.often(f"{name}: {progress}"),
+            **generation,
         )
+        for number, text in enumerate(timer.watch(texts)):
+            if number == 0:
+                say.stop()
+            if out:
+                print(text, end="", file=out, flush=True)
+    if out:
+        print(file=out, flush=True)
+    report = engine.cache.report().as_dict()
+    return Outcome(
+        method=name,
+        budget=plan.budget,
+        answer=engine.answer.text.strip(),
+        prompt_tokens=engine.answer.prompt_tokens,
+        context_length=context_length(engine.model),
+        new_tokens=len(engine.answer.ids),
+        **{key: report[key] for key in REPORTED},
+        first_token_s=timer.first_token_s,
+        tokens_per_s=timer.rate(len(engine.answer.ids)),
+    )
 
 
-class AnswerTimer:
-    """Times of the first and the last text of an answer."""
-
-    def __init__(self) -> None:
-        self.started = self.first = self.last = time.perf_counter()
-        self.count = 0
-
-    def tick(self) -> None:
-        self.last = time.perf_counter()
-        self.first = self.first if self.count else self.last
-        self.count += 1
-
-    def rate(self, tokens: int) -> float | None:
-        """Tokens per second after the first."""
-        return (tokens - 1) / (self.last - self.first) if tokens > 1 and self.last > self.first else None
-
-
-def chat(engine: Engine, system: str | None, options: dict[str, Any]) -> None:
+def chat(engine: Engine, given: ChatOptions) -> None:
     """`kvkeep chat`: a conversation until /quit or the end of the input; after every answer, what the cache holds."""
-    first = [{"role": "system", "content": system}] if system else []
+    options = {"max_new_tokens": given.max_new_tokens, "temperature": given.temperature, "seed": given.seed}
+    first = [{"role": "system", "content": given.system}] if given.system else []
     messages = list(first)
     while (line := _line()) is not None:
         if line == "/quit":

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -18,47 +18,11 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from kvkeep.cli.inputs import Plan, byte_count
+from kvkeep.cli.options import LOCAL, ServeOptions
 from kvkeep.errors import BadInput, BadParameter, MissingExtra
 
 PACKAGES = "fastapi", "uvicorn", "prometheus_client", "llguidance"  # of the extra
-LOCAL = "local"  # an embedded Ray on this machine
 KEEP_ALIVE_S = 75  # of a connection between two requests: longer than clients keep theirs
-
-
-@dataclass(frozen=True)
-class Options:
-    model: str
-    method: str | None
-    name: str | None
-    host: str
-    port: int
-    keys: str | None
-    public: bool
-    memory: str | None
-    max_rows: int
-    max_waiting: int
-    prefix_cache: str
-    prefix_folder: str | None
-    max_tokens: int
-    max_body: str
-    max_seconds: float
-    max_answers: int
-    drain_seconds: float
-    device: str | None
-    dtype: str | None
-    max_contexts: int = 64
-    max_context_bytes: str | None = None
-    allow_parameters: bool = False
-    allow_special_tokens: bool = False
-    max_connections: int = 1024
-    header_seconds: float = 10.0
-    body_seconds: float = 60.0
-    access_log: bool = True
-    cors_origin: tuple[str, ...] = ()
-    tensor_parallel: int = 1  # processes that one model is split over
-    ray: str | None = None  # the address of a cluster, or LOCAL
-    replicas: int = 1
-    autoscale: tuple[str, ...] = ()
 
 
 def check_packages() -> None:
@@ -67,7 +31,7 @@ def check_packages() -> None:
         raise MissingExtra(f"kvkeep serve needs {', '.join(missing)}; install it with `pip install 'kvkeep[serve]'`.")
 
 
-def run(options: Options, plan: Plan, say: Callable[[str], None]) -> None:
+def run(options: ServeOptions, plan: Plan, say: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT: then answers under way are finished, and new ones refused."""
     check_packages()
     from kvkeep.serve.keys import Keys
@@ -89,7 +53,7 @@ def run(options: Options, plan: Plan, say: Callable[[str], None]) -> None:
         _serve(options, create_app(server, _local_only(options, keys)), server.name, listening, say)
 
 
-def check_access(options: Options, has_keys: bool) -> None:
+def check_access(options: ServeOptions, has_keys: bool) -> None:
     """Other machines need a key, unless the server is to be public."""
     if not (has_keys or options.public or is_local(options.host)):
         raise BadParameter(
@@ -121,42 +85,36 @@ def bind(host: str, port: int) -> socket.socket:
     return found
 
 
-def _engine(options: Options, plan: Plan, say: Callable[[str], None], tp_plan: Literal["auto"] | None = None) -> Any:
+def _engine(
+    options: ServeOptions, plan: Plan, say: Callable[[str], None], tp_plan: Literal["auto"] | None = None
+) -> Any:
     from kvkeep.cli.run import load_engine
     from kvkeep.engine.prefix_store import PrefixStore
 
     size = byte_count("--prefix-cache", options.prefix_cache)
     limits = {
-        "method": options.method,  # None: kvkeep_lookahead, and kvkeep_context for contexts
         "memory": byte_count("--memory", options.memory) if options.memory else None,
         "prefix_cache": PrefixStore(size, options.prefix_folder) if size else None,
         "max_rows": options.max_rows,
         "max_waiting": options.max_waiting,
         "allow_special_tokens": options.allow_special_tokens,
     }
-    return load_engine(options.model, options.device, options.dtype, plan, say, tp_plan, **limits)
+    return load_engine(options, plan, say, tp_plan, **limits)
 
 
-def make_server(options: Options, plan: Plan, keys: Any, say: Callable[[str], None] = lambda text: None) -> Any:
+def make_server(options: ServeOptions, plan: Plan, keys: Any, say: Callable[[str], None] = lambda text: None) -> Any:
     from kvkeep.serve.limits import Limits
     from kvkeep.serve.server import Server
 
-    limits = Limits(
-        max_body=byte_count("--max-body", options.max_body),
-        max_tokens=options.max_tokens,
-        max_seconds=options.max_seconds,
-        max_answers=options.max_answers,
-        max_contexts=options.max_contexts,
-        max_context_bytes=_context_bytes(options, keys),
-        allow_parameters=options.allow_parameters,
-    )
+    sizes = {"max_body": byte_count("--max-body", options.max_body), "max_context_bytes": _context_bytes(options, keys)}
+    limits = Limits(**{each.name: getattr(options, each.name) for each in fields(Limits)} | sizes)
     name = options.name or model_name(options.model)
     if options.tensor_parallel > 1:
         return _split_server(options, plan, say, lambda engine: Server(engine, name, keys, limits))
     return Server(_engine(options, plan, say), name, keys, limits)
 
 
-def _split_server(options: Options, plan: Plan, say: Callable[[str], None], make: Callable[[Any], Any]) -> Any:
+def _split_server(options: ServeOptions, plan: Plan, say: Callable[[str], None], make: Callable[[Any], Any]) -> Any:
     """Serve a model that is split over several processes: this is the first, the others follow. make: of an engine"""
     from kvkeep.serve.followers import Followers
 
@@ -179,7 +137,9 @@ def _split_server(options: Options, plan: Plan, say: Callable[[str], None], make
     return server
 
 
-def load_split_engine(options: Options, plan: Plan, place: Any, say: Callable[[str], None], meeting: Any = None) -> Any:
+def load_split_engine(
+    options: ServeOptions, plan: Plan, place: Any, say: Callable[[str], None], meeting: Any = None
+) -> Any:
     """The part of one process. place, meeting: of model/tensor_parallel.py"""
     place.join(meeting)
     return _engine(options, plan, say, tp_plan="auto")
@@ -191,7 +151,7 @@ def _end(reason: str) -> NoReturn:
     os._exit(1)
 
 
-def _context_bytes(options: Options, keys: Any) -> int | None:
+def _context_bytes(options: ServeOptions, keys: Any) -> int | None:
     """None: all of the store. Several keys do not let one have it all."""
     if options.max_context_bytes:
         return byte_count("--max-context-bytes", options.max_context_bytes)
@@ -207,7 +167,7 @@ def model_name(model: str) -> str:
 
 
 def _serve_replicas(
-    options: Options, plan: Plan, keys: Any, listening: socket.socket, say: Callable[[str], None]
+    options: ServeOptions, plan: Plan, keys: Any, listening: socket.socket, say: Callable[[str], None]
 ) -> None:
     """The same on Ray Serve: this process is the way in, the replicas are wherever Ray has room."""
     from kvkeep.evaluate.ray_pool import check_ray, connected
@@ -242,26 +202,32 @@ def _serve_replicas(
             deployment.stop()
 
 
-def autoscaling_settings(options: Options) -> dict[str, Any]:
+def autoscaling_settings(options: ServeOptions) -> dict[str, Any]:
     """List the autoscaling settings of Ray Serve by name."""
     import yaml
 
-    pairs = [each.partition("=") for each in options.autoscale]
+    given = options.autoscale or []
+    pairs = [each.partition("=") for each in given]
     wrong = [name for name, _, value in pairs if not (name and value)]
     if wrong:
-        raise BadParameter(f"--autoscale {' '.join(options.autoscale)}: give name=value, such as max_replicas=8.")
+        raise BadParameter(f"--autoscale {' '.join(given)}: give name=value, such as max_replicas=8.")
     if (pairs or options.replicas > 1) and not options.ray:
         raise BadParameter("--replicas and --autoscale are for Ray; give --ray, too.")
     return {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
-def _local_only(options: Options, keys: Any) -> bool:
+def _local_only(options: ServeOptions, keys: Any) -> bool:
     """Refuse pages of other sites that a browser here shows."""
     return is_local(options.host) and not keys
 
 
 def _serve(
-    options: Options, app: Any, name: str, listening: socket.socket, say: Callable[[str], None], lifespan: Any = "on"
+    options: ServeOptions,
+    app: Any,
+    name: str,
+    listening: socket.socket,
+    say: Callable[[str], None],
+    lifespan: Any = "on",
 ) -> None:
     import uvicorn
     from starlette.middleware.cors import CORSMiddleware

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import typer
@@ -44,7 +44,8 @@ class Say:
     """Sets the text of the spinner, which `stop` removes; off a terminal every text is a line of a log."""
 
     def __init__(self, bar: Bar) -> None:
-        self.bar, self.last = bar, time.monotonic()
+        self.bar = bar
+        self.last = self.counted = time.monotonic()
 
     def __call__(self, text: str) -> None:
         self.bar.update(text)
@@ -56,6 +57,14 @@ class Say:
         """Show texts that change all the time: a log gets one every PREFILL_LOG_S."""
         if self.bar.is_shown or time.monotonic() - self.last >= PREFILL_LOG_S:
             self(text)
+
+    def count(self, done: int, total: int) -> None:
+        """Show the rows that are done: a log gets a line every ROWS_LOG_S, and the last."""
+        text = f"{done} of {total} rows"
+        self.bar.update(text, done, total)
+        if not self.bar.is_shown and (done == total or time.monotonic() - self.counted >= ROWS_LOG_S):
+            self.counted = time.monotonic()
+            self.note(text)
 
     def note(self, text: str) -> None:
         """A line of its own."""
@@ -70,22 +79,6 @@ def busy(text: str) -> Iterator[Say]:
     """A bar with the time elapsed, on stderr; lines of a log where that is no terminal."""
     with Bar(text, delay=0.0) as bar:
         yield Say(bar)
-
-
-@contextmanager
-def counting(text: str) -> Iterator[tuple[Say, Callable[[int, int], None]]]:
-    """A bar of rows done, on stderr; a log gets a line a minute."""
-    last = [time.monotonic()]
-    with busy(text) as say:
-
-        def note(done: int, total: int) -> None:
-            said = f"{done} of {total} rows"
-            say.bar.update(said, done, total)
-            if not say.bar.is_shown and (done == total or time.monotonic() - last[0] >= ROWS_LOG_S):
-                last[0] = time.monotonic()
-                typer.echo(said, err=True)
-
-        yield say, note
 
 
 def print_scores(rows: list[dict[str, Any]]) -> None:
@@ -151,7 +144,11 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
         *row("budget", lambda each: "–" if each.budget is None else str(each.budget)),
         *row("prompt tokens", _length),
         *row("kept per KV head", lambda each: format_kept(each.kept)),
-        *row("scores covered", _covered, any(each.coverage for each in outcomes)),
+        *row(
+            "scores covered",
+            lambda e: "–" if e.coverage is None else f"{e.coverage:.1%}",
+            any(each.coverage for each in outcomes),
+        ),
         *row("cache holds", lambda e: f"{format_bytes(e.bytes)} ({held_share(e.bytes, e.full_bytes):.0%})"),
         *row("offloaded", lambda each: format_bytes(each.host_bytes), any(each.host_bytes for each in outcomes)),
         *row("a full cache would hold", lambda each: format_bytes(each.full_bytes), not has_full),
@@ -161,10 +158,6 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
     print_table(["", *_names(outcomes)], rows)
     if len(outcomes) > 1:
         typer.echo(NOISE)
-
-
-def _covered(outcome: Outcome) -> str:
-    return "–" if outcome.coverage is None else f"{outcome.coverage:.1%}"
 
 
 def _names(outcomes: list[Outcome]) -> list[str]:
@@ -181,12 +174,6 @@ def _length(outcome: Outcome) -> str:
         return f"{outcome.prompt_tokens:,} (the budget of {outcome.budget:,} holds them all)"
     beyond = outcome.prompt_tokens / outcome.context_length
     return f"{outcome.prompt_tokens:,}" + (f" ({beyond:.1f} × the model's context length)" if beyond > 1 else "")
-
-
-def outcomes_as_dict(model: str, outcomes: list[Outcome]) -> dict[str, Any]:
-    """The first outcome's fields and, under "results", all outcomes (more budgets, --compare) in order."""
-    results = [asdict(each) for each in outcomes]
-    return {"model": model, **results[0], "results": results}
 
 
 def print_json(value: Any) -> None:

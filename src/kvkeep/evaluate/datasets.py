@@ -7,11 +7,10 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from kvkeep.errors import BadInput, MissingExtra, UnknownName
 from kvkeep.evaluate.tasks import infinitebench, longbench
@@ -90,8 +89,13 @@ def fetch(name: str, folder: Path | None = None, say: Callable[[str], None] | No
 
 def _save(source: Source, path: Path) -> Path:
     if not source.file:
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            raise MissingExtra(f"{source.repo} is read with `datasets`: pip install 'kvkeep[eval]'") from error
+        rows = load_dataset(source.repo, source.config, split=source.split)
         with path.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in _rows(source))
+            out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         return path
     from huggingface_hub import hf_hub_download  # comes with transformers
 
@@ -101,11 +105,3 @@ def _save(source: Source, path: Path) -> Path:
             shutil.copyfileobj(inside, out)
         return path
     return Path(shutil.copyfile(file, path))
-
-
-def _rows(source: Source) -> Iterable[dict[str, Any]]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise MissingExtra(f"{source.repo} is read with `datasets`: pip install 'kvkeep[eval]'") from error
-    return load_dataset(source.repo, source.config, split=source.split)

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache as once
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kvkeep.cache.cache import Cache
+from kvkeep.cache.passes import run_passes
 from kvkeep.cache.report import Report
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.progress import now
 from kvkeep.engine.sequence import Sequence, SequenceConfig
-from kvkeep.evaluate.shared_prefill import prefill_shared
-from kvkeep.model.hf_cache import context_length, execution_device
+from kvkeep.errors import CacheMisuse
+from kvkeep.model.chunked_mlp import long_prompt
+from kvkeep.model.fused import fused_ops
+from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.model.hf_cache import HFCacheAdapter, context_length, execution_device
 
 Config = tuple[str, int | float | str | None]  # a method and its budget, "auto" or a number; "full" has none
 
@@ -73,42 +80,36 @@ def prefill(
     windowed = {config for config, method in configs.items() if method.retrieval and method.retrieval.window}
     separate = [config for config in configs if config in evicting or too_long or config in windowed]
     together = [config for config in configs if config not in separate]
+    groups = [together] if share and together else [[config] for config in together]
     found: dict[Config, PrefilledContext] = {}
-    for group in [together] if share and together else [[config] for config in together]:
-        contexts = _prefill_shared(model, ids, group, [sequences[config] for config in group])
-        found |= {context.config: context for context in contexts}
-    for config in separate:
-        found[config] = _prefill_one(model, ids, config, sequences[config], config in evicting, question)
+    for group in [*groups, *([config] for config in separate)]:
+        began = now(model.device)
+        if group[0] in separate:
+            logits = _prefill_one(sequences[group[0]], ids, question)
+        else:
+            logits = _prefill_together(model, [sequences[config] for config in group], ids)
+        seconds = now(model.device) - began
+        for config in group:
+            sequence = sequences[config]
+            frozen = not (config in evicting or configs[config].retrieval)
+            report = sequence.cache.report()
+            found[config] = PrefilledContext(config, sequence, report, logits, seconds, len(group), frozen)
     return [found[config] for config in configs]
 
 
-def _prefill_shared(model: Any, ids: Tensor, configs: Seq[Config], sequences: Seq[Sequence]) -> list[PrefilledContext]:
-    began = now(model.device)
+def _prefill_one(sequence: Sequence, ids: Tensor, question: str) -> Tensor:
+    if question:
+        sequence.set_question(question, len(ids))
+    return sequence.prefill(ids)
+
+
+def _prefill_together(model: Any, sequences: Seq[Sequence], ids: Tensor) -> Tensor:
     for sequence in sequences:
         sequence.before_forward(ids)
     logits = prefill_shared(model, ids[None].to(execution_device(model)), [sequence.cache for sequence in sequences])
     for sequence in sequences:
         sequence.after_forward(ids, logits[None])
-    seconds = now(model.device) - began
-    return [
-        _context(config, sequence, logits, seconds, len(configs), not sequence.config.method.retrieval)
-        for config, sequence in zip(configs, sequences, strict=True)
-    ]
-
-
-def _prefill_one(
-    model: Any, ids: Tensor, config: Config, sequence: Sequence, long: bool, question: str
-) -> PrefilledContext:
-    began = now(model.device)
-    if question:
-        sequence.set_question(question, len(ids))
-    logits = sequence.prefill(ids)
-    frozen = not (long or sequence.config.method.retrieval)
-    return _context(config, sequence, logits, now(model.device) - began, 1, frozen)
-
-
-def _context(config: Config, sequence: Sequence, logits: Tensor, *rest: Any) -> PrefilledContext:
-    return PrefilledContext(config, sequence, sequence.cache.report(), logits, *rest)
+    return logits
 
 
 def _sequence(model: Any, tokenizer: Any, config: Config, method: Method, long: bool) -> Sequence:
@@ -116,3 +117,37 @@ def _sequence(model: Any, tokenizer: Any, config: Config, method: Method, long: 
     own = method.retrieval or (long and (method.scorer is None or method.schedule.every is not None))
     options = {"schedule": None if own else "buffer" if long else "prompt"}
     return SequenceConfig(model, tokenizer, *parse_budget(method, config[1]), cache_options=options).new_sequence()
+
+
+class SharedPrefillCache(HFCacheAdapter):
+    """Passes every layer's queries, keys and values to several caches, each with its own method and budget."""
+
+    seen = 0
+
+    def __init__(self, model: Any, caches: Seq[Cache]) -> None:
+        super().__init__(model)
+        self.caches = caches
+        for cache in caches[1:]:  # the model is checked once for all
+            cache.attention_check.checked = caches[0].attention_check.checked
+
+    def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
+        for cache in self.caches:
+            cache.note_text(ids, positions)
+        run_passes(self.caches, known=[])  # a text is fed again once for all budgets of a method
+
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        shared = replace(call, hf_attention=once(call.hf_attention), is_sdpa=False, memo={})
+        outputs = [cache.attend(index, shared) for cache in self.caches]
+        if any(output is not shared.hf_attention() for output in outputs):
+            raise CacheMisuse("a method that prefills in windows cannot share a prefill; give it its own.")
+        return outputs[0]
+
+
+def prefill_shared(model: Any, ids: Tensor, caches: Seq[Cache]) -> Tensor:
+    """One forward pass for all of them. ids [1, n] -> logits after the last token [vocabulary]"""
+    shared = SharedPrefillCache(model, caches)
+    with torch.inference_mode(), fused_ops(model, 1), long_prompt(model, ids.shape[1]):
+        logits = model(ids, past_key_values=shared, logits_to_keep=1).logits[0, -1]
+    for cache in caches:
+        cache.copy_hf_layers(shared)
+    return logits

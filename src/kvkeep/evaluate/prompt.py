@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def build_prompt(
         )
     cut = max(0, seam - room)
     read = ids[: room // 2] + ids[seam - (room - room // 2) : seam] if cut else ids[:seam]
-    bos = sum(1 for _ in _leading(read, tokenizer.bos_token_id))
+    bos = len(list(takewhile(lambda token: token == tokenizer.bos_token_id, read)))
     rule = HALVES + AGAIN * bool(cut) if sample.margin is not None else Prompt.rule
     return Prompt(torch.tensor(read).long(), torch.tensor(ids[seam:]).long(), template, bos, cut + halved, rule)
 
@@ -124,10 +125,3 @@ def _parted(tokenizer: Any, ids: list[int], seams: list[int], start: int, end: i
     befores = [tokenizer.decode(ids[start : max(start, min(seam, end))], skip_special_tokens=True) for seam in seams]
     first, second = sorted(common_prefix_length(text, before) for before in befores)
     return [text[:first], text[first:second], text[second:]]
-
-
-def _leading(ids: list[int], token: int | None):
-    for each in ids:
-        if each != token:
-            return
-        yield each

@@ -28,7 +28,11 @@ def exclusive_lock(folder: str | Path) -> Iterator[None]:
         yield
         return
     path = make_folder(folder) / LOCK
-    with _opened(path) as file:
+    try:
+        opened = path.open("a+")
+    except OSError as error:
+        raise write_error(path, error, "rows that are there") from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -41,13 +45,6 @@ def exclusive_lock(folder: str | Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return path.open("a+")
-    except OSError as error:
-        raise write_error(path, error, "rows that are there") from error
 
 
 class Results:
@@ -63,7 +60,7 @@ class Results:
         self.rows = self._deduplicated(found, timed)
         self.done = {key(row) for row in self.rows}
         if len(found) > len(self.rows):
-            self._rewrite()
+            self._write(self.rows, self.path.with_name(self.path.name + ".new"))
 
     def _deduplicated(self, found: list[dict[str, Any]], timed: bool) -> list[dict[str, Any]]:
         """The first row of each key; duplicates must be equal."""
@@ -78,14 +75,16 @@ class Results:
                 )
         return [row for _, row in first.values()]
 
-    def _rewrite(self) -> None:
-        draft = self.path.with_name(self.path.name + ".new")
+    def _write(self, rows: list[dict[str, Any]], draft: Path | None = None) -> None:
+        """Append the rows, which are on disk when this returns. draft: a file that takes the place of this one"""
+        path = draft or self.path
         try:
-            with draft.open("wb") as file:
-                file.write(b"".join(_line(row) for row in self.rows))
+            with path.open("wb" if draft else "ab") as file:
+                file.writelines((json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n").encode() for row in rows)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(draft, self.path)
+            if draft:
+                os.replace(draft, self.path)
         except OSError as error:
             raise write_error(self.path, error, f"its {len(self.rows)} rows") from error
 
@@ -105,19 +104,9 @@ class Results:
         """Write a row, which is on disk when this returns; one whose key is there already is ignored."""
         if key(row) in self.done:
             return
-        try:
-            with self.path.open("ab") as file:
-                file.write(_line(row))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise write_error(self.path, error, f"its {len(self.rows)} rows") from error
+        self._write([row])
         self.rows.append(row)
         self.done.add(key(row))
-
-
-def _line(row: dict[str, Any]) -> bytes:
-    return (json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n").encode()
 
 
 def write_error(path: str | Path, error: OSError, safe: str) -> BadInput:

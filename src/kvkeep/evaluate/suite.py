@@ -16,8 +16,8 @@ from kvkeep.evaluate.metrics.longbench import CHINESE
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
 from kvkeep.evaluate.tasks.needle import DEPTHS, needle
+from kvkeep.evaluate.tasks.ruler import GROUPS, ruler, unavailable
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
-from kvkeep.evaluate.tasks.ruler import available, ruler
 from kvkeep.registry import check_new, did_you_mean, load_plugins
 
 SHORT = ("arc_easy", "openbookqa", "wic", "winogrande")
@@ -63,6 +63,11 @@ class Sources:
     limit: int | None = None  # samples of each task, and of each length of a generated one
     seed: int = 42
 
+    @property
+    def files(self) -> dict[str, Path | None]:
+        """What generated tasks read."""
+        return {"haystack": self.haystack, "squad": self.squad, "hotpotqa": self.hotpotqa}
+
 
 def names() -> list[str]:
     """Tasks and groups; longbench/… and infinitebench/… take the name of a file."""
@@ -84,10 +89,13 @@ def load(
     samples: list[Sample] = []
     skipped: dict[str, str] = {}
     for name in _expanded(tasks, sources):
+        if why := why_unavailable(name, sources):
+            skipped[name] = why
+            continue
         try:
-            path = _path(name, sources, say)
-        except Unavailable as reason:
-            skipped[name] = str(reason)
+            path = None if _is_made(name) else _file(name, sources.data) if sources.data else fetch(name, say=say)
+        except KvkeepError as error:
+            skipped[name] = f"is not here: {error}"
         else:
             samples += _task(name, path, tokenizer, sources)
     if not samples:
@@ -104,8 +112,8 @@ def check(tasks: Iterable[str], sources: Sources) -> None:
 
 def why_unavailable(name: str, sources: Sources) -> str:
     """Say why, by the files and packages that are there; "" if the task is available."""
-    if name in RULER or name in MADE:
-        return available(sources.haystack, sources.squad, sources.hotpotqa)[1].get(name, "")
+    if _is_made(name):
+        return unavailable(**sources.files).get(name, "")
     _reader(name)
     if name.startswith("longbench/") and _stem(name) in CHINESE and find_spec("jieba") is None:
         return "is scored with jieba, which is missing (pip install 'kvkeep[eval]')"
@@ -116,37 +124,19 @@ def why_unavailable(name: str, sources: Sources) -> str:
 
 
 def _expanded(tasks: Iterable[str], sources: Sources) -> list[str]:
-    return list(dict.fromkeys(task for name in tasks for task in _tasks_of(name, sources)))
+    """The tasks of groups, and tasks themselves, each once."""
+    groups = {**GROUPS, "short": list(SHORT)}
+    found = (_files(name, sources) if name in FOLDERS else groups.get(name, [name]) for name in tasks)
+    return list(dict.fromkeys(task for some in found for task in some))
 
 
 def _no_data(skipped: dict[str, str]) -> NoData:
     return NoData(f"none of these tasks can be had: {'; '.join(f'{name} {why}' for name, why in skipped.items())}.")
 
 
-class Unavailable(Exception):
-    """A task is unavailable; the text says why."""
-
-
-def _path(name: str, sources: Sources, say: Callable[[str], None] | None) -> Path | None:
-    """A task's file, None for a generated one."""
-    if why := why_unavailable(name, sources):
-        raise Unavailable(why)
-    if name in RULER or name in MADE:
-        return None
-    if sources.data is not None:
-        return _file(name, sources.data)
-    try:
-        return fetch(name, say=say)
-    except KvkeepError as error:
-        raise Unavailable(f"is not here: {error}") from error
-
-
-def _tasks_of(name: str, sources: Sources) -> list[str]:
-    """A group's tasks, or the task itself."""
-    if name in FOLDERS:
-        return _files(name, sources)
-    niah = [task for task in RULER if task.startswith("niah")]
-    return {"ruler": list(RULER), "niah": niah, "short": list(SHORT)}.get(name, [name])
+def _is_made(name: str) -> bool:
+    """Whether a task is generated, not read from a file."""
+    return name in RULER or name in MADE
 
 
 def _files(folder: str, sources: Sources) -> list[str]:
@@ -157,15 +147,17 @@ def _files(folder: str, sources: Sources) -> list[str]:
 
 
 def _task(name: str, path: Path | None, tokenizer: Any, sources: Sources) -> list[Sample]:
-    if name in RULER:
-        return [sample for length in sources.lengths for sample in _ruler(name, length, tokenizer, sources)]
-    if name in infinitebench.MADE:
-        return [sample for length in sources.lengths for sample in _sized(name, length, tokenizer, sources)]
     if name in NEEDLES:
         depths = _spread(DEPTHS, sources.limit)
         return needle(tokenizer, sources.lengths, depths, sources.haystack, NEEDLES[name], seed=sources.seed)
+    if _is_made(name):
+        return [sample for length in sources.lengths for sample in _sized(name, length, tokenizer, sources)]
     read = _checked(name, _reader(name)(path))[: sources.limit]
-    return [_with_reasoning(sample) for sample in read] if name in PROBLEMS else read
+    if name not in PROBLEMS:
+        return read
+    # they are asked for the reasoning and a boxed answer, with tokens for both
+    asked = [(sample, math.PROMPT.format(question=sample.question)) for sample in read]
+    return [replace(sample, question=question, max_new_tokens=2048, long=True) for sample, question in asked]
 
 
 def _checked(name: str, read: Any) -> list[Sample]:
@@ -183,11 +175,6 @@ def _spread(values: Sequence[int], count: int | None) -> list[int]:
     return [values[(2 * number + 1) * len(values) // (2 * count)] for number in range(count)]
 
 
-def _with_reasoning(sample: Sample) -> Sample:
-    """Asks for the reasoning and a boxed answer, with tokens for both."""
-    return replace(sample, question=math.PROMPT.format(question=sample.question), max_new_tokens=2048, long=True)
-
-
 def _reader(name: str) -> Callable:
     folder, _, file = name.partition("/")
     if folder in FOLDERS and file:
@@ -199,15 +186,13 @@ def _reader(name: str) -> Callable:
     return READ[name]
 
 
-def _ruler(name: str, length: int, tokenizer: Any, sources: Sources) -> list[Sample]:
-    files = (sources.haystack, sources.squad, sources.hotpotqa)
-    count = sources.limit or RULER_SAMPLES
-    made = ruler(name, length, tokenizer, count, sources.seed, *files, reserve=_template(tokenizer))
-    return [replace(sample, task=f"{name}_{length}") for sample in made]
-
-
 def _sized(name: str, length: int, tokenizer: Any, sources: Sources) -> list[Sample]:
-    made = infinitebench.sized(name, length, tokenizer, sources.limit or len(DEPTHS), sources.seed)
+    """Samples of a generated task that fill this length."""
+    if name in RULER:
+        count, files = sources.limit or RULER_SAMPLES, sources.files
+        made = ruler(name, length, tokenizer, count, sources.seed, reserve=_template(tokenizer), **files)
+    else:
+        made = infinitebench.sized(name, length, tokenizer, sources.limit or len(DEPTHS), sources.seed)
     return [replace(sample, task=f"{name}_{length}") for sample in made]
 
 

@@ -63,14 +63,14 @@ def _cell(place: tuple[str, str, str, int | float | str | None], group: Sequence
     return Cell(
         *place,
         n=len(group),
-        score=100 * _mean(scores),
+        score=100 * mean(scores),
         low=100 * low,
         high=100 * high,
-        kept_per_head=_mean([row["kept_per_head"] for row in group]),
-        bytes=_mean([row["bytes"] for row in group]),
-        full_bytes=_mean([row["full_bytes"] for row in group]),
+        kept_per_head=mean([row["kept_per_head"] for row in group]),
+        bytes=mean([row["bytes"] for row in group]),
+        full_bytes=mean([row["full_bytes"] for row in group]),
         truncated=sum(row["truncated"] > 0 for row in group),
-        score_per_character=100 * _mean(by_character) if by_character else None,
+        score_per_character=100 * mean(by_character) if by_character else None,
     )
 
 
@@ -81,9 +81,9 @@ def normalized_score(row: Mapping[str, Any]) -> float:
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:
     """Wilson's, of the mean of scores from 0 to 1, as if each were 0 or 1; so too wide where they lie between."""
-    n, mean = len(scores), min(1.0, max(0.0, _mean(scores)))
-    middle = (mean + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
-    half = Z_95 * sqrt(mean * (1 - mean) / n + Z_95**2 / (4 * n**2)) / (1 + Z_95**2 / n)
+    n, share = len(scores), min(1.0, max(0.0, mean(scores)))
+    middle = (share + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
+    half = Z_95 * sqrt(share * (1 - share) / n + Z_95**2 / (4 * n**2)) / (1 + Z_95**2 / n)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
@@ -95,7 +95,7 @@ def means(scores: Mapping[str, float]) -> dict[str, float]:
         if task in RULER:
             lengths.setdefault(length, []).append(score)
     several = {length: found for length, found in lengths.items() if len(found) > 1}
-    ruler = {f"RULER {length} ({len(found)} tasks)": _mean(found) for length, found in several.items()}
+    ruler = {f"RULER {length} ({len(found)} tasks)": mean(found) for length, found in several.items()}
     return averages(scores) | ruler
 
 
@@ -114,5 +114,6 @@ def write_lines(kind: type, lines: Iterable[Any], path: str | Path) -> None:
         raise write_error(path, error, "the rows it summarizes") from error
 
 
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
+def mean(numbers: Iterable[float]) -> float:
+    found = list(numbers)
+    return sum(found) / len(found)

@@ -37,6 +37,7 @@ TimedRow = tuple[dict[str, Any], dict[str, Any]]  # a row of rows.jsonl, and one
 ONE_ANSWER = ("math", "aime")  # metrics of problems with one right answer, which follows the reasoning
 MADE = ("version", "seed", "length", "depth", "words", "splitter", "asked", "capped")  # how a sample was generated
 PACKAGES = ("kvkeep", "torch", "transformers", "jieba")  # a row may depend on their versions
+REPORTED = ("kept_per_head", "coverage", "bytes", "peak_bytes", "full_bytes", "host_bytes", "index_bytes")
 BACK_ENDS = {"code_sim": "difflib"}  # of metrics that have another back end elsewhere
 
 
@@ -184,18 +185,12 @@ class Worker:
         self, item: Item, sample: Sample, prompt: Prompt, context: PrefilledContext, facts: dict[str, Any]
     ) -> dict[str, Any]:
         """A score with all that decides it, so that rows can be compared."""
-        method, report = context.method, context.report
+        method = context.method
         return {
             **_row_key(item, sample, context),
             **facts,
             "metric": sample.metric,
-            "kept_per_head": report.kept_per_head,
-            "coverage": report.coverage,
-            "bytes": report.bytes,
-            "peak_bytes": report.peak_bytes,
-            "full_bytes": report.full_bytes,
-            "host_bytes": report.host_bytes,
-            "index_bytes": report.index_bytes,
+            **{name: getattr(context.report, name) for name in REPORTED},
             "compressed": _compressed(sample, prompt, context),
             "budget_unit": _budget_unit(context),
             "prompt_tokens": prompt.tokens,

@@ -11,7 +11,6 @@ import re
 import zlib
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +68,6 @@ class Packed:
     data: str
     low: float = 0.0
     high: float = 1.0
-
-    def unpack(self) -> Tensor:
-        raw = zlib.decompress(base64.b64decode(self.data))
-        if self.kind == "bits":
-            rows = np.frombuffer(raw, np.uint8).reshape(*self.shape[:-1], (self.shape[-1] + 7) // 8)
-            found = np.unpackbits(rows, axis=-1, count=self.shape[-1], bitorder="little").astype(bool)
-        else:
-            found = np.frombuffer(raw, np.uint8 if self.kind == "levels" else "<u2").astype(np.float32)
-            found = found * (self.high - self.low) / LEVELS + self.low if self.kind == "levels" else found
-        return torch.from_numpy(found.reshape(self.shape).copy())
-
-    def __len__(self) -> int:
-        return prod(self.shape)
 
 
 def pack_bits(mask: Tensor) -> Packed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -154,9 +154,8 @@ def answer_words(texts: Sequence[str], part: tuple[int, int], question: str, ans
     text = "".join(texts[part[0] : part[1]]).lower()
     pattern = rf"\b(?:{'|'.join(map(re.escape, sorted(wanted, key=len, reverse=True)))})\b"
     marks = re.sub(pattern, lambda match: "\0" * len(match[0]), text)
-    ends = list(accumulate(len(each.lower()) for each in texts[part[0] : part[1]]))
-    spans = zip([0, *ends], ends, strict=False)
-    return [part[0] + number for number, (start, end) in enumerate(spans) if "\0" in marks[start:end]]
+    ends = accumulate((len(each.lower()) for each in texts[part[0] : part[1]]), initial=0)
+    return [number for number, (start, end) in enumerate(pairwise(ends), part[0]) if "\0" in marks[start:end]]
 
 
 def _words(text: str) -> list[str]:

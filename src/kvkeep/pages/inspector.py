@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from kvkeep.pages.inspection import (
     most_attended,
 )
 from kvkeep.pages.method_values import answer_attention, evicting, method_values, pack_values, window_retrieval
+from kvkeep.terminal import AnswerTimer
 
 PROTOCOLS = ("aware", "agnostic")  # the question is known before anything is evicted, or it is not
 FULL = "full"
@@ -86,7 +87,7 @@ class Inspector:
         texts, parts = token_texts(self.tokenizer, ids), self._parts(context, ids)
         reference = next(outcome.facts.answer for outcome in outcomes if outcome.answer)
         words = answer_words(texts, parts["document"], self.question, reference)
-        facts = [self._facts(outcome, attention, words) for outcome in mark_differing(outcomes)]
+        facts = [self._facts(outcome, outcomes[0].facts, attention, words) for outcome in outcomes]
         compared = [outcome for outcome in outcomes[1:] if outcome.mask is not None]
         shown = next(outcome for outcome in outcomes if outcome.mask is not None)
         return Inspection(
@@ -129,28 +130,35 @@ class Inspector:
         except KvkeepError as error:
             return Outcome(replace(facts, error=" ".join(str(error).split())))
         mask = kept_mask(cache, tokens)
-        report, kept = cache.report(), float(mask.sum(-1).float().mean())
+        report = cache.report()
+        rate = timer.rate(len(answer))
         cost = Cost(
-            round(kept, 2), report.bytes, report.full_bytes, report.host_bytes, *timer.seconds(len(answer)), len(answer)
+            kept_per_head=round(float(mask.sum(-1).float().mean()), 2),
+            bytes=report.bytes,
+            full_bytes=report.full_bytes,
+            host_bytes=report.host_bytes,
+            first_token_s=round(timer.first_token_s, 3),
+            tokens_per_s=None if rate is None else round(rate, 2),
+            new_tokens=len(answer),
         )
         text = self.tokenizer.decode(answer, skip_special_tokens=True).strip()
         return Outcome(replace(facts, answer=text, cost=cost), mask, tuple(answer), tuple(cache.compressed_layers))
 
-    def _ask(self, config: Config) -> tuple[Cache, list[int], Timer]:
+    def _ask(self, config: Config) -> tuple[Cache, list[int], AnswerTimer]:
         """The cache when the answer is complete, the answer's ids, and its times."""
         with Engine(self.model, self.tokenizer, *config) as engine:
-            timer = Timer()
+            timer = AnswerTimer()
             if self.protocol == "aware":
                 texts = engine.stream(
                     self.document, question=self.question, max_new_tokens=self.max_new_tokens, progress=False
                 )
-                timer.drain(texts)
+                deque(timer.watch(texts), maxlen=0)
                 return engine.cache, engine.answer.ids, timer
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", QueryAwareWarning)  # to see that is why one looks
                 context = engine.read(self.document, progress=False)
                 handle = context.submit(self.question, max_new_tokens=self.max_new_tokens)
-                timer.drain(handle)
+                deque(timer.watch(handle), maxlen=0)
             return handle.cache, handle.request.answer.ids, timer
 
     def _attention(self, ids: list[int], outcomes: Sequence[Outcome], say: Say) -> tuple[Tensor | None, str]:
@@ -174,12 +182,13 @@ class Inspector:
         known = self.question if self.protocol == "aware" else None
         return window_retrieval(self.model, self.tokenizer, ids, tokens, method, budget, known)
 
-    def _facts(self, outcome: Outcome, attention: Tensor | None, words: list[int]) -> MethodFacts:
+    def _facts(self, outcome: Outcome, full: MethodFacts, attention: Tensor | None, words: list[int]) -> MethodFacts:
         mask = outcome.mask
         if mask is None:
             return outcome.facts
         return replace(
             outcome.facts,
+            differs=differs(outcome.facts, full),
             kept=None if outcome.facts.name == FULL else pack_bits(mask),
             counts=mask.sum(-1).tolist(),
             histogram=histogram(mask),
@@ -189,29 +198,6 @@ class Inspector:
         )
 
 
-def mark_differing(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Mark the answers that have other words than the first, which is that of the full cache."""
-    full, *_ = (outcome.facts for outcome in outcomes)
-
-    def mark(outcome: Outcome) -> Outcome:
-        differs = not full.error and not outcome.facts.error and outcome.facts.answer.split() != full.answer.split()
-        return replace(outcome, facts=replace(outcome.facts, differs=differs))
-
-    return [mark(outcome) for outcome in outcomes]
-
-
-class Timer:
-    """Seconds to the first text of an answer, and between it and the last."""
-
-    def __init__(self) -> None:
-        self.began = self.first = self.last = time.perf_counter()
-
-    def drain(self, texts: Iterable[str]) -> None:
-        for number, _ in enumerate(texts):
-            self.last = time.perf_counter()
-            self.first = self.last if number == 0 else self.first
-
-    def seconds(self, tokens: int) -> tuple[float, float | None]:
-        """Seconds to the first text, and tokens per second after it."""
-        spent = self.last - self.first
-        return round(self.first - self.began, 3), round((tokens - 1) / spent, 2) if spent > 0 and tokens > 1 else None
+def differs(facts: MethodFacts, full: MethodFacts) -> bool:
+    """Whether an answer has other words than that of the full cache."""
+    return not full.error and not facts.error and facts.answer.split() != full.answer.split()

@@ -21,7 +21,7 @@ from kvkeep.compress.parse import parse_budget
 from kvkeep.compress.scorers.ahakv import AhaKVScorer, relative_value_norms
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
 from kvkeep.engine.sequence import SequenceConfig
-from kvkeep.evaluate.shared_prefill import prefill_shared
+from kvkeep.evaluate.prefill import prefill_shared
 from kvkeep.kernels.torch.scoring import row_js_distance
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import execution_device
@@ -114,12 +114,8 @@ def pack_values(values: Tensor) -> Packed:
     values = values.float()
     for axis in (1, 0):
         values = values.mean(axis, keepdim=True) if values.numel() > MOST else values
-    return pack_levels(values, _quantile(values, CLIP))
-
-
-def _quantile(values: Tensor, share: float) -> float:
     flat = values.flatten()
-    return float(flat.kthvalue(max(1, int(share * len(flat)))).values)
+    return pack_levels(values, float(flat.kthvalue(max(1, int(CLIP * len(flat)))).values))
 
 
 def evicting(configs: Sequence[tuple[str, Any]]) -> dict[str, tuple[Method, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadInput
-from kvkeep.evaluate.summary import Cell, interval, means, normalized_score, summarize
+from kvkeep.evaluate.summary import Cell, interval, mean, means, normalized_score, summarize
 
 Row = dict[str, Any]
 Budget = int | float | str | None
@@ -117,7 +117,7 @@ def needle_cells(rows: Iterable[Row]) -> list[NeedleCell]:
         if isinstance(made.get("depth"), int | float) and "length" in made:
             place = row["task"], row["protocol"], row["method"], row["budget"], made["length"], made["depth"]
             groups.setdefault(place, []).append(normalized_score(row))
-    return [NeedleCell(*place, len(scores), _mean(scores), *interval(scores)) for place, scores in groups.items()]
+    return [NeedleCell(*place, len(scores), mean(scores), *interval(scores)) for place, scores in groups.items()]
 
 
 def speeds(times: Iterable[Row]) -> list[Speed]:
@@ -131,9 +131,5 @@ def speeds(times: Iterable[Row]) -> list[Speed]:
 def _speed(place: Config, rows: Sequence[Row]) -> Speed:
     rates = [row["tokens_per_s"] for row in rows if row.get("tokens_per_s")]
     together = max(row.get("decode_configs", 1) for row in rows)
-    first = _mean([row["first_token_s"] for row in rows])
-    return Speed(*place, len(rows), first, _mean(rates) if rates else None, together)
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
+    first = mean([row["first_token_s"] for row in rows])
+    return Speed(*place, len(rows), first, mean(rates) if rates else None, together)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
 from kvkeep.cache.report import held_share
-from kvkeep.evaluate.summary import Cell
+from kvkeep.evaluate.summary import Cell, mean
 from kvkeep.pages.report_facts import NeedleCell, ReportFacts
 from kvkeep.plots import COLOURS, RAMP, STYLE, save
 
@@ -48,13 +48,8 @@ def _curve(panel: Any, method: str, cells: Sequence[Cell], methods: Sequence[str
     if method == "full" and cells:
         panel.axhline(cells[0].score, color="#555555", linestyle="--", label=method)
     elif cells:
-        style = {
-            "color": _colour(method, methods),
-            "marker": _marker(method, methods),
-            "markersize": 5,
-            "label": method,
-        }
-        panel.plot([cell.kept_per_head for cell in cells], [cell.score for cell in cells], **style)
+        x, y = ([getattr(cell, name) for cell in cells] for name in ("kept_per_head", "score"))
+        panel.plot(x, y, markersize=5, **_style(method, methods))
 
 
 def memory_chart(cells: Sequence[Cell]) -> Any:
@@ -67,11 +62,9 @@ def memory_chart(cells: Sequence[Cell]) -> Any:
     for method, budgets in configs.items():
         whole = [mine for mine in budgets.values() if len(mine) == len(tasks)]
         points = sorted(
-            (_mean(100 * held_share(c.bytes, c.full_bytes) for c in mine), _mean(c.score for c in mine))
-            for mine in whole
+            (mean(100 * held_share(c.bytes, c.full_bytes) for c in mine), mean(c.score for c in mine)) for mine in whole
         )
-        style: Any = {"color": _colour(method, methods), "marker": _marker(method, methods), "linewidth": 1}
-        panel.plot([x for x, _ in points], [y for _, y in points], label=method, **style)
+        panel.plot([x for x, _ in points], [y for _, y in points], linewidth=1, **_style(method, methods))
     panel.set(
         xlabel="memory of keys and values (percent of a full cache)", ylabel="mean score (percent)", ylim=(-3, 103)
     )
@@ -109,17 +102,10 @@ def _panels(count: int) -> tuple[Any, list[Any]]:
     return figure, list(panels.flat[:count])
 
 
-def _colour(method: str, methods: Sequence[str]) -> str:
-    if method == "full":
-        return "#555555"
-    return COLOURS[methods.index(method) % len(COLOURS)]
-
-
-def _marker(method: str, methods: Sequence[str]) -> str:
+def _style(method: str, methods: Sequence[str]) -> Any:
     place = methods.index(method)
-    return MARKERS[(place + place // len(COLOURS)) % len(MARKERS)]  # so that no two methods look alike
-
-
-def _mean(numbers: Iterable[float]) -> float:
-    found = list(numbers)
-    return sum(found) / len(found)
+    return {
+        "color": "#555555" if method == "full" else COLOURS[place % len(COLOURS)],
+        "marker": MARKERS[(place + place // len(COLOURS)) % len(MARKERS)],  # so that no two methods look alike
+        "label": method,
+    }

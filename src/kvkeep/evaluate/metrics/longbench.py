@@ -23,22 +23,19 @@ def first_line_of_code(text: str) -> str:
     return ""
 
 
-def difflib_ratio(one: str, two: str) -> float:
-    return SequenceMatcher(None, one, two).ratio()
-
-
 def levenshtein_ratio(one: str, two: str) -> float:
     """The share of characters in a longest common subsequence: python-Levenshtein, thefuzz, rapidfuzz."""
     return 2 * lengths(one, two)[-1][-1] / (len(one) + len(two))
 
 
-def likeness(one: str, two: str, ratio: Callable[[str, str], float] = difflib_ratio) -> float:
+def likeness(one: str, two: str, ratio: Callable[[str, str], float] | None = None) -> float:
     """How alike two lines of code are, in whole percents, as fuzzywuzzy 0.18 says it over either of its back ends."""
     if one == two:
         return 1.0
     if not one or not two:
         return 0.0
-    return round(100 * ratio(one, two)) / 100
+    found = ratio(one, two) if ratio else SequenceMatcher(None, one, two).ratio()
+    return round(100 * found) / 100
 
 
 FIRST_LINE_ONLY = {"trec", "triviaqa", "samsum", "lsht"}

@@ -92,11 +92,14 @@ def aime_answer(prediction: str, reference: str | int, **_) -> float:
 
 
 def math500_kvpress(prediction: str, reference: str, **_) -> float:
-    return float(first_box_to_brace(prediction) == str(reference))
+    """kvpress on MATH-500: from the first box to the next closing brace, whatever was opened between."""
+    found, rest = prediction.partition("boxed{")[1:]
+    return float(bool(found) and rest.partition("}")[0] == str(reference))
 
 
 def aime25_kvpress(prediction: str, reference: str, **_) -> float:
-    return float(last_box_to_brace(prediction) == str(reference))
+    """kvpress on AIME: from the last box, or else from the start, to the next closing brace."""
+    return float(prediction.rpartition("boxed{")[2].partition("}")[0] == str(reference))
 
 
 def math_rkv_grader(prediction: str, reference: str, **_) -> float:
@@ -139,17 +142,6 @@ def extract_answer(text: str) -> str | None:
         return box
     said = _PHRASE.findall(text)
     return said[-1].strip(" *.") if said else None
-
-
-def first_box_to_brace(text: str) -> str | None:
-    """kvpress on MATH-500: from the first box to the next closing brace, whatever was opened between."""
-    _, found, rest = text.partition("boxed{")
-    return rest.partition("}")[0] if found else None
-
-
-def last_box_to_brace(text: str) -> str:
-    """kvpress on AIME: from the last box, or else from the start, to the next closing brace."""
-    return text.rpartition("boxed{")[2].partition("}")[0]
 
 
 def rkv_answer(text: str) -> str:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
 from kvkeep.evaluate import summary
@@ -69,10 +68,6 @@ def mean(cells: Sequence[summary.Cell]) -> tuple[float, float, float]:
     below = sqrt(sum((cell.score - cell.low) ** 2 for cell in cells)) / len(cells)
     above = sqrt(sum((cell.high - cell.score) ** 2 for cell in cells)) / len(cells)
     return middle, max(0.0, middle - below), min(100.0, middle + above)
-
-
-def write_csv(lines: Iterable[Line], path: str | Path) -> None:
-    summary.write_lines(Line, lines, path)
 
 
 def _line(recipe: Recipe, cell: Cell, found: Mapping[tuple, summary.Cell]) -> Line:

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvkeep.errors import BadInput, UnknownName
-from kvkeep.evaluate.tasks.ruler import TASKS as RULER
+from kvkeep.evaluate.tasks.ruler import GROUPS
 from kvkeep.registry import did_you_mean
 
 PAPERS = ("intentkv", "intelllm", "ahakv", "actqkv", "protokv")
-GROUPS = {"ruler": list(RULER), "niah": [task for task in RULER if task.startswith("niah")]}
 Budget = int | float | None
 Yarn = tuple[float, int]  # a factor, and the context length in tokens that the model has without it
 Point = tuple[str, int | None]  # a task, and its length where it is generated
@@ -140,9 +139,10 @@ def _recipe(name: str, shared: Mapping[str, str], table: dict[str, Any]) -> Reci
         everything = tuple(point for column in columns for point in column.points)
         columns = (*columns, Column(average, everything))
     points, numbers = table.pop("points", {}), table.pop("numbers", {})
-    cells = {cell: cell for head, labels in points.items() for cell in _drawn(head, labels, methods, columns)}
-    printed = (cell for head, rows in numbers.items() for cell in _cells(head, rows, methods, columns))
-    cells |= {replace(cell, number=None): cell for cell in printed}
+    unread = "? " * len(columns)  # what a row of points would print
+    drawn = [(head, dict.fromkeys(labels, unread)) for head, labels in points.items()]
+    every = (cell for head, rows in [*drawn, *numbers.items()] for cell in _cells(head, rows, methods, columns))
+    cells = {replace(cell, number=None): cell for cell in every}
     lists: dict[str, Any] = {key: tuple(table.pop(key, ())) for key in ("notes", "misprints")}
     others = table.pop("others", {})
     made = Recipe(name, columns=columns, **lists, **table)
@@ -201,22 +201,13 @@ def _cells(
     head: str, rows: Mapping[str, Any], methods: Mapping[str, str | None], columns: tuple[Column, ...]
 ) -> Iterator[Cell]:
     """The rows under a head such as "Llama3.1 @4096"; where tasks are scored, every label has a method or null."""
-    group, (budget,) = _head(head)
-    for label, numbers in rows.items():
+    group, budgets = _head(head)
+    for budget, (label, numbers) in product(budgets, rows.items()):
         for column, number in zip(columns, str(numbers).split(), strict=True):
             spec = methods[label] if column.points else None
             if number != "-":
                 kept = None if spec == "full" else budget
                 yield Cell(group, str(label), spec, kept, column.name, None if number == "?" else float(number))
-
-
-def _drawn(
-    head: str, labels: Iterable[str], methods: Mapping[str, str | None], columns: tuple[Column, ...]
-) -> Iterator[Cell]:
-    group, budgets = _head(head)
-    for budget, label, column in product(budgets, labels, columns):
-        spec = methods[label] if column.points else None
-        yield Cell(group, label, spec, None if spec == "full" else budget, column.name)
 
 
 def _head(head: str) -> tuple[str, list[Budget]]:

@@ -12,6 +12,16 @@ from kvkeep.errors import BadInput
 from kvkeep.evaluate.sample import Sample
 
 
+def read_text(path: str | Path, advice: str = "", option: str = "") -> str:
+    """The text of a file in UTF-8. option, advice: what an error begins with, and the way out"""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise BadInput(f"{option}{str(path)!r} cannot be read ({error.strerror}){advice}.") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{option}{str(path)!r} is not UTF-8 (byte {error.start}); convert it first.") from None
+
+
 def fill(template: str, fields: Mapping[str, str]) -> str:
     """{name} becomes the field of that name; braces inside the fields are left alone."""
     return re.sub(r"\{(\w+)\}", lambda found: fields[found[1]], template)
@@ -49,13 +59,7 @@ def texts(record: dict[str, Any], where: str, name: str) -> tuple[str, ...]:
 
 def records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, record) of every line that is not blank."""
-    path = Path(path)
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise BadInput(f"{str(path)!r} cannot be read ({error.strerror}); give a file of JSON lines.") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{str(path)!r} is not UTF-8 (byte {error.start}); convert it first.") from None
+    content, path = read_text(path, "; give a file of JSON lines"), Path(path)
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             where = f"{path.name}, line {number}"

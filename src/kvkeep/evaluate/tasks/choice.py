@@ -5,50 +5,44 @@ A score wants the log-likelihoods and the sample's extra: METRICS[sample.metric]
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvkeep.errors import BadInput, BadParameter
+from kvkeep.errors import BadInput
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.tasks.build import identity, records, samples, text, texts
+from kvkeep.evaluate.tasks.build import identity, samples, text, texts
 
-SHOT_SEED = 1234
-
-
-class Asked(NamedTuple):
-    """One record: what stands before each choice (one text for all, or one for each), the choices, the right one."""
-
-    questions: tuple[str, ...]
-    choices: tuple[str, ...]
-    gold: int
-
-    def shot(self) -> str:
-        return self.questions[self.gold if len(self.questions) > 1 else 0] + " " + self.choices[self.gold] + "\n\n"
+Asked = tuple[
+    tuple[str, ...], tuple[str, ...], int
+]  # what stands before each choice, or all; the choices; the right one
+Ask = Callable[[dict[str, Any], str], Asked]
 
 
-def arc_easy(path: str | Path, shots: int = 0, train: str | Path | None = None) -> list[Sample]:
-    """Lines with `question`, `choices` (text, label) and `answerKey`."""
-    return _read(path, "arc_easy", _arc, shots, train)
+def _reader(ask: Ask) -> Callable[[str | Path], list[Sample]]:
+    """Make the reader of a task from what its records ask."""
+
+    @wraps(ask)
+    def read(path: str | Path) -> list[Sample]:
+        return samples(path, partial(_sample, ask))
+
+    return read
 
 
-def openbookqa(path: str | Path, shots: int = 0, train: str | Path | None = None) -> list[Sample]:
-    """Lines with `question_stem`, `choices` (text, label) and `answerKey`."""
-    return _read(path, "openbookqa", _openbook, shots, train)
-
-
-def wic(path: str | Path, shots: int = 0, train: str | Path | None = None) -> list[Sample]:
-    """Lines with `sentence1`, `sentence2`, `start1`, `end1` and `label`."""
-    return _read(path, "wic", _wic, shots, train)
-
-
-def winogrande(path: str | Path, shots: int = 0, train: str | Path | None = None) -> list[Sample]:
-    """Lines with `sentence`, `option1`, `option2` and `answer`.
-
-    The options differ before the choice and not in it, so extra["questions"] has one question for each.
-    """
-    return _read(path, "winogrande", _winogrande, shots, train)
+def _sample(ask: Ask, record: dict[str, Any], where: str, number: int) -> Sample:
+    questions, choices, gold = ask(record, where)
+    continuations = tuple(" " + choice for choice in choices)
+    return Sample(
+        ask.__name__,
+        identity(record, number, "id", "idx", "qID"),
+        questions[0],
+        (continuations[gold],),
+        "lm_eval_multiple_choice",
+        choices=continuations,
+        chat=False,
+        extra={"gold": gold, "choices": choices, **({"questions": questions} if len(questions) > 1 else {})},
+    )
 
 
 def pairs(sample: Sample) -> list[tuple[str, str]]:
@@ -61,50 +55,15 @@ def pairs(sample: Sample) -> list[tuple[str, str]]:
     return found
 
 
-def _read(
-    path: str | Path, task: str, ask: Callable[[dict[str, Any], str], Asked], shots: int, train: str | Path | None
-) -> list[Sample]:
-    """`shots` examples of the training file before every question, drawn anew for each, are its context."""
-    known = _examples(train, ask, shots)
-    source = random.Random(SHOT_SEED)
-
-    def make(record: dict[str, Any], where: str, number: int) -> Sample:
-        asked = ask(record, where)
-        extra: dict[str, Any] = {"gold": asked.gold, "choices": asked.choices}
-        if len(asked.questions) > 1:
-            extra["questions"] = asked.questions
-        continuations = tuple(" " + choice for choice in asked.choices)
-        return Sample(
-            task,
-            identity(record, number, "id", "idx", "qID"),
-            asked.questions[0],
-            (continuations[asked.gold],),
-            "lm_eval_multiple_choice",
-            context="".join(source.sample(known, shots)),
-            choices=continuations,
-            chat=False,
-            extra=extra,
-        )
-
-    return samples(path, make)
-
-
-def _examples(train: str | Path | None, ask: Callable[[dict[str, Any], str], Asked], shots: int) -> list[str]:
-    if not shots:
-        return []
-    if shots < 0 or train is None:
-        raise BadParameter(f"shots={shots} are drawn from a training file: give train=, or shots=0.")
-    known = [ask(record, where).shot() for where, record in records(train)]
-    if len(known) < shots:
-        raise BadInput(f"{str(train)!r} has {len(known)} examples, fewer than shots={shots}.")
-    return known
-
-
-def _arc(record: dict[str, Any], where: str) -> Asked:
+@_reader
+def arc_easy(record: dict[str, Any], where: str) -> Asked:
+    """Lines with `question`, `choices` (text, label) and `answerKey`."""
     return _lettered(record, where, f"Question: {text(record, where, 'question')}\nAnswer:")
 
 
-def _openbook(record: dict[str, Any], where: str) -> Asked:
+@_reader
+def openbookqa(record: dict[str, Any], where: str) -> Asked:
+    """Lines with `question_stem`, `choices` (text, label) and `answerKey`."""
     return _lettered(record, where, text(record, where, "question_stem"))
 
 
@@ -116,10 +75,12 @@ def _lettered(record: dict[str, Any], where: str, question: str) -> Asked:
     answer = text(record, where, "answerKey").lstrip()
     if answer not in labels or len(labels) != len(choices):
         raise BadInput(f"{where}: the answer '{answer}' is none of {len(choices)} choices ({', '.join(labels)}).")
-    return Asked((question,), choices, labels.index(answer))
+    return (question,), choices, labels.index(answer)
 
 
-def _wic(record: dict[str, Any], where: str) -> Asked:
+@_reader
+def wic(record: dict[str, Any], where: str) -> Asked:
+    """Lines with `sentence1`, `sentence2`, `start1`, `end1` and `label`."""
     first, second = text(record, where, "sentence1"), text(record, where, "sentence2")
     start, end = record.get("start1"), record.get("end1")
     if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start < end <= len(first):
@@ -131,16 +92,21 @@ def _wic(record: dict[str, Any], where: str) -> Asked:
         f"Sentence 1: {first}\nSentence 2: {second}\nQuestion: Is the word '{first[start:end]}' used in the same way "
         "in the two sentences above?\nAnswer:"
     )
-    return Asked((question,), ("no", "yes"), _TRUTH[label])
+    return (question,), ("no", "yes"), _TRUTH[label]
 
 
 _TRUTH = {"false": 0, "0": 0, "true": 1, "1": 1}
 
 
-def _winogrande(record: dict[str, Any], where: str) -> Asked:
+@_reader
+def winogrande(record: dict[str, Any], where: str) -> Asked:
+    """Lines with `sentence`, `option1`, `option2` and `answer`.
+
+    The options differ before the choice and not in it, so extra["questions"] has one question for each.
+    """
     before, blank, after = text(record, where, "sentence").partition("_")
     answer = text(record, where, "answer")
     if not blank or answer not in ("1", "2"):
         raise BadInput(f"{where} needs a sentence with a blank (_) and 1 or 2 for an answer, not {answer!r}.")
     options = (text(record, where, "option1"), text(record, where, "option2"))
-    return Asked(tuple(before + option for option in options), (after.strip(),) * 2, int(answer) - 1)
+    return tuple(before + option for option in options), (after.strip(),) * 2, int(answer) - 1

@@ -175,48 +175,10 @@ IN_NOISE = {
 MADE = (*IN_NOISE, "kv_retrieval")
 
 
-def passkey(lines: int = 5220, places: int = 59, repeats: int = 5, seed: int = 0) -> list[Sample]:
-    """A number of five digits in `lines` lines of noise (5,220 are about 128K tokens), at evenly spaced places."""
-    return _numbers("passkey", (lines, places, repeats), seed)
-
-
-def number_string(lines: int = 5220, places: int = 59, repeats: int = 10, seed: int = 0) -> list[Sample]:
-    """The same with ten digits, half of them repetitions of the digit beside them."""
-    return _numbers("number_string", (lines, places, repeats), seed)
-
-
-def _numbers(task: str, size: tuple[int, int, int], seed: int) -> list[Sample]:
-    lines, places, repeats = size
-    if min(size) < 1:
-        raise BadParameter(f"lines={lines}, places={places} and repeats={repeats} are each at least 1.")
-    source = random.Random(seed)
-    made: list[Sample] = []
-    for place in range(places):
-        before = place * lines // max(places - 1, 1)
-        for _ in range(repeats):
-            made.append(_in_noise(task, str(len(made)), IN_NOISE[task].draw(source), before, lines))
-    return made
-
-
 def _in_noise(task: str, name: str, key: str, before: int, lines: int) -> Sample:
     hidden = IN_NOISE[task]
     context = NOISE * before + hidden.line.replace("{key}", key) + NOISE * (lines - before)
     return _filled(task, name, {"context": context, "input": hidden.question}, (key,))
-
-
-def kv_retrieval(pairs: int = 1855, count: int = 500, seed: int = 0) -> list[Sample]:
-    """One value out of `pairs` random pairs (1,855 are about 128K tokens).
-
-    Deviation: keys are asked for evenly over the whole object, officially over its first quarter.
-    """
-    if min(pairs, count) < 1:
-        raise BadParameter(f"pairs={pairs} and count={count} are each at least 1.")
-    source = random.Random(seed)
-    made: list[Sample] = []
-    for number in range(count):
-        drawn = [(_uuid(source), _uuid(source)) for _ in range(pairs)]
-        made.append(_in_pairs(str(number), drawn, number * pairs // count))
-    return made
 
 
 def _in_pairs(name: str, pairs: Sequence[tuple[str, str]], wanted: int) -> Sample:

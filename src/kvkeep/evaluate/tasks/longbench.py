@@ -25,37 +25,30 @@ MARGIN = 500  # of any other context length, left free
 NEEDS_CLASSES = {"trec", "lsht"}
 
 
-def longbench(path: str | Path, task: str | None = None, cue_as_prefix: bool = False) -> list[Sample]:
+def longbench(path: str | Path, task: str | None = None) -> list[Sample]:
     """Lines with `answers`, and `context` and `input` or a filled-in `prompt`; all are asked in the official words.
 
     The task is the one given, the line's `dataset`, or the file's name; a name that ends in _e is LongBench-E.
-    Officially the cue ("Answer:") ends the question; as the prefix, it stands after the assistant's header (kvpress).
     """
     stem = Path(path).stem
-    return samples(path, partial(_sample, stem=stem, task=task, cue_as_prefix=cue_as_prefix))
+    return samples(path, partial(_sample, stem=stem, task=task))
 
 
-def _sample(
-    record: dict[str, Any], where: str, number: int, stem: str, task: str | None, cue_as_prefix: bool
-) -> Sample:
+def _sample(record: dict[str, Any], where: str, number: int, stem: str, task: str | None) -> Sample:
     given = str(task or record.get("dataset") or stem)
     name = given.removesuffix("_e")
     if name not in TEMPLATES:
         raise BadInput(f"{where}: no LongBench task is called '{name}'.{did_you_mean(name, TEMPLATES)}")
     template = TEMPLATES[name]
     fields = _fields(record, where, name)
-    question, prefix = fill(template["question"], fields), ""
-    if cue_as_prefix:
-        question, prefix = _cue_apart(question, template["cue"])
     by_length = f"{name}_e" in (given, stem)
     return Sample(
         f"{name}_e" if by_length else name,
         identity(record, number, "_id", "idx"),
-        question,
+        fill(template["question"], fields),
         texts(record, where, "answers"),
         "longbench",
         context=fill(template["context"], fields),
-        prefix=prefix,
         max_new_tokens=template["max_new_tokens"],
         chat=name not in WITHOUT_CHAT,
         stops=("\n",) if name == "samsum" else (),
@@ -76,13 +69,6 @@ def _extra(record: dict[str, Any], where: str, name: str, by_length: bool) -> di
     elif by_length:
         raise BadInput(f"{where} has no length in words, and LongBench-E is reported by length.")
     return extra
-
-
-def _cue_apart(question: str, cue: str) -> tuple[str, str]:
-    if not question.rstrip().endswith(cue.rstrip()):
-        return question, ""
-    start = question.rindex(cue.rstrip())
-    return question[:start], question[start:]
 
 
 def _fields(record: dict[str, Any], where: str, name: str) -> dict[str, str]:

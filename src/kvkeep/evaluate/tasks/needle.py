@@ -33,7 +33,6 @@ class Needle:
     question: str
     expected: str
     metric: str
-    question_as_text: str = ""  # KVCache-Factory's, for the model to complete
 
 
 NEEDLES = Registry(
@@ -43,7 +42,6 @@ NEEDLES = Registry(
         "What is the best thing to do in San Francisco?",
         EXPECTED,
         "niah_kvcachefactory_heatmap",
-        "The best thing to do in San Francisco is: ",
     ),
     number=Needle(
         "\nThe special magic number for the lighthouse is {number}. Remember it.\n",
@@ -60,22 +58,16 @@ def needle(
     depths: Iterable[float] = DEPTHS,
     folder: str | Path | None = None,
     kind: str = "sandwich",
-    kvcachefactory: bool = False,
     seed: int = SEED,
 ) -> list[Sample]:
     """One sample for every length and depth (percent), in the essays (*.txt) of a folder or, without one, in noise.
 
-    kvcachefactory: its prompt to the letter, without a chat template and with <|im_start|> for every model. seed: of
-    numbers; a sandwich is always the same.
+    seed: of numbers; a sandwich is always the same.
     """
     lengths, depths = tuple(lengths), tuple(depths)
     _check(lengths, depths)
     straw = _Straw(tokenizer, _haystack(folder), max(lengths))
-    return [
-        _sample(straw, NEEDLES[kind], kind, length, depth, kvcachefactory, seed)
-        for length in lengths
-        for depth in depths
-    ]
+    return [_sample(straw, kind, length, depth, seed) for length in lengths for depth in depths]
 
 
 def _check(lengths: tuple[int, ...], depths: tuple[float, ...]) -> None:
@@ -86,24 +78,20 @@ def _check(lengths: tuple[int, ...], depths: tuple[float, ...]) -> None:
         raise BadParameter(f"depths={list(depths)} are percent, 0 to 100.")
 
 
-def _sample(
-    straw: _Straw, what: Needle, kind: str, length: int, depth: float, kvcachefactory: bool, seed: int
-) -> Sample:
+def _sample(straw: _Straw, kind: str, length: int, depth: float, seed: int) -> Sample:
+    what = NEEDLES[kind]
     number = str(random.Random(f"{seed - SEED} {length} {depth:g}").randint(1_000_000, 9_999_999))
     drawn = {"seed": seed} if "{number}" in what.hidden else {}
     expected = what.expected.replace("{number}", number)
-    question = what.question_as_text if kvcachefactory and what.question_as_text else what.question
     text = straw.with_needle(what.hidden.replace("{number}", number), length, depth)
     return Sample(
         f"needle_{kind}",
         f"{length}-{depth:g}",
-        ASK.replace("{question}", question),
+        ASK.replace("{question}", what.question),
         (expected,),
         what.metric,
-        context=("<|im_start|> " if kvcachefactory else "") + BEFORE + text + AFTER,
-        max_new_tokens=30 if kvcachefactory else 64,
-        chat=not kvcachefactory,
-        stops=("\n",) if kvcachefactory else (),
+        context=BEFORE + text + AFTER,
+        max_new_tokens=64,
         extra={"length": length, "depth": depth, "expected_answer": expected, **drawn},
     )
 

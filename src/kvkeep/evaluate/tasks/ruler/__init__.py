@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadInput, BadParameter
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.tasks.ruler import qa, vocabulary
+from kvkeep.evaluate.tasks.ruler import niah, qa, vocabulary
 from kvkeep.evaluate.tasks.ruler.frame import Drawn, Frame, counter
-from kvkeep.evaluate.tasks.ruler.niah import Needles
-from kvkeep.evaluate.tasks.ruler.tracking import Chain
-from kvkeep.evaluate.tasks.ruler.words import CommonWords, FrequentWords
+from kvkeep.evaluate.tasks.ruler.tracking import chains
+from kvkeep.evaluate.tasks.ruler.words import common_words, frequent_words
 from kvkeep.registry import Registry
 
 VERSION = "NVIDIA/RULER c3f5e3b"
@@ -26,18 +26,20 @@ FILES = {
 
 @dataclass(frozen=True)
 class Task:
-    recipe: Any  # its parameters; recipe(frame, file) draws
+    draw: Callable[[Frame, Any], Iterator[Drawn]]  # of a file, where it needs one
     max_new_tokens: int
     metric: str = "ruler_string_match_all"
     needs: str = ""  # the option that gives its file
+    needs_words: bool = False
 
 
-def _needles(haystack: str = "essay", **parameters) -> Task:
-    return Task(Needles(haystack, **parameters), 128, needs="haystack" if haystack == "essay" else "")
+def _needles(haystack: str = "essay", keys: str = "words", **what: Any) -> Task:
+    draw = partial(niah.needles, haystack=haystack, keys=keys, **what)
+    return Task(draw, 128, needs="haystack" if haystack == "essay" else "", needs_words=keys == "words")
 
 
 def _documents(read: Callable[[Path], qa.Corpus]) -> Task:
-    return Task(qa.Documents(read), 32, "ruler_string_match_part", read.__name__)
+    return Task(partial(qa.documents, read), 32, "ruler_string_match_part", read.__name__)
 
 
 TASKS: Registry = Registry(
@@ -51,13 +53,14 @@ TASKS: Registry = Registry(
         "niah_multikey_3": _needles("needles", keys="uuids", values="uuids"),
         "niah_multivalue": _needles(n_values=4),
         "niah_multiquery": _needles(n_asked=4),
-        "vt": Task(Chain(hops=4), 30),
-        "cwe": Task(CommonWords(common=10, often=30, seldom=3), 120),
-        "fwe": Task(FrequentWords(alpha=2.0), 50),
+        "vt": Task(chains, 30),
+        "cwe": Task(common_words, 120, needs_words=True),
+        "fwe": Task(frequent_words, 50),
         "qa_1": _documents(qa.squad),
         "qa_2": _documents(qa.hotpotqa),
     },
 )
+GROUPS = {"ruler": list(TASKS), "niah": [task for task in TASKS if task.startswith("niah")]}
 
 
 def ruler(
@@ -66,35 +69,33 @@ def ruler(
     tokenizer: Any,
     samples: int,
     seed: int = 42,
-    haystack: str | Path | None = None,
-    squad: str | Path | None = None,
-    hotpotqa: str | Path | None = None,
     reserve: int = 0,
+    **files: str | Path | None,
 ) -> list[Sample]:
-    """Samples whose prompt and answer take at most `length` tokens. reserve: of these, tokens for the chat template."""
+    """Samples whose prompt and answer take at most `length` tokens.
+
+    reserve: of these, tokens for the chat template; files: haystack, squad, hotpotqa
+    """
     spec = TASKS[task]
     if samples < 1:
         raise BadParameter(f"samples={samples} makes no sample; give 1 or more (RULER: 500).")
     if length - reserve <= spec.max_new_tokens:
         raise BadParameter(f"length={length} leaves no room beside {spec.max_new_tokens + reserve} tokens; give 4096.")
-    file = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}.get(spec.needs)
+    file = files.get(spec.needs)
     if spec.needs and file is None:
         raise BadInput(f"{task} {_reads(spec)}.")
     frame = Frame(task, length, reserve, spec.max_new_tokens, samples, seed, counter(tokenizer))
-    drawn: Iterator[Drawn] = spec.recipe(frame, Path(file) if file else None)
+    drawn = spec.draw(frame, Path(file) if file else None)
     return [_sample(spec, frame, number, *each) for number, each in enumerate(drawn)]
 
 
-def available(
-    haystack: str | Path | None = None, squad: str | Path | None = None, hotpotqa: str | Path | None = None
-) -> tuple[list[str], dict[str, str]]:
-    """The tasks that can be made with these files, and why the others cannot."""
-    given = {"haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
-    skipped = {name: _reads(task) for name, task in TASKS.items() if task.needs and given[task.needs] is None}
+def unavailable(**files: str | Path | None) -> dict[str, str]:
+    """Why tasks cannot be made with these files; the others can. files: haystack, squad, hotpotqa"""
+    skipped = {name: _reads(task) for name, task in TASKS.items() if task.needs and files.get(task.needs) is None}
     if not vocabulary.installed():
-        wordy = [name for name, task in TASKS.items() if task.recipe.needs_words and name not in skipped]
+        wordy = [name for name, task in TASKS.items() if task.needs_words and name not in skipped]
         skipped |= {name: f"needs wonderwords ({vocabulary.INSTALL})" for name in wordy}
-    return [name for name in TASKS if name not in skipped], skipped
+    return skipped
 
 
 def _reads(task: Task) -> str:
@@ -103,7 +104,7 @@ def _reads(task: Task) -> str:
 
 def _sample(spec: Task, frame: Frame, number: int, prompt: Any, length: int) -> Sample:
     extra = {"version": VERSION, "asked": frame.asked, "seed": frame.seed, "length": length, **prompt.extra}
-    if spec.recipe.needs_words:
+    if spec.needs_words:
         extra["words"] = vocabulary.version()
     return Sample(
         task=frame.task,

@@ -16,8 +16,10 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvkeep.errors import BadInput
+from kvkeep.evaluate.tasks.build import read_text
 from kvkeep.evaluate.tasks.ruler import vocabulary
 from kvkeep.evaluate.tasks.ruler.frame import Drawn, Frame, Prompt
 
@@ -45,6 +47,11 @@ FRESH: dict[str, Callable[[random.Random], str]] = {
 
 @dataclass(frozen=True)
 class Needles:
+    """What is hidden in what, and the draws of one run."""
+
+    rng: random.Random
+    seed: int
+    essays: Essays | None
     haystack: str = "essay"  # or noise, or needles
     keys: str = "words"
     values: str = "numbers"
@@ -52,42 +59,22 @@ class Needles:
     n_values: int = 1  # of every key
     n_asked: int = 1  # keys
 
-    @property
-    def needs_words(self) -> bool:
-        return self.keys == "words"
-
-    def __call__(self, frame: Frame, file: Path | None) -> Iterator[Drawn]:
-        hidden = Hidden(self, random.Random(frame.seed), frame.seed, Essays(file) if file else None)
-        step = 500 if hidden.essays else 5 if frame.short else 25
-        return frame.drawn(hidden.draw, frame.units(hidden.draw, step), step)
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """The draws of one run."""
-
-    spec: Needles
-    rng: random.Random
-    seed: int
-    essays: Essays | None
-
     def draw(self, units: int) -> Prompt:
-        spec = self.spec
-        needles = [(self._fresh(spec.keys), self._values()) for _ in range(max(spec.n_keys, spec.n_asked))]
+        needles = [(self._fresh(self.keys), self._values()) for _ in range(max(self.n_keys, self.n_asked))]
         lines = [self._line(key, value) for key, values in needles for value in values]
         random.Random(self.seed).shuffle(lines)  # always the same order
         context = self._in_essays(lines, units) if self.essays else self._in_lines(lines, units)
-        asked = self.rng.sample(needles, spec.n_asked)
+        asked = self.rng.sample(needles, self.n_asked)
         return self._prompt(context, [key for key, _ in asked], [value for _, values in asked for value in values])
 
     def _fresh(self, kind: str) -> str:
         return FRESH[kind](self.rng)
 
     def _values(self) -> list[str]:
-        return [self._fresh(self.spec.values) for _ in range(self.spec.n_values)]
+        return [self._fresh(self.values) for _ in range(self.n_values)]
 
     def _line(self, key: str, value: str) -> str:
-        return NEEDLE.format(kind=self.spec.values, key=key, value=value)
+        return NEEDLE.format(kind=self.values, key=key, value=value)
 
     def _in_essays(self, needles: list[str], words: int) -> str:
         assert self.essays
@@ -100,17 +87,16 @@ class Hidden:
         return " ".join([*pieces, " ".join(text[last:])])
 
     def _in_lines(self, needles: list[str], count: int) -> str:
-        spec = self.spec
         lines = [NOISE] * count
-        if spec.haystack == "needles":
-            lines = [self._line(self._fresh(spec.keys), self._fresh(spec.values)) for _ in range(count)]
+        if self.haystack == "needles":
+            lines = [self._line(self._fresh(self.keys), self._fresh(self.values)) for _ in range(count)]
         places = sorted(self.rng.sample(range(count), len(needles)), reverse=True)
         for place, needle in zip(places, needles, strict=True):
             lines.insert(place, needle)
         return "\n".join(lines)
 
     def _prompt(self, context: str, keys: list[str], answers: list[str]) -> Prompt:
-        templates, kind = [CONTEXT, QUESTION, PREFIX], self.spec.values
+        templates, kind = [CONTEXT, QUESTION, PREFIX], self.values
         if len(answers) == 1:
             for many, one in SINGULAR.items():
                 templates = [template.replace(many, one) for template in templates]
@@ -121,6 +107,12 @@ class Hidden:
         if self.essays:
             extra["splitter"] = self.essays.splitter
         return Prompt(text, question, prefix, tuple(answers), extra)
+
+
+def needles(frame: Frame, file: Path | None, **what: Any) -> Iterator[Drawn]:
+    hidden = Needles(random.Random(frame.seed), frame.seed, Essays(file) if file else None, **what)
+    step = 500 if hidden.essays else 5 if frame.short else 25
+    return frame.drawn(hidden.draw, frame.units(hidden.draw, step), step)
 
 
 class Essays:
@@ -168,21 +160,8 @@ def _read(path: Path) -> str:
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise BadInput(f"haystack={str(path)!r} has no *.txt in it.")
-    text = "".join(_text(file) for file in files)
-    return text if path.suffix != ".json" else _json(text, path)
-
-
-def _text(path: Path) -> str:
+    text = "".join(read_text(file, "; give a text or a folder", "haystack=") for file in files)
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise BadInput(f"haystack={str(path)!r} cannot be read ({error.strerror}); give a text or a folder.") from None
-    except UnicodeDecodeError as error:
-        raise BadInput(f"haystack={str(path)!r} is not UTF-8 (byte {error.start}); convert it first.") from None
-
-
-def _json(text: str, path: Path) -> str:
-    try:
-        return str(json.loads(text)["text"])
+        return str(json.loads(text)["text"]) if path.suffix == ".json" else text
     except (ValueError, TypeError, KeyError):
         raise BadInput(f'haystack={str(path)!r} is not {{"text": "…"}}, as RULER\'s essay file is.') from None

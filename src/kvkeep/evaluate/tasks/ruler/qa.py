@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,31 +34,25 @@ class Corpus:
     questions: list[Question]
 
 
-@dataclass(frozen=True)
-class Documents:
+def documents(read: Callable[[Path], Corpus], frame: Frame, file: Path) -> Iterator[Drawn]:
     """Sample i asks the file's i-th question. Deviation: never fewer documents than the question's own."""
+    corpus = read(file)
+    rng = random.Random(frame.seed)
+    if frame.samples > len(corpus.questions):
+        raise BadParameter(
+            f"samples={frame.samples}, but {file} has {len(corpus.questions)} questions that can be answered."
+        )
 
-    read: Callable[[Path], Corpus]
-    needs_words = False
-
-    def __call__(self, frame: Frame, file: Path | None) -> Iterator[Drawn]:
-        assert file
-        corpus = self.read(Path(file))
-        if frame.samples > len(corpus.questions):
-            raise BadParameter(
-                f"samples={frame.samples}, but {file} has {len(corpus.questions)} questions that can be answered."
-            )
-        draw = partial(self._draw, corpus, random.Random(frame.seed), frame.seed)
-        units = frame.units(partial(draw, 0), STEP)
-        for index in range(frame.samples):
-            yield frame.fitting(partial(draw, index), units, STEP)
-
-    def _draw(self, corpus: Corpus, rng: random.Random, seed: int, index: int, units: int) -> Prompt:
+    def draw(index: int, units: int) -> Prompt:
         question = corpus.questions[index]
         chosen = [corpus.documents[n] for n in chosen_documents(corpus, question, rng, units)]
-        random.Random(seed).shuffle(chosen)
+        random.Random(frame.seed).shuffle(chosen)
         context = "\n\n".join(f"Document {number}:\n{text}" for number, text in enumerate(chosen, 1))
         return Prompt(CONTEXT.format(context=context), QUESTION.format(query=question.text), PREFIX, question.answers)
+
+    units = frame.units(partial(draw, 0), STEP)
+    for index in range(frame.samples):
+        yield frame.fitting(partial(draw, index), units, STEP)
 
 
 def chosen_documents(corpus: Corpus, question: Question, rng: random.Random, units: int) -> list[int]:
@@ -81,13 +75,13 @@ def squad(path: Path) -> Corpus:
         where = f"{path.name}, article {a}"
         parts = [(part, f"{where}, paragraph {p}") for p, part in enumerate(_field(article, "paragraphs", list, where))]
         articles.append([(_field(part, "context", str, name), list(_answerable(part, name))) for part, name in parts])
-    documents, number = _numbered(text for article in articles for text, _ in article)
+    number = _numbered(text for article in articles for text, _ in article)
     questions = []
     for article in articles:
         for text, asked in article:
             near = tuple(number[other] for other, _ in article if other != text)
             questions += [Question(question, answers, (number[text],), near) for question, answers in asked]
-    return _corpus(path, documents, questions)
+    return _corpus(path, number, questions)
 
 
 def _answerable(paragraph: Any, where: str) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -111,9 +105,9 @@ def hotpotqa(path: Path) -> Corpus:
         where = f"{path.name}, entry {e}"
         asked, answer = _field(entry, "question", str, where), _field(entry, "answer", str, where)
         found.append((asked, answer, _paragraphs(entry, where)))
-    documents, number = _numbered(text for _, _, texts in found for text in texts)
+    number = _numbered(text for _, _, texts in found for text in texts)
     questions = [Question(asked, (answer,), tuple(number[text] for text in texts)) for asked, answer, texts in found]
-    return _corpus(path, documents, questions)
+    return _corpus(path, number, questions)
 
 
 def _paragraphs(entry: Any, where: str) -> list[str]:
@@ -146,12 +140,11 @@ def _field(record: Any, name: str, kind: type, where: str) -> Any:
     return value
 
 
-def _numbered(texts: Iterator[str]) -> tuple[list[str], dict[str, int]]:
-    documents = sorted(set(texts))
-    return documents, {text: number for number, text in enumerate(documents)}
+def _numbered(texts: Iterator[str]) -> dict[str, int]:
+    return {text: number for number, text in enumerate(sorted(set(texts)))}
 
 
-def _corpus(path: Path, documents: list[str], questions: list[Question]) -> Corpus:
+def _corpus(path: Path, documents: Mapping[str, int], questions: list[Question]) -> Corpus:
     if not questions:
         raise BadInput(f"{str(path)!r} has no questions that can be answered.")
-    return Corpus(documents, questions)
+    return Corpus(list(documents), questions)

@@ -6,6 +6,7 @@ import random
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +20,33 @@ PREFIX = (
     " Answer: According to the chain(s) of variable assignment in the text above, "
     "{many} variables are assigned the value {value}, they are: "
 )
+SIZE = 5  # variables of a chain: four hops
 EXAMPLE_LENGTH, EXAMPLE_STEP, EXAMPLE_VALUE = 500, 5, "12345"
 
 
-@dataclass(frozen=True)
-class Chain:
-    hops: int = 4
-    needs_words = False
-
-    def __call__(self, frame: Frame, file: Path | None) -> Iterator[Drawn]:
-        chains = Chains(self.hops + 1, *generators(frame.seed))
-        example = chains.example(frame)
-        step = 5 if frame.short else 10
-        units = frame.units(chains.draw, step, extra=frame.count(example))
-        return frame.drawn(lambda units: chains.after(example, units), units, step)
-
-
-def generators(seed: int) -> tuple[random.Random, Any]:
-    """Names and places come from Python's generator, values from numpy's."""
-    import numpy
-
-    return random.Random(seed), numpy.random.RandomState(seed)
+def chains(frame: Frame, file: Path | None) -> Iterator[Drawn]:
+    drawn = Chains.of(frame.seed)
+    example = drawn.example(frame)
+    step = 5 if frame.short else 10
+    units = frame.units(drawn.draw, step, extra=frame.count(example))
+    return frame.drawn(lambda units: drawn.after(example, units), units, step)
 
 
 @dataclass(frozen=True)
 class Chains:
-    """The draws of one run."""
+    """The draws of one run: names and places come from Python's generator, values from numpy's."""
 
-    size: int
     rng: random.Random
     values: Any
 
+    @classmethod
+    def of(cls, seed: int) -> Chains:
+        import numpy
+
+        return cls(random.Random(seed), numpy.random.RandomState(seed))
+
     def draw(self, units: int) -> Prompt:
-        names = self._names(5)
-        return self._prompt(names, self._value(), units)
+        return self._prompt(self._names(5), self._value(), units)
 
     def draw_example(self, units: int) -> Prompt:
         return self._prompt(self._names(3), EXAMPLE_VALUE, units)
@@ -73,24 +67,24 @@ class Chains:
 
     def _renamed(self, example: str) -> str:
         """The example with other names and another value: one after the other, so a new name may be renamed again."""
-        for name in example.split()[-self.size :]:
+        for name in example.split()[-SIZE:]:
             example = example.replace(name, self._name(len(name)))
         return example.replace(EXAMPLE_VALUE, self._value())
 
     def _prompt(self, names: list[str], value: str, units: int) -> Prompt:
         assigned = [f"VAR {names[0]} = {value}"]
-        assigned += [f"VAR {name} = VAR {before} " for before, name in zip(names, names[1:], strict=False)]
-        lines = [NOISE] * max(units, self.size)
-        for inserted, place in enumerate(sorted(self.rng.sample(range(len(lines)), self.size))):
+        assigned += [f"VAR {name} = VAR {before} " for before, name in pairwise(names)]
+        lines = [NOISE] * max(units, SIZE)
+        for inserted, place in enumerate(sorted(self.rng.sample(range(len(lines)), SIZE))):
             lines.insert(place + inserted, assigned[inserted])
         context = CONTEXT.format(context="\n".join(lines))
-        prefix = PREFIX.format(value=value, many=self.size)
+        prefix = PREFIX.format(value=value, many=SIZE)
         return Prompt(context, QUESTION.format(value=value), prefix, tuple(names))
 
     def _names(self, letters: int) -> list[str]:
-        names = [self._name(letters) for _ in range(self.size)]
-        while len(set(names)) < self.size:
-            names = [self._name(letters) for _ in range(self.size)]
+        names = [self._name(letters) for _ in range(SIZE)]
+        while len(set(names)) < SIZE:
+            names = [self._name(letters) for _ in range(SIZE)]
         return names
 
     def _name(self, letters: int) -> str:

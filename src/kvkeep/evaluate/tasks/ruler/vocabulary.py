@@ -58,12 +58,13 @@ class Pairs(Sequence):
                 self.groups[-1].append(first)
             else:
                 self.groups.append([first])
-        self.mingled = {n: self._made(group) for n, group in enumerate(self.groups) if len(group) > 1}
+        self.mingled = {
+            n: sorted({first + second for first in group for second in self.seconds})
+            for n, group in enumerate(self.groups)
+            if len(group) > 1
+        }
         sizes = (len(self.mingled.get(n, self.seconds)) for n in range(len(self.groups)))
         self.starts = [0, *itertools.accumulate(sizes)]
-
-    def _made(self, group: list[str]) -> list[str]:
-        return sorted({first + second for first in group for second in self.seconds})
 
     def __len__(self) -> int:
         return self.starts[-1]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import random
 import string
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvkeep.evaluate.tasks.ruler import vocabulary
@@ -29,90 +28,81 @@ CODED_QUESTION = (
 CODED_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
 
 
-@dataclass(frozen=True)
-class CommonWords:
+ALPHA, LETTERS = 2.0, 6  # of coded words
+
+
+def common_words(frame: Frame, file: Path | None) -> Iterator[Drawn]:
     """Deviation: where RULER would go on with a longer list of words (near 128K), the list is the end (`capped`)."""
+    words = sorted({word for kind in ("noun", "adjective", "verb") for word in vocabulary.words(kind)})
+    random.Random(frame.seed).shuffle(words)
+    rng, beyond = random.Random(frame.seed), list[int]()
+    example, repeats = ((20, 3, 1), (6, 1)) if frame.short else ((40, 10, 3), (30, 3))
 
-    common: int = 10
-    often: int = 30
-    seldom: int = 3
-    needs_words = True
+    def drawn(count: int, often: int, seldom: int) -> tuple[str, tuple[str, ...]]:
+        some = rng.sample(words, max(count, 10))
+        every = some[:10] * often + some[10:] * seldom
+        random.Random(frame.seed).shuffle(every)
+        return LIST.format(context=numbered(every)), tuple(some[:10])
 
-    def __call__(self, frame: Frame, file: Path | None) -> Iterator[Drawn]:
-        words = sorted({word for kind in ("noun", "adjective", "verb") for word in vocabulary.words(kind)})
-        random.Random(frame.seed).shuffle(words)
-        rng, beyond = random.Random(frame.seed), list[int]()
-        example, repeats = ((20, 3, 1), (6, 1)) if frame.short else ((40, 10, 3), (self.often, self.seldom))
+    def draw(count: int) -> Prompt:
+        shown, answers = drawn(*example)
+        solved = f"{shown}{LIST_QUESTION}{LIST_PREFIX} {numbered(answers)}\n"
+        context, answers = drawn(count, *repeats)
+        return Prompt(solved + context, LIST_QUESTION, LIST_PREFIX, answers, {"capped": bool(beyond)})
 
-        def drawn(count: int, often: int, seldom: int) -> tuple[str, tuple[str, ...]]:
-            some = rng.sample(words, max(count, self.common))
-            every = some[: self.common] * often + some[self.common :] * seldom
-            random.Random(frame.seed).shuffle(every)
-            return LIST.format(context=numbered(every)), tuple(some[: self.common])
+    def fits(count: int) -> bool:
+        if count > len(words):
+            beyond.append(count)
+            return False
+        return frame.length(draw(count)) <= frame.room
 
-        def draw(count: int) -> Prompt:
-            shown, answers = drawn(*example)
-            solved = f"{shown}{LIST_QUESTION}{LIST_PREFIX} {numbered(answers)}\n"
-            context, answers = drawn(count, *repeats)
-            return Prompt(solved + context, LIST_QUESTION, LIST_PREFIX, answers, {"capped": bool(beyond)})
-
-        def fits(count: int) -> bool:
-            if count > len(words):
-                beyond.append(count)
-                return False
-            return frame.length(draw(count)) <= frame.room
-
-        each = frame.count(draw(4096).text) / 4096
-        return frame.drawn(draw, largest(fits, 10, max(int(frame.room // each) * 2, 20)), 10)
+    each = frame.count(draw(4096).text) / 4096
+    return frame.drawn(draw, largest(fits, 10, max(int(frame.room // each) * 2, 20)), 10)
 
 
-def numbered(words) -> str:
+def numbered(words: Sequence[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
-@dataclass(frozen=True)
-class FrequentWords:
-    """The word of a rank makes up n / (rank^alpha zeta(alpha)) of n words. The first is dots, to be ignored."""
+def frequent_words(frame: Frame, file: Path | None) -> Iterator[Drawn]:
+    """The word of a rank makes up n / (rank^ALPHA zeta(ALPHA)) of n words. The first is dots, to be ignored."""
+    rng = random.Random(frame.seed)
+    space = frame.room - frame.answer
+    if space < 4 * 50:
+        frame.too_short(4 * 50 + frame.answer)
+    step, count = space // 32, space // LETTERS
+    words = _coded_words(rng, frame.seed, space // 50)
+    while frame.length(_coded(words, frame.seed, count)) < frame.room:
+        count += step
+    for _ in range(frame.samples):
+        yield _fitting(frame, _coded_words(rng, frame.seed, space // 50), count - step, step)
 
-    alpha: float = 2.0
-    letters: int = 6
-    needs_words = False
 
-    def __call__(self, frame: Frame, file: Path | None) -> Iterator[Drawn]:
-        rng = random.Random(frame.seed)
-        space = frame.room - frame.answer
-        if space < 4 * 50:
-            frame.too_short(4 * 50 + frame.answer)
-        step, count = space // 32, space // self.letters
-        words = self._vocabulary(rng, frame.seed, space // 50)
-        while frame.length(self._prompt(words, frame.seed, count)) < frame.room:
-            count += step
-        for _ in range(frame.samples):
-            yield self._fitting(frame, self._vocabulary(rng, frame.seed, space // 50), count - step, step)
+def _fitting(frame: Frame, words: list[str], count: int, step: int) -> Drawn:
+    fewest = math.ceil(4**ALPHA * zeta(ALPHA))  # all that is asked for is there
+    while count >= fewest:
+        prompt = _coded(words, frame.seed, count)
+        if (length := frame.length(prompt)) <= frame.room:
+            return Drawn(prompt, length)
+        count -= step
+    frame.too_short(frame.length(_coded(words, frame.seed, fewest + step)))
 
-    def _fitting(self, frame: Frame, words: list[str], count: int, step: int) -> Drawn:
-        fewest = math.ceil(4**self.alpha * zeta(self.alpha))  # all that is asked for is there
-        while count >= fewest:
-            prompt = self._prompt(words, frame.seed, count)
-            if (length := frame.length(prompt)) <= frame.room:
-                return Drawn(prompt, length)
-            count -= step
-        frame.too_short(frame.length(self._prompt(words, frame.seed, fewest + step)))
 
-    def _vocabulary(self, rng: random.Random, seed: int, size: int) -> list[str]:
-        words: set[str] = set()
-        while len(words) < size:
-            words.add("".join(rng.choices(string.ascii_lowercase, k=self.letters)))
-        ranked = sorted(words)
-        random.Random(seed).shuffle(ranked)
-        return ["...", *ranked[1:]]
+def _coded_words(rng: random.Random, seed: int, size: int) -> list[str]:
+    words: set[str] = set()
+    while len(words) < size:
+        words.add("".join(rng.choices(string.ascii_lowercase, k=LETTERS)))
+    ranked = sorted(words)
+    random.Random(seed).shuffle(ranked)
+    return ["...", *ranked[1:]]
 
-    def _prompt(self, words: list[str], seed: int, count: int) -> Prompt:
-        whole = zeta(self.alpha)
-        times = [int(count * rank**-self.alpha / whole) for rank in range(1, len(words) + 1)]
-        every = [word for word, often in zip(words, times, strict=True) for _ in range(often)]
-        random.Random(seed).shuffle(every)
-        return Prompt(CODED.format(context=" ".join(every)), CODED_QUESTION, CODED_PREFIX, tuple(words[1:4]))
+
+def _coded(words: list[str], seed: int, count: int) -> Prompt:
+    whole = zeta(ALPHA)
+    times = [int(count * rank**-ALPHA / whole) for rank in range(1, len(words) + 1)]
+    every = [word for word, often in zip(words, times, strict=True) for _ in range(often)]
+    random.Random(seed).shuffle(every)
+    return Prompt(CODED.format(context=" ".join(every)), CODED_QUESTION, CODED_PREFIX, tuple(words[1:4]))
 
 
 def zeta(s: float) -> float:
