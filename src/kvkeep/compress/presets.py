@@ -20,26 +20,24 @@ from kvkeep.compress.retrieval.config import RetrievalConfig
 from kvkeep.compress.retrieval.index import Bounds, Centres, EachToken, Representatives
 from kvkeep.compress.schedule import Schedule
 from kvkeep.compress.scorers.ahakv import AhaKVScorer, RecentAttention
-from kvkeep.compress.scorers.cake import CakeScorer
-from kvkeep.compress.scorers.chance import PromptMark, RandomAnswerScorer, RandomScorer
 from kvkeep.compress.scorers.compactor import ChunkAttention, CompactorScorer
-from kvkeep.compress.scorers.echo import Repetition, RepetitionScorer
 from kvkeep.compress.scorers.expected_attention import ExpectedAttentionScorer, QueryMoments
 from kvkeep.compress.scorers.h2o import AccumulatedAttention, H2OScorer
 from kvkeep.compress.scorers.intelllm import IntelLLMScorer
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
-from kvkeep.compress.scorers.key_norm import KeyNormScorer
-from kvkeep.compress.scorers.keydiff import KeyDiffScorer
-from kvkeep.compress.scorers.kvzip import TAU, TAU_OF_NORMS, Replay
-from kvkeep.compress.scorers.lagkv import LagKVScorer
-from kvkeep.compress.scorers.lookahead import LookaheadScorer
-from kvkeep.compress.scorers.nacl import NaclScorer
-from kvkeep.compress.scorers.protokv import ProtoKVScorer
-from kvkeep.compress.scorers.recency import RecencyScorer
-from kvkeep.compress.scorers.rkv import RKVScorer
-from kvkeep.compress.scorers.satkv import SatKVScorer
-from kvkeep.compress.scorers.snapkv import SnapKVScorer, TovaScorer
+from kvkeep.compress.scorers.keys import KeyDiffScorer, KeyNormScorer, LagKVScorer, SatKVScorer
+from kvkeep.compress.scorers.order import PromptMark, RandomAnswerScorer, RandomScorer, RecencyScorer
+from kvkeep.compress.scorers.repetition import TAU, TAU_OF_NORMS, Repetition, RepetitionScorer, Replay
 from kvkeep.compress.scorers.value_norm import ValueNormScorer
+from kvkeep.compress.scorers.window import (
+    CakeScorer,
+    LookaheadScorer,
+    NaclScorer,
+    ProtoKVScorer,
+    RKVScorer,
+    SnapKVScorer,
+    TovaScorer,
+)
 from kvkeep.registry import Registry
 
 
