@@ -19,8 +19,15 @@ from kvkeep.compress.parse import parse
 from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError, UnknownName
 from kvkeep.kernels.torch.quantization import QuantizedKV
-from kvkeep.model.hf_cache import CompressedLayer, check_supported, fingerprint, layer_devices, uncompiled
-from kvkeep.model.hf_layers import layer_tensors, restore
+from kvkeep.model.hf_cache import (
+    CompressedLayer,
+    check_supported,
+    fingerprint,
+    layer_devices,
+    layer_tensors,
+    restore,
+    uncompiled,
+)
 from kvkeep.storage import checkpoint
 from kvkeep.storage.quantized import QuantizedLayer
 from kvkeep.types import Tokens

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import UnsupportedModel
-from kvkeep.model.modules import attention_modules
+from kvkeep.model.hf_attention import attention_modules
 
 KEYS = "k_proj"
 _shards: WeakKeyDictionary[PreTrainedModel, HeadShards | None] = WeakKeyDictionary()

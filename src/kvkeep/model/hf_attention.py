@@ -88,6 +88,10 @@ class AttentionCall:
         return output.transpose(1, 2).contiguous(), None
 
 
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for layer in model.modules() for module in layer.children() if hasattr(module, "layer_idx")]
+
+
 def attend_with_lse(call: AttentionCall) -> tuple[tuple[Tensor, Tensor | None], Tensor] | None:
     """The model's own attention among new tokens, and each query's log-sum-exp [rows, heads, q].
 

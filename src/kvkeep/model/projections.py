@@ -19,8 +19,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from kvkeep.errors import UnsupportedModel
+from kvkeep.model.hf_attention import attention_modules
 from kvkeep.model.hf_cache import execution_device, query_heads
-from kvkeep.model.modules import attention_modules
 
 
 class Projections:
