@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvkeep.bench.timing import Roofline, as_cuda_graph, median_interval, timed_prefill
 from kvkeep.cache.cache import Cache
+from kvkeep.compress.method import as_schedule
 from kvkeep.compress.parse import parse
-from kvkeep.compress.schedule import as_schedule
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler

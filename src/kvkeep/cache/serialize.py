@@ -14,9 +14,8 @@ from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
 from kvkeep.cache.validate import CODES, PARTS, SHAPE, TAILS, check, check_context
-from kvkeep.compress.method import Method
+from kvkeep.compress.method import Method, Schedule
 from kvkeep.compress.parse import parse
-from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError, UnknownName
 from kvkeep.kernels.torch.quantization import QuantizedKV
 from kvkeep.model.hf_cache import (

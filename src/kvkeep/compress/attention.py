@@ -46,7 +46,8 @@ def attention(seen: Observation, last: int) -> Tensor:
     """
     queries = seen.queries[:, -last:]
     last = queries.shape[1]
-    allowed, evicted = causal_mask(seen, last), seen.seq_len > min(seen.lengths)  # perhaps all an older query could see
+    allowed = causal_mask(seen, last)
+    evicted = seen.seq_len > min(seen.lengths)  # perhaps all an older query could see
     return probabilities(queries, seen.keys, allowed, seen.scale, seen.softcap, seen.sink_logits, evicted)
 
 

@@ -45,8 +45,10 @@ class Replacement:
 
     def __init__(self, names: dict[str, Any], name: str, function: Forward) -> None:
         """names: of a module's attributes or of a file's functions"""
-        self.names, self.name, self.function = names, name, function
-        self.users, self.before = 0, None
+        self.names, self.name = names, name
+        self.function = function
+        self.users = 0
+        self.before: Forward | None = None
 
     def __enter__(self) -> None:
         with LOCK:
@@ -133,8 +135,10 @@ class Layer:
 
     def __init__(self, module: nn.Module, parts: dict[str, nn.Module], output: nn.Linear, mlp: GatedMLP) -> None:
         """output: the attention's last product"""
-        self.module, self.own, self.now = module, module.forward, local()
-        self.attention, self.output, self.mlp = parts["self_attn"], output, mlp
+        self.module, self.own = module, module.forward
+        self.now = local()
+        self.attention = parts["self_attn"]
+        self.output, self.mlp = output, mlp
         self.norms = [parts[name] for name in NORM_NAMES]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -23,7 +23,15 @@ from transformers.cache_utils import (
 
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.model.head_shards import head_shards
-from kvkeep.model.hf_attention import AttentionCall, TaggedLength, enable, is_enabled, tag_keys
+from kvkeep.model.hf_attention import (
+    AttentionCall,
+    TaggedLength,
+    attention_modules,
+    enable,
+    is_enabled,
+    tag_keys,
+    text_config,
+)
 
 UNLIMITED = 2**31  # tokens: longer than any model's context
 MIXED = (LinearAttentionAndFullAttentionLayer,)  # full attention beside a linear state
@@ -138,7 +146,7 @@ class HFCacheAdapter(TransformersCache):
         enable(model)
         self.model, self.name = model, type(model).__name__
         self.mask: Callable[[], Tensor | None] = lambda: None  # the one made for the current forward pass
-        self.config = model.config.get_text_config(decoder=True)
+        self.config = text_config(model)
         self.module_ids: set[int] = set()  # of the model's modules, as far as they were looked up
         self.guesses = 0  # tokens at the end of the next forward pass that may be taken back
         super().__init__(layers=self.new_layers())
@@ -256,7 +264,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"the weights of this {type(model).__name__} are on the meta device, where nothing has a value; load them, "
             "with device_map if they do not fit."
         )
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     reasons = {
         "latent attention (MLA) stores a compressed latent, not keys": getattr(config, "kv_lora_rank", None),
         "layers share keys with each other": getattr(config, "num_kv_shared_layers", None),
@@ -273,7 +281,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     """Tells one checkpoint from another: the model's class, its configuration, and a sample of its weights."""
     model = uncompiled(model)
     digest = hashlib.sha256(type(model).__name__.encode())
-    config = model.config.get_text_config(decoder=True).to_diff_dict()
+    config = text_config(model).to_diff_dict()
     drop = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache")
     digest.update(json.dumps({k: v for k, v in config.items() if k not in drop}, sort_keys=True, default=str).encode())
     for name, weight in weights(model):
@@ -337,37 +345,46 @@ def single_device(model: PreTrainedModel) -> torch.device | None:
 
 def key_shape(model: PreTrainedModel) -> tuple[int, int]:
     """KV heads of a layer in this process, and the size of a key."""
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    shards = head_shards(uncompiled(model))
-    return kv_heads // (shards.size if shards else 1), getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return kv_heads // _processes(model), head_dim
 
 
 def query_heads(model: PreTrainedModel) -> int:
     """The query heads of a layer, in this process."""
+    return text_config(model).num_attention_heads // _processes(model)
+
+
+def _processes(model: PreTrainedModel) -> int:
+    """How many processes share the heads of a layer."""
     shards = head_shards(uncompiled(model))
-    return model.config.get_text_config(decoder=True).num_attention_heads // (shards.size if shards else 1)
+    return shards.size if shards else 1
 
 
 def kv_widths(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
     """Layer -> sizes of one token's keys and values in all heads, where the model's modules tell."""
-    projections = ((getattr(part, "layer_idx", None), *(getattr(part, name, None) for name in ("k_proj", "v_proj")))
-                for part in model.modules())  # fmt: skip
-    widths = ((i, *(getattr(each, "out_features", None) for each in (k, v or k))) for i, k, v in projections)
-    return {i: (keys, values) for i, keys, values in widths if i is not None and keys and values}
+    found = {}
+    for module in attention_modules(model):
+        keys = getattr(module, "k_proj", None)
+        values = getattr(module, "v_proj", None) or keys
+        widths = getattr(keys, "out_features", None), getattr(values, "out_features", None)
+        if module.layer_idx is not None and all(widths):
+            found[module.layer_idx] = widths
+    return found
 
 
 def attention_cost(model: PreTrainedModel) -> float:
     """The cost of one token per token it attends to, relative to all else the model computes for it."""
-    config = model.config.get_text_config(decoder=True)
-    heads, size = config.num_attention_heads, key_shape(model)[1]
-    return 2 * heads * size * config.num_hidden_layers / model.num_parameters()
+    config = text_config(model)
+    width = config.num_attention_heads * key_shape(model)[1]
+    return 2 * width * config.num_hidden_layers / model.num_parameters()
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """How many logits a token has."""
-    return model.config.get_text_config(decoder=True).vocab_size
+    return text_config(model).vocab_size
 
 
 def context_length(model: PreTrainedModel) -> int:

@@ -48,11 +48,9 @@ class AdaptiveHeads(Checked):
     needs_scores = True
 
     def __call__(
-        self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None = None,
-        order: Tensor | None = None,
-    ) -> list[int]:  # fmt: skip
-        if order is None:
-            order = ranked(scores, forced, scores > -INF, units)
+        self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None = None
+    ) -> list[int]:
+        order = ranked(scores, forced, scores > -INF, units)
         return self.counts(scores, forced, lengths, budget, units, inverse(order)).tolist()
 
     def counts(

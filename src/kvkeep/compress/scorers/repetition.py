@@ -59,7 +59,8 @@ class Repetition(PromptScores):
         parts = []
         for first, _, queries, keys in new_chunks(seen, self.chunk):
             by = torch.full((keys.shape[1],), seen.expected + self.gap - first, device=keys.device)
-            sinks, softmax = seen.keys[:, : min(self.sinks, first)], (seen.scale, seen.softcap, seen.sink_logits)
+            sinks = seen.keys[:, : min(self.sinks, first)]
+            softmax = seen.scale, seen.softcap, seen.sink_logits
             parts.append(column_maximum(queries, seen.rotate(queries, by), keys, sinks, *softmax, self.near))
         return torch.cat(parts, 1)
 

@@ -197,8 +197,10 @@ class RKVScorer(Checked):
 
 def redundancy(keys: Tensor, tokens: Tensor, alike: float) -> Tensor:
     """[kv_heads, n, dim], [kv_heads, n] -> [kv_heads, n] float32"""
-    unit, (heads, n) = normalize(keys.float(), dim=-1) * tokens[..., None], tokens.shape
-    rows, place = max(1, COMPARED // (heads * n)), torch.arange(n, device=keys.device)
+    heads, n = tokens.shape
+    unit = normalize(keys.float(), dim=-1) * tokens[..., None]
+    rows = max(1, COMPARED // (heads * n))
+    place = torch.arange(n, device=keys.device)
     cosines = torch.cat([_to_others(unit, place, first, rows, alike) for first in range(0, n, rows)], 1)
     mean = cosines / (tokens.sum(1, keepdim=True) - 1).clamp_min(1)
     return mean.masked_fill(~tokens, float("-inf")).softmax(-1)
