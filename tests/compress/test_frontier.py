@@ -98,7 +98,7 @@ def candidates(scores, forced, budget, floor, covers=False):
     positions = torch.arange(n).expand(heads, -1)
     tokens = Tokens(*(torch.zeros(heads, n, 1) for _ in range(2)), positions)
     whole = amounts(scores, ~must).sum() if covers else None
-    return Candidates.of(tokens, scores, ranks(scores, must, None), sure, None, whole).flat(False)
+    return Candidates.of(tokens, scores, ranks(scores, must, None), sure, None, whole)
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -24,7 +24,7 @@ from kvkeep.compress.scorers.expected_attention import ExpectedAttentionScorer, 
 from kvkeep.compress.scorers.h2o import AccumulatedAttention, H2OScorer
 from kvkeep.compress.scorers.intelllm import IntelLLMScorer
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
-from kvkeep.compress.scorers.keys import KeyDiffScorer, KeyNormScorer, LagKVScorer, SatKVScorer
+from kvkeep.compress.scorers.key_scores import KeyDiffScorer, KeyNormScorer, LagKVScorer, SatKVScorer
 from kvkeep.compress.scorers.order import PromptMark, RandomAnswerScorer, RandomScorer, RecencyScorer
 from kvkeep.compress.scorers.repetition import TAU, TAU_OF_NORMS, Repetition, RepetitionScorer, Replay
 from kvkeep.compress.scorers.value_norm import ValueNormScorer

@@ -57,7 +57,7 @@ def head_shards(model: Any) -> HeadShards | None:
 
 
 def _find(model: Any, mesh: Any) -> HeadShards | None:
-    parts = [part for module in attention_modules(model) for part in module.named_children()]
+    parts: list[tuple[str, Any]] = [part for module in attention_modules(model) for part in module.named_children()]
     split = {name for name, part in parts if _is_split(part)}
     cut = {name for name, part in parts if name == KEYS and len(part.weight) != part.out_features} - split
     if cut or (split and KEYS not in split):  # cut by hand, or packed with others

@@ -365,13 +365,14 @@ def _processes(model: PreTrainedModel) -> int:
 
 def kv_widths(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
     """Layer -> sizes of one token's keys and values in all heads, where the model's modules tell."""
-    found = {}
+    found: dict[int, tuple[int, int]] = {}
     for module in attention_modules(model):
         keys = getattr(module, "k_proj", None)
         values = getattr(module, "v_proj", None) or keys
-        widths = getattr(keys, "out_features", None), getattr(values, "out_features", None)
-        if module.layer_idx is not None and all(widths):
-            found[module.layer_idx] = widths
+        index: Any = module.layer_idx
+        widths = getattr(keys, "out_features", 0), getattr(values, "out_features", 0)
+        if index is not None and all(widths):
+            found[index] = widths
     return found
 
 
