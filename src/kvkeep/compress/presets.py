@@ -214,8 +214,8 @@ def expected_attention(future=512, sinks=4, epsilon: float | None = None, covari
 
 
 def compactor(sketch=48, chunk=256, sinks=8, recent=4, seed=0, ridge=0.01):
-    scorer, memory = CompactorScorer(sketch, seed, ridge), ChunkAttention(chunk)
-    return Method("compactor", scorer, Guard(sinks, recent), memory=memory)
+    scorer = CompactorScorer(sketch, seed, ridge)
+    return Method("compactor", scorer, Guard(sinks, recent), memory=ChunkAttention(chunk))
 
 
 def rkv(buffer: Positive = 128, window=8, pool=7, importance=0.1, alike=0.5):
@@ -301,12 +301,14 @@ def clusterkv(
 
 
 def squeezed(tokens=20, iterations=20, window: Near = None, threshold=0.05, pack: Size = None, once=False):
-    chunking, index = Clusters(tokens, pack, iterations), Centres(estimate=True, threshold=threshold)
+    chunking = Clusters(tokens, pack, iterations)
+    index = Centres(estimate=True, threshold=threshold)
     return retrieving("squeezed", chunking, index, None, "original", 0, window, (0, 100), once=once)
 
 
 def sentencekv(sinks: Size = None, local: Near = None, longest=128, once=False):
-    sizes, options = (sinks, local, (32, 32)), {"needs": "sentences", "once": once}
+    sizes = sinks, local, (32, 32)
+    options = {"needs": "sentences", "once": once}
     return retrieving("sentencekv", SentenceChunks(longest), Centres(), None, "original", *sizes, **options)
 
 
