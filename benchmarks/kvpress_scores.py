@@ -242,8 +242,8 @@ def by_their_rules(options: Any) -> None:
 
     import kvkeep
     from kvkeep.compress.budget.heads import AdaptiveHeads
-    from kvkeep.compress.scorers import snapkv
-    from kvkeep.compress.scorers.kvzip import Replay
+    from kvkeep.compress.scorers import window
+    from kvkeep.compress.scorers.repetition import Replay
     from kvkeep.evaluate.prefill import prefill_shared
     from kvkeep.model.chat import start_of_message
     from kvkeep.model.load import load, quiet_transformers
@@ -272,7 +272,7 @@ def by_their_rules(options: Any) -> None:
         caches = {(m, share): kvkeep.Cache(model, m, share, tokenizer=tokenizer) for m, share in product(METHODS, KEPT)}
         ids = torch.tensor([prompts[row["prompt"]]["context"]])
         rules = patch.object(AdaptiveHeads, "sure", sure), patch.object(Replay, "score", score)
-        with patch.object(snapkv, "pool", pool), rules[0], rules[1]:
+        with patch.object(window, "pool", pool), rules[0], rules[1]:
             prefill_shared(model, ids, list(caches.values()))
         for config, cache in caches.items():
             ours, theirs = (

@@ -8,7 +8,7 @@ from oracles.frontier import scores_echo
 
 import kvkeep
 from kvkeep.compress.parse import parse
-from kvkeep.compress.scorers.echo import Repetition
+from kvkeep.compress.scorers.repetition import Repetition
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import BadParameter
 

@@ -22,7 +22,7 @@ import kvkeep
 from kvkeep.cache import replay
 from kvkeep.cache.evictor import Evictor
 from kvkeep.compress.parse import parse
-from kvkeep.compress.scorers.kvzip import FIRST, LATER
+from kvkeep.compress.scorers.repetition import FIRST, LATER
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.evaluate.prefill import prefill_shared

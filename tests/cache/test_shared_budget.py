@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import kvkeep
 from kvkeep.cache import evictor
-from kvkeep.compress.scorers.keydiff import KeyDiffScorer
+from kvkeep.compress.scorers.key_scores import KeyDiffScorer
 from kvkeep.errors import BadParameter
 from kvkeep.types import Observation
 

@@ -17,7 +17,7 @@ from kvkeep.compress.attention import uniform
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.scorers.ahakv import gain
-from kvkeep.compress.scorers.chance import POSITIONS
+from kvkeep.compress.scorers.order import POSITIONS
 from kvkeep.errors import BadParameter
 from kvkeep.types import PAD_POSITION
 

@@ -33,7 +33,7 @@ from kvkeep.compress.budget.heads import AdaptiveHeads
 from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.parse import parse
 from kvkeep.compress.positions import Capped, Contiguous, Gap, PlacementInput
-from kvkeep.compress.scorers.protokv import ProtoKVScorer
+from kvkeep.compress.scorers.window import ProtoKVScorer
 from kvkeep.kernels.torch.ranking import Units
 from kvkeep.types import PAD_POSITION, Observation
 

@@ -23,9 +23,9 @@ from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.pipeline import first
-from kvkeep.compress.scorers.chance import POSITIONS
 from kvkeep.compress.scorers.compactor import CompactorScorer
-from kvkeep.compress.scorers.echo import Repetition
+from kvkeep.compress.scorers.order import POSITIONS
+from kvkeep.compress.scorers.repetition import Repetition
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import ranks
 from kvkeep.kernels.torch.ranking import ranked
@@ -70,7 +70,7 @@ def test_lagkv(seed):
 @many(60)
 def test_rkv(seed, monkeypatch):
     if seed % 2:
-        monkeypatch.setattr("kvkeep.compress.scorers.rkv.COMPARED", 100)  # a few rows at a time
+        monkeypatch.setattr("kvkeep.compress.scorers.window.COMPARED", 100)  # a few rows at a time
     given = draw(seed)
     options = [{}, {"importance": 0.9, "alike": 0.9}, {"window": 1, "pool": 1, "importance": 0.0}][seed % 3]
     assert_same(
@@ -98,7 +98,7 @@ def candidates(scores, forced, budget, floor, covers=False):
     positions = torch.arange(n).expand(heads, -1)
     tokens = Tokens(*(torch.zeros(heads, n, 1) for _ in range(2)), positions)
     whole = amounts(scores, ~must).sum() if covers else None
-    return Candidates.of(tokens, scores, ranks(scores, must, None), sure, None, whole).flat(False)
+    return Candidates.of(tokens, scores, ranks(scores, must, None), sure, None, whole)
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -10,7 +10,7 @@ from oracles import kvzip as oracle
 
 import kvkeep
 from kvkeep.compress.parse import parse
-from kvkeep.compress.scorers.kvzip import Replay, output_gram
+from kvkeep.compress.scorers.repetition import Replay, output_gram
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.torch import scoring
 from kvkeep.types import Replayed

@@ -19,7 +19,7 @@ from kvkeep.compress.pipeline import first
 from kvkeep.compress.presets import METHODS as PRESETS
 from kvkeep.compress.presets import MODIFIERS
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
-from kvkeep.compress.scorers.protokv import ProtoKVScorer
+from kvkeep.compress.scorers.window import ProtoKVScorer
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.torch.ranking import Units, ranked
 from kvkeep.types import Observation

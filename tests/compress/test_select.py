@@ -36,7 +36,8 @@ def test_all_rows_at_once_are_rows_one_by_one(seed, monkeypatch):
         monkeypatch.setattr(ranking, "packs", lambda scores, packs=packs: packs)
         order = ranking.ranked(scores, forced, tokens, units)
         quota = heads.AdaptiveHeads(0.3)(scores, forced, lengths, budget, units)
-        assert quota == heads.AdaptiveHeads(0.3)(scores, forced, lengths, budget, units, order)
+        rank = ranking.inverse(order)
+        assert quota == heads.AdaptiveHeads(0.3).counts(scores, forced, lengths, budget, units, rank).tolist()
         both.append((order.tolist(), quota, ranking.best_first(scores).tolist()))
     assert both[0] == both[1]
     assert torch.equal(ranking.inverse(order).gather(1, order), torch.arange(order.shape[1]).expand_as(order))

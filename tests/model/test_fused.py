@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import FAMILIES, build, prompt
 
-from kvkeep.model import fused, fused_layer
+from kvkeep.model import fused
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_weights_that_change_later_count():
 def test_a_long_prompt_passes_the_mlp_in_chunks(name, monkeypatch):
     model, ids, seen = build(name, "eager"), prompt(37, 2), []
     want = model(ids).logits
-    monkeypatch.setattr(fused_layer, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(fused, "CHUNK_TOKENS", 16)
     down = model.model.layers[0].mlp.down_proj
     with fused.fused_ops(model):  # compares with the model's own
         pass
@@ -107,7 +107,7 @@ def test_a_long_prompt_passes_the_mlp_in_chunks(name, monkeypatch):
 @torch.no_grad()
 def test_a_sum_in_place_in_chunks_and_the_hidden_states_a_hook_keeps(monkeypatch):
     model, ids, seen = build("qwen3", "eager"), prompt(37, 2), []
-    monkeypatch.setattr(fused_layer, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(fused, "CHUNK_TOKENS", 16)
     hook = model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output))
     want = model(ids).logits
     with fused.fused_ops(model):
@@ -122,9 +122,9 @@ def test_a_sum_in_place_in_chunks_and_the_hidden_states_a_hook_keeps(monkeypatch
 @torch.no_grad()
 def test_the_last_mlp_runs_for_the_logits_that_are_shown(name, last, shown, monkeypatch):
     model, ids, seen = build(name, "eager"), prompt(12), []
-    want, all_of = model(ids, logits_to_keep=shown).logits, fused_layer.GatedMLP.add_to
+    want, all_of = model(ids, logits_to_keep=shown).logits, fused.GatedMLP.add_to
     monkeypatch.setattr(
-        fused_layer.GatedMLP, "add_to", lambda mlp, total, x: seen.append(x.shape[1]) or all_of(mlp, total, x)
+        fused.GatedMLP, "add_to", lambda mlp, total, x: seen.append(x.shape[1]) or all_of(mlp, total, x)
     )
     with fused.fused_ops(model, shown):
         got = model(ids, logits_to_keep=shown).logits

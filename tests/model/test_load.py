@@ -21,8 +21,7 @@ from transformers.utils import logging
 from kvkeep import terminal
 from kvkeep.errors import BadParameter, ModelUnavailable
 from kvkeep.model import default_model
-from kvkeep.model.convert_gguf import NAMES, convert
-from kvkeep.model.default_model import DEFAULT, KNOWN_MODELS, default_folder, fetch_default
+from kvkeep.model.default_model import DEFAULT, KNOWN_MODELS, NAMES, convert, default_folder, fetch_default
 from kvkeep.model.load import load, load_config, load_context_length, load_tokenizer
 from kvkeep.model.missing_packages import missing_package
 from kvkeep.model.rope import rotations

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvkeep.bench.timing import Roofline, as_cuda_graph, median_interval, timed_prefill
 from kvkeep.cache.cache import Cache
+from kvkeep.compress.method import as_schedule
 from kvkeep.compress.parse import parse
-from kvkeep.compress.schedule import as_schedule
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
@@ -26,7 +26,7 @@ from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadParameter
 from kvkeep.model.chunked_mlp import chunked_mlp
 from kvkeep.model.fused import fused_ops
-from kvkeep.model.hf_layers import dynamic_cache, static_cache
+from kvkeep.model.hf_cache import dynamic_cache, static_cache
 
 SPARE = 4  # decode steps beside those that are timed
 ALIGNED = 16  # fast attention kernels want masks of such lengths

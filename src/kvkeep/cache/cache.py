@@ -32,16 +32,14 @@ from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.self_check import AttentionCheck
 from kvkeep.cache.shaded_text import ShadedText
-from kvkeep.compress.method import Method
+from kvkeep.compress.method import Method, Schedule, as_schedule
 from kvkeep.compress.parse import parse_budget
-from kvkeep.compress.schedule import Schedule, as_schedule
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError
 from kvkeep.model.chat import check_ids, check_tokenizer
 from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import UNLIMITED, HFCacheAdapter, context_length, key_shape
+from kvkeep.model.hf_cache import UNLIMITED, HFCacheAdapter, UsageTrackedLayer, context_length, has_seen, key_shape
 from kvkeep.model.hf_forward import count_guesses, intercept
-from kvkeep.model.hf_layers import UsageTrackedLayer, has_seen
 from kvkeep.model.projections import output_weight
 from kvkeep.model.rope import rotations
 from kvkeep.model.user_text import token_texts

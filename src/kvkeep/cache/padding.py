@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.compress.schedule import Schedule
+from kvkeep.compress.method import Schedule
 from kvkeep.errors import CacheMisuse
 from kvkeep.types import Budget
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvkeep.cache.backend import CacheState
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.protocols import ReplayMemory
-from kvkeep.compress.scorers.kvzip import output_gram
+from kvkeep.compress.scorers.repetition import output_gram
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.kernels.dispatch import appended_attention, segment_attention
 from kvkeep.model.chat import common_prefix_length, end_of_message, start_of_message

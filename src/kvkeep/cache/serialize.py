@@ -14,13 +14,19 @@ from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
 from kvkeep.cache.validate import CODES, PARTS, SHAPE, TAILS, check, check_context
-from kvkeep.compress.method import Method
+from kvkeep.compress.method import Method, Schedule
 from kvkeep.compress.parse import parse
-from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import BadCacheFile, CacheMisuse, KvkeepError, UnknownName
 from kvkeep.kernels.torch.quantization import QuantizedKV
-from kvkeep.model.hf_cache import CompressedLayer, check_supported, fingerprint, layer_devices, uncompiled
-from kvkeep.model.hf_layers import layer_tensors, restore
+from kvkeep.model.hf_cache import (
+    CompressedLayer,
+    check_supported,
+    fingerprint,
+    layer_devices,
+    layer_tensors,
+    restore,
+    uncompiled,
+)
 from kvkeep.storage import checkpoint
 from kvkeep.storage.quantized import QuantizedLayer
 from kvkeep.types import Tokens

@@ -4,16 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvkeep.arguments import Checked
 from kvkeep.kernels.dispatch import column_mass, key_similarity, smooth
 from kvkeep.kernels.torch.scoring import probabilities, sum_over_queries
 from kvkeep.types import PAD_POSITION, Observation
 
 GRAM_BLOCK = 1024  # tokens whose products are summed in float32
+
+
+class PromptScores(Checked):
+    """A memory that scores a prompt's tokens once, in the pass that brings them. token_state [kv_heads, n, 1]"""
+
+    width, sees_all, prompt_only = 1, True, True
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        if seen.is_step:
+            return seen.token_state
+        scores = seen.memoize(self, lambda: self.scores(seen))
+        return seen.token_state.scatter(1, seen.newest[..., None], scores.clamp_min(1e-30)[..., None])
+
+    def scores(self, seen: Observation) -> Tensor:
+        """Scores of this pass's tokens, more than 0. [kv_heads, new]"""
+        raise NotImplementedError
+
+
+def any_budget(scorer: Any, budget: int) -> int:
+    """The `cache_key` of a scorer whose scores are the same for every budget."""
+    return 1
 
 
 def attention(seen: Observation, last: int) -> Tensor:
@@ -23,7 +46,8 @@ def attention(seen: Observation, last: int) -> Tensor:
     """
     queries = seen.queries[:, -last:]
     last = queries.shape[1]
-    allowed, evicted = causal_mask(seen, last), seen.seq_len > min(seen.lengths)  # perhaps all an older query could see
+    allowed = causal_mask(seen, last)
+    evicted = seen.seq_len > min(seen.lengths)  # perhaps all an older query could see
     return probabilities(queries, seen.keys, allowed, seen.scale, seen.softcap, seen.sink_logits, evicted)
 
 

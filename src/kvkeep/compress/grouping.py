@@ -113,7 +113,8 @@ class Prototypes(Checked):
     def _hashes(self, keys: Tensor, bits: int) -> Tensor:
         """Signs of random Fourier features as the bits of an integer. [.., n]"""
         source = torch.Generator().manual_seed(self.seed)
-        keys, dim = keys.float(), keys.shape[-1]
+        keys = keys.float()
+        dim = keys.shape[-1]
         gamma = dim**-0.5 if self.gamma is None else self.gamma
         weights = torch.randn(bits, dim, generator=source) * gamma
         phase = torch.rand(bits, generator=source) * 2 * torch.pi

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from kvkeep.arguments import Amount, Checked, Count, Positive, Range
+from kvkeep.arguments import Amount, Checked, Count, Positive, Range, check_value
 from kvkeep.compress.budget.coverage import Needed
 from kvkeep.compress.budget.heads import EqualHeads, Threshold
 from kvkeep.compress.budget.layers import EqualLayers
@@ -31,7 +31,6 @@ from kvkeep.compress.protocols import (
     check_part,
 )
 from kvkeep.compress.retrieval.config import RetrievalConfig
-from kvkeep.compress.schedule import Schedule
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.torch.quantization import GROUP_SIZE
 
@@ -48,6 +47,35 @@ PARTS = (  # field, what it has to be, and what if it has `step`
 WITHOUT = "use a method that evicts after the prompt, such as 'kvkeep' or 'snapkv'."
 Coverage = Annotated[float, Range(above=0, most=1)] | None
 STORAGE = {None: None, "int8": 8, "int4": 4}  # bits per number
+
+
+@dataclass(frozen=True)
+class Schedule(Checked):
+    """When tokens are evicted: after every prefill and, optionally, while decoding.
+
+    While decoding, evict as soon as a head holds budget + every tokens; None: never.
+
+    1 keeps the cache at its budget at every step. A larger number is a buffer (ProtoKV, appendix O): the cache grows
+    to budget + every - 1, and then the queries decoded meanwhile decide.
+    """
+
+    every: Positive | None = None
+
+    def evict_now(self, held: int, budget: int) -> bool:
+        return self.every is not None and held >= budget + self.every
+
+
+SCHEDULES = {"prompt": Schedule(), "step": Schedule(1), "buffer": Schedule(128)}
+
+
+def as_schedule(value: str | int | Schedule) -> Schedule:
+    """One of "prompt", "step", "buffer" (128 tokens), a number of tokens, or a Schedule."""
+    if isinstance(value, Schedule):
+        return value
+    if isinstance(value, str) and value in SCHEDULES:
+        return SCHEDULES[value]
+    check_value("schedule", value, Literal["prompt", "step", "buffer"] | Positive)
+    return Schedule(int(value))
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ def parse(spec: str | Method, /, **parameters: Any) -> Method:
         return spec
     if not isinstance(spec, str):
         raise BadParameter(f"method={spec!r} is neither a name such as 'snapkv+adakv' nor a Method.")
-    names, written = zip(*(_settings(part) for part in spec.split("+")), strict=True)
-    base, *modifiers = names
+    pieces = [part.split(":") for part in spec.split("+")]
+    base, *modifiers = names = [name for name, *_ in pieces]
+    written = [dict(setting(each) for each in settings) for _, *settings in pieces]
     if twice := [name for name in modifiers if modifiers.count(name) > 1]:
         raise BadParameter(f"'{spec}' has +{twice[0]} more than once; write it once.")
     parts = [METHODS[base], *(MODIFIERS[name] for name in modifiers)]
@@ -77,12 +78,6 @@ def _ratio(value: Any) -> str:
         f"compression_ratio={value!r}: kvkeep takes budget=: tokens per KV head, or a fraction kept; "
         f"compression_ratio={evicted:g} in kvpress is budget={1 - evicted:g}."
     )
-
-
-def _settings(part: str) -> tuple[str, dict[str, Any]]:
-    """ "snapkv:window=32:pool=7" as its name and its parameters."""
-    name, *settings = part.split(":")
-    return name, dict(setting(each) for each in settings)
 
 
 def setting(text: str) -> tuple[str, Any]:

@@ -115,7 +115,7 @@ def candidates(seen: Observation, method: Method, budget: int, held: Tokens) -> 
     rank = ranks(scores, forced, tokens if seen.is_padded else None, *by_unit)
     whole = amounts(scores, tokens & ~forced).sum() if covers(seen, method) else None
     sure = method.heads.sure(forced, budget if method.needed is None else 0)
-    return Candidates.of(held, scores, rank, sure, units, whole).flat(seen.is_padded)
+    return Candidates.of(held, scores, rank, sure, units, whole, seen.is_padded)
 
 
 def layer_budgets(method: Method, budget: int, tokens: int, weights: Sequence[float]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from kvkeep.arguments import Amount, Cosine, Count, Odd, Positive, Range, Share
 from kvkeep.compress.budget.coverage import COVERAGE
@@ -12,44 +12,55 @@ from kvkeep.compress.budget.layers import CakeLayers, EntropyLayers, Pyramid
 from kvkeep.compress.critical import Critical
 from kvkeep.compress.grouping import Blocks, Kind, Prototypes
 from kvkeep.compress.guard import Guard
-from kvkeep.compress.method import Draft, Method, Preset
+from kvkeep.compress.method import Draft, Method, Preset, Schedule
 from kvkeep.compress.positions import Capped, Contiguous, Gap
-from kvkeep.compress.protocols import HeadAllocator
+from kvkeep.compress.protocols import Grouping, HeadAllocator, Scorer
 from kvkeep.compress.retrieval.chunking import Chunks, Clusters, Events, MethodClusters, SentenceChunks
 from kvkeep.compress.retrieval.config import RetrievalConfig
 from kvkeep.compress.retrieval.index import Bounds, Centres, EachToken, Representatives
-from kvkeep.compress.schedule import Schedule
 from kvkeep.compress.scorers.ahakv import AhaKVScorer, RecentAttention
-from kvkeep.compress.scorers.cake import CakeScorer
-from kvkeep.compress.scorers.chance import PromptMark, RandomAnswerScorer, RandomScorer
 from kvkeep.compress.scorers.compactor import ChunkAttention, CompactorScorer
-from kvkeep.compress.scorers.echo import Repetition, RepetitionScorer
 from kvkeep.compress.scorers.expected_attention import ExpectedAttentionScorer, QueryMoments
 from kvkeep.compress.scorers.h2o import AccumulatedAttention, H2OScorer
 from kvkeep.compress.scorers.intelllm import IntelLLMScorer
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
-from kvkeep.compress.scorers.key_norm import KeyNormScorer
-from kvkeep.compress.scorers.keydiff import KeyDiffScorer
-from kvkeep.compress.scorers.kvzip import TAU, TAU_OF_NORMS, Replay
-from kvkeep.compress.scorers.lagkv import LagKVScorer
-from kvkeep.compress.scorers.lookahead import LookaheadScorer
-from kvkeep.compress.scorers.nacl import NaclScorer
-from kvkeep.compress.scorers.protokv import ProtoKVScorer
-from kvkeep.compress.scorers.recency import RecencyScorer
-from kvkeep.compress.scorers.rkv import RKVScorer
-from kvkeep.compress.scorers.satkv import SatKVScorer
-from kvkeep.compress.scorers.snapkv import SnapKVScorer, TovaScorer
+from kvkeep.compress.scorers.key_scores import KeyDiffScorer, KeyNormScorer, LagKVScorer, SatKVScorer
+from kvkeep.compress.scorers.order import PromptMark, RandomAnswerScorer, RandomScorer, RecencyScorer
+from kvkeep.compress.scorers.repetition import TAU, TAU_OF_NORMS, Repetition, RepetitionScorer, Replay
 from kvkeep.compress.scorers.value_norm import ValueNormScorer
+from kvkeep.compress.scorers.window import (
+    CakeScorer,
+    LookaheadScorer,
+    NaclScorer,
+    ProtoKVScorer,
+    RKVScorer,
+    SnapKVScorer,
+    TovaScorer,
+)
 from kvkeep.registry import Registry
+
+Size = int | None
+Near = Positive | None
+
+
+def by_window(name: str, scorer: Scorer, window: int, group: Grouping | None = None, **parts: Any) -> Method:
+    """A method whose scorer sees the newest queries; their tokens are kept."""
+    return Method(name, scorer, Guard(window=window), group, observation_window=window, **parts)
+
+
+def retrieving(name: str, *parts: Any, **options: Any) -> Method:
+    """A method that offloads all tokens, and retrieves some for each window of queries; see `RetrievalConfig`."""
+    return Method(name, retrieval=RetrievalConfig(*parts, **options))
 
 
 def full():
-    return Method("full", scorer=None)
+    return Method("full")
 
 
 def kvkeep(window=32, pool=7, block: Positive = 16, sinks=4, alpha=0.5):
     scorer = ValueNormScorer(SnapKVScorer(window, pool, "max"))
-    guard, heads = Guard(sinks, window=window), AdaptiveHeads(alpha)
+    guard = Guard(sinks, window=window)
+    heads = AdaptiveHeads(alpha)
     return Method("kvkeep", scorer, guard, Blocks(block), heads=heads, observation_window=window)
 
 
@@ -61,7 +72,7 @@ def kvkeep_lookahead(
     return replace(method, name="kvkeep_lookahead", scorer=ValueNormScorer(drafting.scorer), draft=drafting.draft)
 
 
-def kvkeep_context(near: int | None = None, chunk: Positive = 2048, sinks=4, floor: Share = 0.35, local=True, norm=2):
+def kvkeep_context(near: Size = None, chunk: Positive = 2048, sinks=4, floor: Share = 0.35, local=True, norm=2):
     method = kvzip_plus(chunk, sinks, near=near, local=local, norm=norm)
     return replace(method, name="kvkeep_context", heads=SharedBudget(floor, yields=True))
 
@@ -74,7 +85,7 @@ def intentkv(
 
 
 def intelllm(
-    head_gravity: Count = 6, near: Count | None = None, gap: int | None = None, mode="global", keep_head=True, window=64
+    head_gravity: Count = 6, near: Count | None = None, gap: Size = None, mode="global", keep_head=True, window=64
 ):
     guard = Guard(head_gravity if keep_head else 0, near, shrink_to_fit=True)
     scorer = IntelLLMScorer(window, head_gravity, near, mode)
@@ -93,27 +104,27 @@ def ahakv(
 ):
     memory = RecentAttention(recent, value_pool, step_gain, value_prior and not decode_prior, gain, recent_only)
     scorer = AhaKVScorer(pool, value_prior and decode_prior)
-    return Method("ahakv", scorer, Guard(window=recent), memory=memory, observation_window=recent, schedule=Schedule(1))
+    return by_window("ahakv", scorer, recent, memory=memory, schedule=Schedule(1))
 
 
 def protokv(
     kappa=5,
     anchors=32,
     bits=2,
-    chunks: int | None = None,
-    window: int | None = None,
+    chunks: Size = None,
+    window: Size = None,
     votes=ProtoKVScorer.votes,
     prototypes: Kind = "both",
     gamma: float | None = None,
     seed=0,
-    buckets: int | None = None,
+    buckets: Size = None,
     worth="mean",
 ):
     group = Prototypes(kappa, anchors, bits, chunks, gamma, prototypes, seed, buckets, worth)
     return Method("protokv", ProtoKVScorer(window, votes), Guard(window=window), group, observation_window=window or 32)
 
 
-def satkv(kappa=5, window: int | None = None):
+def satkv(kappa=5, window: Size = None):
     return Method("satkv", SatKVScorer(kappa), Guard(window=window))
 
 
@@ -134,32 +145,28 @@ def tova():
 
 
 def snapkv(window=64, pool=5, pooling="avg"):
-    return Method("snapkv", SnapKVScorer(window, pool, pooling), Guard(window=window), observation_window=window)
+    return by_window("snapkv", SnapKVScorer(window, pool, pooling), window)
 
 
-def lookahead(tokens=8, window=64, pool=5, pooling="avg", hold: int | None = None, norm=1, predicting=False):
-    scorer = LookaheadScorer(window, pool, pooling, norm)
+def lookahead(tokens=8, window=64, pool=5, pooling="avg", hold: Size = None, norm=1, predicting=False):
     draft = Draft(snapkv(window, pool, pooling), tokens, hold, predicting)
-    return Method("lookahead", scorer, Guard(window=window), observation_window=window, draft=draft)
+    return by_window("lookahead", LookaheadScorer(window, pool, pooling, norm), window, draft=draft)
 
 
 def pyramidkv(window=8, pool=5, pooling="avg", beta=20):
-    scorer = SnapKVScorer(window, pool, pooling)
-    return Method("pyramidkv", scorer, Guard(window=window), layers=Pyramid(beta), observation_window=window)
+    return by_window("pyramidkv", SnapKVScorer(window, pool, pooling), window, layers=Pyramid(beta))
 
 
 def chunkkv(window=32, chunk: Positive = 10, reuse=2):
-    scorer, group = SnapKVScorer(window, pool=1), Blocks(chunk, "chunk")
-    return Method("chunkkv", scorer, Guard(window=window), group, observation_window=window, reuse=reuse)
+    return by_window("chunkkv", SnapKVScorer(window, pool=1), window, Blocks(chunk, "chunk"), reuse=reuse)
 
 
 def nacl(window=32, random=0.7, seed=0):
-    return Method("nacl", NaclScorer(window, random, seed), Guard(window=window), observation_window=window)
+    return by_window("nacl", NaclScorer(window, random, seed), window)
 
 
 def cake(window=32, gamma=200.0, pool=5, tau1=1.0, tau2=1.0):
-    scorer, layers = CakeScorer(window, gamma, pool), CakeLayers(tau1, tau2, window)
-    return Method("cake", scorer, Guard(window=window), layers=layers, observation_window=window)
+    return by_window("cake", CakeScorer(window, gamma, pool), window, layers=CakeLayers(tau1, tau2, window))
 
 
 def random(seed=0):
@@ -183,15 +190,15 @@ def lagkv(sinks=4, lag=128):
     return Method("lagkv", LagKVScorer(sinks, lag))
 
 
-def echo(chunk=2048, sinks=4, gap=20, near: int | None = None):
+def echo(chunk=2048, sinks=4, gap=20, near: Size = None):
     return Method("echo", RepetitionScorer(), Guard(sinks), memory=Repetition(chunk, sinks, gap, near))
 
 
-def kvzip(chunk: Positive = 2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm=0):
+def kvzip(chunk: Positive = 2048, sinks=4, layerwise=False, near: Size = None, local=False, norm=0):
     return replayed("kvzip", Replay(chunk, sinks, False, near, local, norm), layerwise)
 
 
-def kvzip_plus(chunk: Positive = 2048, sinks=4, layerwise=False, near: int | None = None, local=False, norm=0):
+def kvzip_plus(chunk: Positive = 2048, sinks=4, layerwise=False, near: Size = None, local=False, norm=0):
     return replayed("kvzip_plus", Replay(chunk, sinks, True, near, local, norm), layerwise)
 
 
@@ -207,20 +214,19 @@ def expected_attention(future=512, sinks=4, epsilon: float | None = None, covari
 
 
 def compactor(sketch=48, chunk=256, sinks=8, recent=4, seed=0, ridge=0.01):
-    scorer, memory = CompactorScorer(sketch, seed, ridge), ChunkAttention(chunk)
-    return Method("compactor", scorer, Guard(sinks, recent), memory=memory)
+    scorer = CompactorScorer(sketch, seed, ridge)
+    return Method("compactor", scorer, Guard(sinks, recent), memory=ChunkAttention(chunk))
 
 
 def rkv(buffer: Positive = 128, window=8, pool=7, importance=0.1, alike=0.5):
-    scorer = RKVScorer(window, pool, importance, alike)
-    return Method("rkv", scorer, Guard(window=window), observation_window=window, schedule=Schedule(buffer))
+    return by_window("rkv", RKVScorer(window, pool, importance, alike), window, schedule=Schedule(buffer))
 
 
 def actqkv(
     window=256,
-    sinks: int | None = None,
-    local: Positive | None = None,
-    chunk: int | None = None,
+    sinks: Size = None,
+    local: Near = None,
+    chunk: Size = None,
     representatives: Positive = 32,
     probe: Literal["bias", "mean"] = "bias",
     density=True,
@@ -230,44 +236,42 @@ def actqkv(
 ):
     index = Representatives(representatives, True, probe == "bias", True, question_weight, per_head, reverse)
     density = "reverse" if density and reverse else density
-    retrieval = RetrievalConfig(Chunks(chunk, 32), index, window, sinks=sinks, near=local, density=density)
-    return Method("actqkv", None, retrieval=retrieval)
+    return retrieving("actqkv", Chunks(chunk, 32), index, window, sinks=sinks, near=local, density=density)
 
 
 def infllm(
     window=256,
-    sinks: int | None = None,
-    local: Positive | None = None,
-    block: Positive | None = None,
+    sinks: Size = None,
+    local: Near = None,
+    block: Near = None,
     representatives: Positive = 4,
     per_head=True,
 ):
     index = Representatives(representatives, per_head=per_head)
-    return Method("infllm", None, retrieval=RetrievalConfig(Chunks(block, 128), index, window, sinks=sinks, near=local))
+    return retrieving("infllm", Chunks(block, 128), index, window, sinks=sinks, near=local)
 
 
 def qllm(
     window=256,
-    sinks: int | None = None,
-    local: Positive | None = None,
-    block: Positive | None = None,
+    sinks: Size = None,
+    local: Near = None,
+    block: Near = None,
     representatives: Positive = 4,
     weight=4.0,
     per_head=True,
 ):
     index = Representatives(representatives, weight=weight, per_head=per_head)
-    return Method("qllm", None, retrieval=RetrievalConfig(Chunks(block, 128), index, window, sinks=sinks, near=local))
+    return retrieving("qllm", Chunks(block, 128), index, window, sinks=sinks, near=local)
 
 
-def tokenselect(window=256, sinks: int | None = None, local: Positive | None = None, similar: Cosine | None = 0.9):
-    retrieval = RetrievalConfig(Chunks(1), EachToken(), window, "contiguous", sinks, local, similar=similar)
-    return Method("tokenselect", None, retrieval=retrieval)
+def tokenselect(window=256, sinks: Size = None, local: Near = None, similar: Cosine | None = 0.9):
+    return retrieving("tokenselect", Chunks(1), EachToken(), window, "contiguous", sinks, local, similar=similar)
 
 
 def emllm(
     window=256,
-    sinks: int | None = None,
-    local: Positive | None = None,
+    sinks: Size = None,
+    local: Near = None,
     gamma=1.0,
     refine=True,
     longest=128,
@@ -276,50 +280,44 @@ def emllm(
     per_head=True,
 ):
     events, index = Events(gamma, longest, refine=refine), Representatives(representatives, per_head=per_head)
-    retrieval = RetrievalConfig(events, index, window, sinks=sinks, near=local, neighbours=contiguity, needs="surprise")
-    return Method("emllm", None, retrieval=retrieval)
+    options = {"sinks": sinks, "near": local, "neighbours": contiguity, "needs": "surprise"}
+    return retrieving("emllm", events, index, window, **options)
 
 
-def quest(page: Positive | None = None, sinks=0, local: Positive | None = None):
-    retrieval = RetrievalConfig(Chunks(page, 16), Bounds(), None, "original", sinks, local, default_sizes=(0, 16))
-    return Method("quest", None, retrieval=retrieval)
+def quest(page: Near = None, sinks=0, local: Near = None):
+    return retrieving("quest", Chunks(page, 16), Bounds(), None, "original", sinks, local, (0, 16))
 
 
 def clusterkv(
     tokens=80,
     iterations=20,
-    sinks: int | None = None,
-    local: Positive | None = None,
-    pack: int | None = None,
+    sinks: Size = None,
+    local: Near = None,
+    pack: Size = None,
     once=False,
 ):
     chunking = Clusters(tokens, pack, iterations)
-    retrieval = RetrievalConfig(chunking, Centres(), None, "original", sinks, local, default_sizes=(16, 128), once=once)
-    return Method("clusterkv", None, retrieval=retrieval)
+    return retrieving("clusterkv", chunking, Centres(), None, "original", sinks, local, (16, 128), once=once)
 
 
-def squeezed(
-    tokens=20, iterations=20, window: Positive | None = None, threshold=0.05, pack: int | None = None, once=False
-):
-    chunking, index = Clusters(tokens, pack, iterations), Centres(estimate=True, threshold=threshold)
-    retrieval = RetrievalConfig(chunking, index, None, "original", 0, window, default_sizes=(0, 100), once=once)
-    return Method("squeezed", None, retrieval=retrieval)
+def squeezed(tokens=20, iterations=20, window: Near = None, threshold=0.05, pack: Size = None, once=False):
+    chunking = Clusters(tokens, pack, iterations)
+    index = Centres(estimate=True, threshold=threshold)
+    return retrieving("squeezed", chunking, index, None, "original", 0, window, (0, 100), once=once)
 
 
-def sentencekv(sinks: int | None = None, local: Positive | None = None, longest=128, once=False):
-    options = {"default_sizes": (32, 32), "needs": "sentences", "once": once}
-    retrieval = RetrievalConfig(SentenceChunks(longest), Centres(), None, "original", sinks, local, **options)
-    return Method("sentencekv", None, retrieval=retrieval)
+def sentencekv(sinks: Size = None, local: Near = None, longest=128, once=False):
+    sizes = sinks, local, (32, 32)
+    options = {"needs": "sentences", "once": once}
+    return retrieving("sentencekv", SentenceChunks(longest), Centres(), None, "original", *sizes, **options)
 
 
-def offload_clusters(sinks: int | None = None, local: Positive | None = None, pack: int | None = None):
-    """Offload the method's clusters of keys instead of evicting, and retrieve them whole."""
-    config = RetrievalConfig(Chunks(), Centres(), None, "original", sinks, local, default_sizes=(4, 32))
+def offload_clusters(sinks: Size = None, local: Near = None, pack: Size = None):
+    config = RetrievalConfig(Chunks(), Centres(), None, "original", sinks, local, (4, 32))
     return {"retrieval": lambda method: replace(config, chunking=MethodClusters(method.group, pack))}
 
 
 def keep_sinks(first: Count = 4):
-    """Always keep the first tokens."""
     return lambda method: {"guard": replace(method.guard, sinks=max(first, method.guard.sinks))}
 
 
@@ -327,19 +325,17 @@ def clustered(
     kappa=5,
     anchors=32,
     bits=2,
-    chunks: int | None = None,
+    chunks: Size = None,
     gamma: float | None = None,
     seed=0,
     prototypes: Kind = "both",
-    buckets: int | None = None,
+    buckets: Size = None,
     worth="mean",
 ):
-    """Select whole clusters of keys instead of tokens or blocks."""
     return {"group": Prototypes(kappa, anchors, bits, chunks, gamma, prototypes, seed, buckets, worth)}
 
 
 def weight_by_values(power=1.0, value_pool: Odd = 5):
-    """Weight scores by the norm of the values."""
     return lambda method: {"scorer": ValueNormScorer(method.scorer, power, value_pool)}
 
 
@@ -349,29 +345,24 @@ def among_heads(heads: HeadAllocator):
 
 
 def one_budget(floor: Share = 0.0):
-    """KV heads of all layers compete; each is sure of `floor` of an equal budget."""
     return among_heads(SharedBudget(floor))
 
 
 def in_blocks(block: Positive = 16):
-    """Select whole blocks of tokens."""
     return {"group": Blocks(block)}
 
 
 def keep_above(tau=0.001):
-    """Keep no more than what scores above tau."""
     return lambda method: {"heads": Threshold(method.heads, tau)}
 
 
 def keep_needed(coverage: float | None = None, tau: float | None = None):
-    """Keep no more than the scores say is needed."""
     if coverage is not None or tau is not None:
         return lambda method: {"coverage": coverage, "tau": tau}
     return lambda method: {"tau": method.replay.tau} if method.replay else {"coverage": COVERAGE}
 
 
 def by_output(share=0.5, offset=1e-4):
-    """A share of the budget by score, the rest by score and output."""
     return lambda method: {"rerank": Critical(share, offset)}
 
 

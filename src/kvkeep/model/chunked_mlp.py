@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvkeep.model.modules import other_modules, replace_forward
+from kvkeep.model.hf_attention import attention_modules
 
 CHUNK_TOKENS = 8192  # enough to keep a GPU busy
 
@@ -21,13 +21,27 @@ CHUNK_TOKENS = 8192  # enough to keep a GPU busy
 @contextmanager
 def chunked_mlp(model: PreTrainedModel, tokens: int = CHUNK_TOKENS) -> Iterator[None]:
     """Within, norms and MLPs run on at most so many tokens at a time."""
-    with replace_forward(other_modules(model), lambda module: _chunked(module, tokens)):
+    modules = _other_modules(model)
+    for module in modules:
+        module.forward = _chunked(module, tokens)
+    try:
         yield
+    finally:
+        for module in modules:
+            del module.forward
 
 
 def long_prompt(model: PreTrainedModel, tokens: int) -> AbstractContextManager[None]:
     """The same for a forward pass of so many tokens, if they are many."""
     return chunked_mlp(model) if tokens > CHUNK_TOKENS else nullcontext()
+
+
+def _other_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """List the modules of every layer, except attention and modules whose forward was replaced already."""
+    attention = {id(module) for module in attention_modules(model)}
+    layers = [layer for layer in model.modules() if any(id(module) in attention for module in layer.children())]
+    modules = [module for layer in layers for module in layer.children()]
+    return [module for module in modules if id(module) not in attention and "forward" not in vars(module)]
 
 
 def _chunked(module: nn.Module, tokens: int) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.errors import UnsupportedModel
-from kvkeep.model.modules import attention_modules
+from kvkeep.model.hf_attention import attention_modules
 
 KEYS = "k_proj"
 _shards: WeakKeyDictionary[PreTrainedModel, HeadShards | None] = WeakKeyDictionary()
@@ -57,9 +57,9 @@ def head_shards(model: Any) -> HeadShards | None:
 
 
 def _find(model: Any, mesh: Any) -> HeadShards | None:
-    parts = [part for module in attention_modules(model) for part in module.named_children()]
+    parts: list[tuple[str, Any]] = [part for module in attention_modules(model) for part in module.named_children()]
     split = {name for name, part in parts if _is_split(part)}
-    cut = {name for name, part in parts if name == KEYS and _rows(part) != part.out_features} - split
+    cut = {name for name, part in parts if name == KEYS and len(part.weight) != part.out_features} - split
     if cut or (split and KEYS not in split):  # cut by hand, or packed with others
         raise UnsupportedModel(
             f"tensor parallelism splits {', '.join(sorted(cut | split))} of {type(model).__name__} in a way that does "
@@ -69,10 +69,6 @@ def _find(model: Any, mesh: Any) -> HeadShards | None:
         return None
     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
     return HeadShards(group, dist.get_rank(group), dist.get_world_size(group))
-
-
-def _rows(module: Any) -> int:
-    return len(module.weight)
 
 
 def _is_split(module: Any) -> bool:

@@ -88,6 +88,10 @@ class AttentionCall:
         return output.transpose(1, 2).contiguous(), None
 
 
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for layer in model.modules() for module in layer.children() if hasattr(module, "layer_idx")]
+
+
 def attend_with_lse(call: AttentionCall) -> tuple[tuple[Tensor, Tensor | None], Tensor] | None:
     """The model's own attention among new tokens, and each query's log-sum-exp [rows, heads, q].
 
@@ -100,9 +104,14 @@ def attend_with_lse(call: AttentionCall) -> tuple[tuple[Tensor, Tensor | None], 
     return found and (call.to_hf_output(found[0]), found[1])
 
 
+def text_config(model: PreTrainedModel) -> Any:
+    """The config of the model's language part."""
+    return model.config.get_text_config(decoder=True)
+
+
 def enable(model: PreTrainedModel) -> None:
     """Register this model's attention with our caches. Calls without a kvkeep cache behave exactly as before."""
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     implementation = config._attn_implementation
     if is_enabled(config):
         return

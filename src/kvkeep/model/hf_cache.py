@@ -18,12 +18,20 @@ from transformers.cache_utils import (
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
+    StaticCache,
 )
 
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.model.head_shards import head_shards
-from kvkeep.model.hf_attention import AttentionCall, TaggedLength, enable, is_enabled, tag_keys
-from kvkeep.model.hf_layers import UsageTrackedLayer
+from kvkeep.model.hf_attention import (
+    AttentionCall,
+    TaggedLength,
+    attention_modules,
+    enable,
+    is_enabled,
+    tag_keys,
+    text_config,
+)
 
 UNLIMITED = 2**31  # tokens: longer than any model's context
 MIXED = (LinearAttentionAndFullAttentionLayer,)  # full attention beside a linear state
@@ -103,6 +111,27 @@ class CompressedLayer(CacheLayerMixin):
     prefetch = offload
 
 
+def _tracked(name: str) -> property:
+    def get(layer: UsageTrackedLayer) -> Any:
+        layer.used = True
+        return layer.__dict__[name]
+
+    return property(get, lambda layer, value: layer.__dict__.update({name: value}))
+
+
+class UsageTrackedLayer(LinearAttentionLayer):
+    """A linear layer that records being used, even by kernels that write in place: its states do not tell."""
+
+    used = True  # since it was last set to False
+    conv_states, recurrent_states = _tracked("conv_states"), _tracked("recurrent_states")
+
+    @classmethod
+    def like(cls, layer: LinearAttentionLayer) -> UsageTrackedLayer:
+        tracked = cls.__new__(cls)
+        tracked.__dict__.update(layer.__dict__)
+        return tracked
+
+
 class HFCacheAdapter(TransformersCache):
     """What transformers sees. Subclasses implement `attend`."""
 
@@ -117,7 +146,7 @@ class HFCacheAdapter(TransformersCache):
         enable(model)
         self.model, self.name = model, type(model).__name__
         self.mask: Callable[[], Tensor | None] = lambda: None  # the one made for the current forward pass
-        self.config = model.config.get_text_config(decoder=True)
+        self.config = text_config(model)
         self.module_ids: set[int] = set()  # of the model's modules, as far as they were looked up
         self.guesses = 0  # tokens at the end of the next forward pass that may be taken back
         super().__init__(layers=self.new_layers())
@@ -189,6 +218,38 @@ class HFCacheAdapter(TransformersCache):
         raise NotImplementedError
 
 
+def dynamic_cache(model: Any) -> DynamicCache:
+    """transformers' own cache, which keeps every token."""
+    return DynamicCache(config=model.config)
+
+
+def static_cache(model: Any, tokens: int) -> StaticCache:
+    """transformers' cache of a fixed length."""
+    return StaticCache(config=model.config, max_cache_len=tokens)
+
+
+def layer_tensors(index: int, layer: Any) -> dict[str, Tensor]:
+    """The tensors of a sliding-window layer, by name."""
+    if not isinstance(layer, DynamicLayer):
+        raise CacheMisuse(f"layer {index} is a {type(layer).__name__}, whose state cannot be saved yet.")
+    return {name: getattr(layer, name) for name in ("keys", "values")} if layer.is_initialized else {}
+
+
+def restore(layer: Any, keys: Tensor, values: Tensor, length: int) -> None:
+    """Put a sliding-window layer back into the state it was saved in."""
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length = length
+
+
+def has_seen(layer: Any, seen: int, completed: bool) -> bool:
+    """Whether a layer has seen exactly so many tokens. completed: the last forward pass was committed"""
+    if hasattr(layer, "get_seq_length"):
+        return layer.get_seq_length() == seen
+    return completed and getattr(layer, "used", True)  # a linear layer cannot tell how far a cut short pass came
+
+
 def uncompiled(model: Any) -> Any:
     """The model that torch.compile was given; any other object as it is."""
     return getattr(model, "_orig_mod", model)
@@ -203,7 +264,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"the weights of this {type(model).__name__} are on the meta device, where nothing has a value; load them, "
             "with device_map if they do not fit."
         )
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     reasons = {
         "latent attention (MLA) stores a compressed latent, not keys": getattr(config, "kv_lora_rank", None),
         "layers share keys with each other": getattr(config, "num_kv_shared_layers", None),
@@ -220,7 +281,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     """Tells one checkpoint from another: the model's class, its configuration, and a sample of its weights."""
     model = uncompiled(model)
     digest = hashlib.sha256(type(model).__name__.encode())
-    config = model.config.get_text_config(decoder=True).to_diff_dict()
+    config = text_config(model).to_diff_dict()
     drop = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures", "use_cache")
     digest.update(json.dumps({k: v for k, v in config.items() if k not in drop}, sort_keys=True, default=str).encode())
     for name, weight in weights(model):
@@ -284,37 +345,47 @@ def single_device(model: PreTrainedModel) -> torch.device | None:
 
 def key_shape(model: PreTrainedModel) -> tuple[int, int]:
     """KV heads of a layer in this process, and the size of a key."""
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    shards = head_shards(uncompiled(model))
-    return kv_heads // (shards.size if shards else 1), getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return kv_heads // _processes(model), head_dim
 
 
 def query_heads(model: PreTrainedModel) -> int:
     """The query heads of a layer, in this process."""
+    return text_config(model).num_attention_heads // _processes(model)
+
+
+def _processes(model: PreTrainedModel) -> int:
+    """How many processes share the heads of a layer."""
     shards = head_shards(uncompiled(model))
-    return model.config.get_text_config(decoder=True).num_attention_heads // (shards.size if shards else 1)
+    return shards.size if shards else 1
 
 
 def kv_widths(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
     """Layer -> sizes of one token's keys and values in all heads, where the model's modules tell."""
-    projections = ((getattr(part, "layer_idx", None), *(getattr(part, name, None) for name in ("k_proj", "v_proj")))
-                for part in model.modules())  # fmt: skip
-    widths = ((i, *(getattr(each, "out_features", None) for each in (k, v or k))) for i, k, v in projections)
-    return {i: (keys, values) for i, keys, values in widths if i is not None and keys and values}
+    found: dict[int, tuple[int, int]] = {}
+    for module in attention_modules(model):
+        keys = getattr(module, "k_proj", None)
+        values = getattr(module, "v_proj", None) or keys
+        index: Any = module.layer_idx
+        widths = getattr(keys, "out_features", 0), getattr(values, "out_features", 0)
+        if index is not None and all(widths):
+            found[index] = widths
+    return found
 
 
 def attention_cost(model: PreTrainedModel) -> float:
     """The cost of one token per token it attends to, relative to all else the model computes for it."""
-    config = model.config.get_text_config(decoder=True)
-    heads, size = config.num_attention_heads, key_shape(model)[1]
-    return 2 * heads * size * config.num_hidden_layers / model.num_parameters()
+    config = text_config(model)
+    width = config.num_attention_heads * key_shape(model)[1]
+    return 2 * width * config.num_hidden_layers / model.num_parameters()
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """How many logits a token has."""
-    return model.config.get_text_config(decoder=True).vocab_size
+    return text_config(model).vocab_size
 
 
 def context_length(model: PreTrainedModel) -> int:

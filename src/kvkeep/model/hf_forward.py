@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import update_wrapper
 from types import MethodType
 from typing import Any
@@ -48,28 +47,35 @@ class InterceptedForward:
         if torch.compiler.is_compiling() or not hasattr(cache, "after_forward"):
             return self.own(*args, **kwargs)
         cache.before_forward()
+        ids, positions = (*args, kwargs.get("input_ids"))[0], kwargs.get("position_ids")
+        plain = isinstance(ids, Tensor) and is_plain(args, kwargs)
         step = None if torch.is_grad_enabled() else getattr(cache, "captured_step", None)
-        logits = step(self.own, *step_input(args, kwargs)) if step and is_decode_step(args, kwargs) else None
-        if logits is not None:
-            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        if (split := Pieces.of(args, kwargs)) and split.tokens > getattr(cache, "chunk_limit", split.tokens):
-            return self._forward_pieces(cache, split)
+        if step and plain and ids.ndim == 2 and ids.shape[1] == 1:  # one token for each row
+            logits = step(self.own, ids, positions)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        shown = kwargs.get("logits_to_keep")  # a tensor: places
+        if plain and isinstance(shown, int | None) and ids.shape[1] > getattr(cache, "chunk_limit", ids.shape[1]):
+            return self._forward_pieces(cache, kwargs | {"input_ids": ids}, shown or 0)
         output = self.own(*args, **kwargs)
-        cache.after_forward(*step_input(args, kwargs))
+        cache.after_forward(ids, positions)
         return output
 
-    def _forward_pieces(self, cache: Any, split: Pieces) -> Any:
-        """Several forward passes in place of one that would attend beyond the context length."""
-        logits, start = [], 0
-        while start < split.tokens:
-            end = min(split.tokens, start + cache.chunk_limit)
-            end -= int(split.tokens - end == 1 < end - start)  # a last piece of one token would pass for a decode step
-            piece = split.piece(start, end)
-            output = self.own(**piece)
-            cache.after_forward(piece["input_ids"], piece.get("position_ids"))
+    def _forward_pieces(self, cache: Any, kwargs: dict[str, Any], shown: int) -> Any:
+        """Several forward passes in place of one that would attend beyond the context length.
+
+        shown: tokens at the end whose logits are wanted; 0: all
+        """
+        tokens, logits, start = kwargs["input_ids"].shape[1], [], 0
+        while start < tokens:
+            end = min(tokens, start + cache.chunk_limit)
+            end -= int(tokens - end == 1 < end - start)  # a last piece of one token would pass for a decode step
+            part = piece(kwargs, start, end)
+            output = self.own(**part)
+            cache.after_forward(part["input_ids"], part.get("position_ids"))
             logits.append(output.logits)
             start = end
-        output.logits = torch.cat(logits, 1)[:, -split.shown :]
+        output.logits = torch.cat(logits, 1)[:, -shown:]
         return output
 
     def __reduce__(self) -> Any:
@@ -79,31 +85,15 @@ class InterceptedForward:
         return memo[id(self.model())].forward
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The arguments of a forward pass that returns nothing but logits, to be passed a few tokens at a time."""
-
-    kwargs: dict[str, Any]
-    tokens: int
-    shown: int  # tokens at the end whose logits are wanted; 0: all
-
-    @classmethod
-    def of(cls, args: tuple, kwargs: dict[str, Any]) -> Pieces | None:
-        """None: the pass asks for more than logits, or its arguments are not known"""
-        ids, shown = step_input(args, kwargs)[0], kwargs.get("logits_to_keep")  # places are a tensor
-        if not (is_plain(args, kwargs) and isinstance(ids, Tensor) and isinstance(shown, int | None)):
-            return None
-        return cls(kwargs | {"input_ids": ids}, ids.shape[1], shown or 0)
-
-    def piece(self, start: int, end: int) -> dict[str, Any]:
-        """The arguments for the tokens from start to end."""
-        part, mask = dict(self.kwargs), self.kwargs.get("attention_mask")
-        for name in ("input_ids", "position_ids"):
-            if part.get(name) is not None:
-                part[name] = part[name][:, start:end]
-        if mask is not None:
-            part["attention_mask"] = mask[:, : mask.shape[1] - self.tokens + end]
-        return part
+def piece(kwargs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+    """The arguments of a forward pass of the tokens from start to end alone."""
+    part, mask, tokens = dict(kwargs), kwargs.get("attention_mask"), kwargs["input_ids"].shape[1]
+    for name in ("input_ids", "position_ids"):
+        if part.get(name) is not None:
+            part[name] = part[name][:, start:end]
+    if mask is not None:
+        part["attention_mask"] = mask[:, : mask.shape[1] - tokens + end]
+    return part
 
 
 def intercept(model: PreTrainedModel) -> bool:
@@ -114,12 +104,6 @@ def intercept(model: PreTrainedModel) -> bool:
     return isinstance(vars(model)["forward"], InterceptedForward)
 
 
-def is_decode_step(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """One token for each row, and nothing asked for but logits."""
-    ids = step_input(args, kwargs)[0]
-    return isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1 and is_plain(args, kwargs)
-
-
 def is_plain(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Nothing is asked for but logits, by arguments that are known."""
     mask = kwargs.get("attention_mask")
@@ -127,11 +111,6 @@ def is_plain(args: tuple, kwargs: dict[str, Any]) -> bool:
     usual = all(kwargs.get(name) in (None, value) for name, value in PLAIN.items())
     others = [name for name, value in kwargs.items() if value is not None and name not in KNOWN]
     return len(args) <= 1 and flat and usual and not others
-
-
-def step_input(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Token and position ids. [rows, 1] of a decode step"""
-    return (*args, kwargs.get("input_ids"))[0], kwargs.get("position_ids")
 
 
 class GuessCounter:

@@ -19,15 +19,16 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from kvkeep.errors import UnsupportedModel
-from kvkeep.model.hf_cache import execution_device, query_heads
-from kvkeep.model.modules import attention_modules
+from kvkeep.model.hf_attention import attention_modules, text_config
+from kvkeep.model.hf_cache import execution_device, key_shape, query_heads
 
 
 class Projections:
     """One matrix product where the weights lie one after the other; else, as after `model.to`, one each."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        self.layers, self.sizes = layers, [layer.out_features for layer in layers]
+        self.layers = layers
+        self.sizes = [layer.out_features for layer in layers]
         for parts in _parameters(layers):
             _pack(parts)
 
@@ -113,8 +114,8 @@ def output_weight(model: PreTrainedModel, index: int) -> Tensor:
     if has_plain_weight(projection):
         weight = projection.weight
     else:  # quantized, adapted or offloaded, it is linear: its value of each unit vector
-        device, size = execution_device(projection), _input_size(model, projection)
-        units = torch.eye(size, dtype=model.dtype, device=device)
+        size = getattr(projection, "in_features", text_config(model).num_attention_heads * key_shape(model)[1])
+        units = torch.eye(size, dtype=model.dtype, device=execution_device(projection))
         weight = (projection(units) - projection(torch.zeros_like(units[:1]))).t()
     return weight.unflatten(1, (query_heads(model), -1)).transpose(0, 1)
 
@@ -129,13 +130,6 @@ def _projection(model: PreTrainedModel, index: int) -> nn.Module:
         f"the output projection of layer {index} of {type(model).__name__} was not found (known names: "
         f"{', '.join(NAMES)}); use a method that does without, such as 'kvzip' or 'snapkv'."
     )
-
-
-def _input_size(model: PreTrainedModel, projection: Any) -> int:
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(projection, "in_features", heads * head_dim)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.kernels.torch.rotation import Rotation
-from kvkeep.model.hf_cache import UNLIMITED, context_length, execution_device, offloaded_weight
+from kvkeep.model.hf_cache import UNLIMITED, context_length, execution_device, offloaded_weight, text_config
 
 FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the text's length
 ROTATED: weakref.WeakKeyDictionary[Any, dict[int, bool]] = weakref.WeakKeyDictionary()  # see `rotated_layers`
@@ -20,24 +20,17 @@ ROTATED: weakref.WeakKeyDictionary[Any, dict[int, bool]] = weakref.WeakKeyDictio
 
 def rotations(model: Any, layers: list[int]) -> dict[int, Rotation | None]:
     """The rotation of each layer, None for one without RoPE; checked against the model's own code."""
-    config, embedding = model.config.get_text_config(decoder=True), _embedding(model)
-    name = type(model).__name__
+    embedding, name = _embedding(model), type(model).__name__
     if embedding is None:
         raise UnsupportedModel(
             f"{name} has no rotary embedding, so its keys cannot be moved; use a method that leaves them in place."
         )
-    rotated = rotated_layers(model, config)
-    found: dict[int, Rotation | None] = {}
-    of_kind: dict[str | None, Rotation] = {}
-    for layer in layers:
-        if not rotated[layer]:
-            found[layer] = None
-            continue
-        kind = config.layer_types[layer] if getattr(config, "layer_types", None) else None
-        if kind not in of_kind:
-            of_kind[kind] = _rotation(model, embedding, kind, name)
-        found[layer] = of_kind[kind]
-    return found
+    config = text_config(model)
+    rotated = rotated_layers(model)
+    kinds = getattr(config, "layer_types", None)
+    kind_of = {layer: kinds[layer] if kinds else None for layer in layers if rotated[layer]}
+    of_kind = {kind: _rotation(model, embedding, kind, name) for kind in dict.fromkeys(kind_of.values())}
+    return {layer: of_kind[kind_of[layer]] if layer in kind_of else None for layer in layers}
 
 
 def _embedding(model: Any) -> Any:
@@ -52,9 +45,9 @@ def position_limit(model: Any, seen: int) -> int:
     embedding = _embedding(model)
     if embedding is None:
         return context_length(model)
-    kind, config = getattr(embedding, "rope_type", "default"), model.config.get_text_config(decoder=True)
+    kind = getattr(embedding, "rope_type", "default")
     if kind == "longrope":
-        short = config.rope_parameters["original_max_position_embeddings"]
+        short = text_config(model).rope_parameters["original_max_position_embeddings"]
         return short if seen <= short else UNLIMITED
     return max(seen, context_length(model)) if kind == "dynamic" else UNLIMITED
 
@@ -67,16 +60,17 @@ def last_position(model: Any) -> int:
 def learn_rotations(model: Any) -> None:
     """Run the forward pass that `rotations` needs now, not when the first method asks."""
     if _embedding(model) is not None:
-        rotated_layers(model, model.config.get_text_config(decoder=True))
+        rotated_layers(model)
 
 
-def rotated_layers(model: Any, config: Any) -> dict[int, bool]:
+def rotated_layers(model: Any) -> dict[int, bool]:
     """Which layers rotate their keys: those whose key of a token changes with its position.
 
     Configurations say so in many ways, or not at all, so one forward pass finds out: rows of a single token, where
     attention has nothing to choose and only the rotation can differ.
     """
     if model not in ROTATED:
+        config = text_config(model)
         tokens = torch.arange(1, 9, device=execution_device(model)) % config.vocab_size
         positions = torch.tensor([0, 40], device=execution_device(model)).repeat_interleave(len(tokens))
         cache, training = DynamicCache(config=config), [module for module in model.modules() if module.training]

@@ -155,7 +155,9 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # of a character that has more tokens
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """What each token adds to the text; together, the text. Of a character in several tokens, the last one has it."""
-    texts, first, shown, before = [], 0, 0, ""  # `before` is the text of ids[first:shown]
+    texts: list[str] = []
+    first = shown = 0
+    before = ""  # the text of ids[first:shown]
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[first:end], clean_up_tokenization_spaces=False)
         if text.endswith(INCOMPLETE) and end < len(ids) and end - shown < 8:

@@ -36,21 +36,14 @@ class Needed:
 
     def count(self, ordered: Tensor, whole: Tensor | None = None) -> Tensor:
         """ordered [.., n], best first; whole [..]: their sum, and that of others that are gone -> [..]"""
-        return covering(ordered, self.share, whole) if self.share is not None else above(ordered, self.tau or 0.0)
-
-
-def above(ordered: Tensor, tau: float) -> Tensor:
-    """Count up to the last amount above tau. ordered [.., n], best first -> [..]"""
-    places = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
-    return torch.where(ordered > tau, places, 0).amax(-1)
-
-
-def covering(ordered: Tensor, share: float, whole: Tensor | None = None) -> Tensor:
-    """The fewest of the first amounts that make up this share of the whole."""
-    sums = ordered.cumsum(-1)
-    whole = sums[..., -1] if whole is None else whole
-    short = (sums < share * whole[..., None]).sum(-1)
-    return (short + 1).clamp_max(ordered.shape[-1])
+        n = ordered.shape[-1]
+        if self.share is None:  # up to the last amount above tau
+            places = torch.arange(1, n + 1, device=ordered.device)
+            return torch.where(ordered > (self.tau or 0.0), places, 0).amax(-1)
+        sums = ordered.cumsum(-1)
+        whole = sums[..., -1] if whole is None else whole
+        short = (sums < self.share * whole[..., None]).sum(-1)
+        return (short + 1).clamp_max(n)
 
 
 def covered(kept: Tensor, whole: Tensor) -> float:

@@ -48,11 +48,9 @@ class AdaptiveHeads(Checked):
     needs_scores = True
 
     def __call__(
-        self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None = None,
-        order: Tensor | None = None,
-    ) -> list[int]:  # fmt: skip
-        if order is None:
-            order = ranked(scores, forced, scores > -INF, units)
+        self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None = None
+    ) -> list[int]:
+        order = ranked(scores, forced, scores > -INF, units)
         return self.counts(scores, forced, lengths, budget, units, inverse(order)).tolist()
 
     def counts(
@@ -132,27 +130,25 @@ class Candidates:
     @classmethod
     def of(
         cls, tokens: Tokens, scores: Tensor, rank: Tensor, sure: Tensor, units: Units | None,
-        whole: Tensor | None = None,
+        whole: Tensor | None = None, padded: bool = False,
     ) -> Candidates:  # fmt: skip
-        """scores, rank [kv_heads, n], tokens [kv_heads, n, …]; sure [kv_heads]: the first so many of each order"""
+        """scores, rank [kv_heads, n], tokens [kv_heads, n, …]; sure [kv_heads]: the first so many of each order
+
+        padded: some tokens are padding, which is left out
+        """
         kv_heads, n = scores.shape
         head = torch.arange(kv_heads, device=scores.device)[:, None].expand(-1, n)
         reserved = rank < sure[:, None]
         unit_scores = None if units is None else units.scores.gather(1, units.member).masked_fill(reserved, INF)
-        return cls(tokens, head, rank, scores.float().masked_fill(reserved, INF), unit_scores, kv_heads, whole)
+        each = cls(tokens, head, rank, scores.float().masked_fill(reserved, INF), unit_scores, kv_heads, whole)
+        real = tokens.token_positions != PAD_POSITION
+        return each.map(lambda part: part[real] if padded else part.flatten(0, 1))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Candidates:
         """Apply one function to every tensor."""
         head, rank, scores = (change(part) for part in (self.head, self.rank, self.scores))
         unit_scores = None if self.unit_scores is None else change(self.unit_scores)
         return Candidates(self.tokens.map(change), head, rank, scores, unit_scores, self.kv_heads, self.whole)
-
-    def flat(self, padded: bool) -> Candidates:
-        """[kv_heads, n, …] as [m, …], without padding."""
-        if not padded:
-            return self.map(lambda part: part.flatten(0, 1))
-        real = self.tokens.token_positions != PAD_POSITION
-        return self.map(lambda part: part[real])
 
     def __len__(self) -> int:
         return len(self.rank)

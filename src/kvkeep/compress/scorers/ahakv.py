@@ -28,7 +28,6 @@ class AhaKVScorer(Checked):
 
     pool: Odd = 5
     value_prior: bool = False  # True: the token state is unweighted, and weighted by values here
-    needs_attention = True
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         tokens = token_mask(seen)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import AboveZero, Checked, Positive, Seed
-from kvkeep.compress.attention import gram, layer_seed, new_chunks, norms, pool, token_mask, uniform
+from kvkeep.compress.attention import PromptScores, gram, layer_seed, new_chunks, norms, pool, token_mask, uniform
 from kvkeep.compress.budget.coverage import CERTAIN
 from kvkeep.kernels.dispatch import chunk_mass
 from kvkeep.types import Observation
@@ -54,19 +54,13 @@ class CompactorScorer(Checked):
 
 
 @dataclass(frozen=True)
-class ChunkAttention(Checked):
+class ChunkAttention(PromptScores):
     """token_state [kv_heads, n, 1]: attention that a token of a prompt gets from its chunk's queries, on average."""
 
     chunk: Positive = 256
-    width, sees_all, prompt_only, rotates = 1, True, True, True
+    rotates = True
 
-    def __call__(self, seen: Observation, budget: int) -> Tensor:
-        if seen.is_step:
-            return seen.token_state
-        received = seen.memoize(self, lambda: self._received(seen))
-        return seen.token_state.scatter(1, seen.newest[..., None], received.clamp_min(1e-30)[..., None])
-
-    def _received(self, seen: Observation) -> Tensor:
+    def scores(self, seen: Observation) -> Tensor:
         """Column sums of softmax(queries keysᵀ), averaged over the group. [kv_heads, new]"""
         chunks = new_chunks(seen, self.chunk, together=True)
         return torch.cat([chunk_mass(queries, keys, size) for _, size, queries, keys in chunks], 1)

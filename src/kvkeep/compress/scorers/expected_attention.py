@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import Amount, Checked, Count, Positive
-from kvkeep.compress.attention import gram, norms, token_mask
+from kvkeep.compress.attention import any_budget, gram, norms, token_mask
 from kvkeep.kernels.dispatch import quadratic_form
 from kvkeep.types import Observation, Rotate
 
@@ -57,13 +57,11 @@ class ExpectedAttentionScorer(Checked):
     epsilon: Amount | None = None  # None: 0, or AMONG_HEADS where heads compete for a budget
     covariance: bool = True
     value_norms: bool = True
+    cache_key = any_budget
 
     def among_heads(self) -> ExpectedAttentionScorer:
         """Score as the authors do where heads compete: a head whose attention is spread keeps some tokens."""
         return replace(self, epsilon=AMONG_HEADS) if self.epsilon is None else self
-
-    def cache_key(self, budget: int) -> int:
-        return 1
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         mean, covariance = self._expected(seen)

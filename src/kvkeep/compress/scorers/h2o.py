@@ -14,7 +14,6 @@ from kvkeep.types import Observation, Step
 class H2OScorer:
     """Scores by the token state of `AccumulatedAttention`."""
 
-    needs_attention = True
     per_head = True
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:

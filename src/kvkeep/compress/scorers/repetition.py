@@ -1,8 +1,14 @@
-"""What the model looks at when it repeats the text: KVzip (arXiv:2505.23416).
+"""What the model looks at when it repeats the text (KVzip, arXiv:2505.23416), or would. No question is needed.
 
-After a prompt, the model is told to repeat it, and fed the repetition, part by part, over the whole cache. A token's
-score is the most attention that any query of the instruction and the repetition pays to it, in one softmax over the
-text's first tokens, the part that is repeated, and what was fed so far. No question is needed.
+`Replay` (kvzip): after a prompt, the model is told to repeat it, and fed the repetition, part by part, over the whole
+cache. A token's score is the most attention that any query of the instruction and the repetition pays to it, in one
+softmax over the text's first tokens, the part that is repeated, and what was fed so far.
+
+`Repetition` (echo): the queries of a chunk, as they were in the prefill, are moved to where a repetition of the chunk
+would stand. There they attend to the first tokens, to the chunk, and, as if it were the part repeated so far, to the
+chunk up to themselves. A token's score is the most attention that any of them, or any of those `near` it, pays to it as
+a part of the text: to be repeated, a token is looked up where its own turn comes; far queries that happen to look at it
+only blur that.
 """
 
 from __future__ import annotations
@@ -15,7 +21,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Count, Positive
-from kvkeep.kernels.dispatch import repeated_attention
+from kvkeep.compress.attention import PromptScores, new_chunks
+from kvkeep.compress.budget.coverage import CERTAIN
+from kvkeep.kernels.dispatch import column_maximum, repeated_attention
 from kvkeep.types import Observation, Replayed, ReplayPass
 
 FIRST = "\n\nRepeat the previous context exactly."
@@ -26,6 +34,35 @@ LEAST = 64  # tokens of a part, however little room the model's context length l
 LEAST_NORM = 0.01  # of the median: a token with an embedding near 0 must not have a score beyond all bounds
 TAU, TAU_OF_NORMS = 0.003, 0.01  # budget="auto": what scores above it is needed; a norm is more than the most
 PARTS = 64  # at most because of that: a text as long as the model's context length is not fed word by word
+
+
+@dataclass(frozen=True)
+class RepetitionScorer:
+    """Scores by the token state of `Repetition`, or of another memory that scores a prompt's tokens once."""
+
+    def __call__(self, seen: Observation, budget: int) -> Tensor:
+        score = seen.token_state[..., 0]
+        return torch.where(score > 0, score, CERTAIN)  # generated tokens are not scored
+
+
+@dataclass(frozen=True)
+class Repetition(PromptScores):
+    """token_state [kv_heads, n, 1]: scores by the queries of a prompt, computed once in the pass that brings them."""
+
+    chunk: Positive = 2048
+    sinks: Count = 4
+    gap: Count = 20  # tokens between the text and its repetition: an instruction to repeat it
+    near: Count | None = None  # queries of tokens at most so far from a token score it; None: all of its chunk
+    rotates = True
+
+    def scores(self, seen: Observation) -> Tensor:
+        parts = []
+        for first, _, queries, keys in new_chunks(seen, self.chunk):
+            by = torch.full((keys.shape[1],), seen.expected + self.gap - first, device=keys.device)
+            sinks = seen.keys[:, : min(self.sinks, first)]
+            softmax = seen.scale, seen.softcap, seen.sink_logits
+            parts.append(column_maximum(queries, seen.rotate(queries, by), keys, sinks, *softmax, self.near))
+        return torch.cat(parts, 1)
 
 
 @dataclass(frozen=True)
