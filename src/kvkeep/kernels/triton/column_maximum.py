@@ -7,12 +7,12 @@ keys, the largest probability of all queries, or of those near them; or a norm o
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.column_mass import LOG2E, log_sum_exp
-from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
+from kvkeep.kernels.triton.column_mass import log_sum_exp
+from kvkeep.kernels.triton.common import cdiv, kernel, padded
+from kvkeep.kernels.triton.tiles import LOG2E, attention_logits, load_rows
 
 BLOCK = 64  # queries and keys
 
@@ -80,29 +80,24 @@ def _maximum(
     """
     (heads, q, dim), (kv_heads, m, _) = queries.shape, keys.shape
     highest = queries.new_empty(kv_heads, m, dtype=torch.float32)
-    log_weights = lse if weights is None else weights.float().log().contiguous()
+    log_weights = None if weights is None else weights.float().log().contiguous()
     _column_maximum[cdiv(m, BLOCK), kv_heads](
         queries, keys, lse, log_weights, highest, q, m, near, *queries.stride()[:2], *keys.stride()[:2],
-        heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None, weights is not None, norm, INTERPRETED,
-        max(MIN_BLOCK, pow2(dim)), BLOCK, BLOCK, num_warps=4, num_stages=2,
+        heads // kv_heads, dim, scale, softcap, norm, padded(dim), BLOCK, BLOCK, num_warps=4, num_stages=2,
     )  # fmt: skip
     return highest
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["q", "m", "near"])
+@kernel(do_not_specialize=["q", "m", "near"])
 def _column_maximum(
     queries, keys, lse, log_weights, highest, q, m, near, query_head, query_token, key_head, key_token, group, dim,
-    scale, softcap, CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, NORM: tl.constexpr, WIDEN: tl.constexpr,
-    DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    scale, softcap, NORM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
-    tokens, channels = block * KEYS + tl.arange(0, KEYS), tl.arange(0, DIM)
+    tokens = block * KEYS + tl.arange(0, KEYS)
     valid = tokens < m
-    k = tl.trans(tl.load(
-        keys + head.to(tl.int64) * key_head + tokens[:, None].to(tl.int64) * key_token + channels[None, :],
-        mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
-    ))  # fmt: skip
+    k = load_rows(keys + head.to(tl.int64) * key_head + tokens.to(tl.int64) * key_token, valid, dim, DIM)
+    k = tl.trans(k)
     # reduced at the end: no synchronization before
     total = tl.zeros([QUERIES, KEYS], tl.float32) if NORM else tl.full([QUERIES, KEYS], float("-inf"), tl.float32)
     same = q - m  # the query of the first key's token
@@ -110,16 +105,14 @@ def _column_maximum(
     for member in range(0, group):
         offset = (head * group + member).to(tl.int64)
         weight = tl.zeros([KEYS], tl.float32)
-        if WEIGHTED:
+        if log_weights is not None:
             weight = tl.load(log_weights + offset * m + tokens, mask=valid, other=0.0)
         for start in range(first, last, QUERIES):
             query_ids = start + tl.arange(0, QUERIES)
-            query = tl.load(
-                queries + offset * query_head + query_ids[:, None].to(tl.int64) * query_token + channels[None, :],
-                mask=(query_ids < q)[:, None] & (channels < dim)[None, :], other=0.0,
-            )  # fmt: skip
-            query_lse = tl.load(lse + offset * q + query_ids, mask=query_ids < q, other=float("inf"))
-            logits = softcapped(dot(query, k, WIDEN) * scale, softcap, CAPPED)
+            there = query_ids < q
+            query = load_rows(queries + offset * query_head + query_ids.to(tl.int64) * query_token, there, dim, DIM)
+            query_lse = tl.load(lse + offset * q + query_ids, mask=there, other=float("inf"))
+            logits = attention_logits(query, k, scale, softcap)
             far = tl.abs(query_ids[:, None] - same - tokens[None, :]) > near
             log_share = tl.where(far, float("-inf"), logits - query_lse[:, None] + weight[None, :]) * LOG2E
             if NORM:

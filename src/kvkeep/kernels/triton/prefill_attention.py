@@ -8,13 +8,13 @@ time, and attention to the keys before it is computed apart, in blocks of one si
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from kvkeep.kernels.torch.reference import sdpa_backend
-from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+from kvkeep.kernels.triton.common import cdiv, kernel, pow2
+from kvkeep.kernels.triton.tiles import load_rows, store_rows
 
 STEP = 256  # lengths are rounded up to a multiple
 BLOCK = 32768  # queries at a time: each block is two more shapes
@@ -134,22 +134,17 @@ def merge(one: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, output: Te
     return output
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["n", "lse_row", "lse_head", "other_row", "other_head"])
+@kernel(do_not_specialize=["n", "lse_row", "lse_head", "other_row", "other_head"])
 def _merge(
     one, other, output, lse, other_lse, row_1, head_1, token_1, row_2, head_2, token_2, row_3, head_3, token_3, lse_row,
     lse_head, other_row, other_head, n, heads, dim, TOKENS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    tokens, channels = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     valid, tokens = tokens < n, tokens.to(tl.int64)
-    inside = valid[:, None] & (channels < dim)[None, :]
     first = tl.load(lse + row * lse_row + head * lse_head + tokens, mask=valid, other=0.0)
     second = tl.load(other_lse + row * other_row + head * other_head + tokens, mask=valid, other=0.0)
     share = (1 / (1 + tl.exp(tl.minimum(first - second, 80.0))))[:, None]  # of the second
-    where = one + row * row_1 + head * head_1 + tokens[:, None] * token_1 + channels[None, :]
-    a = tl.load(where, mask=inside, other=0.0).to(tl.float32)
-    where = other + row * row_2 + head * head_2 + tokens[:, None] * token_2 + channels[None, :]
-    b = tl.load(where, mask=inside, other=0.0).to(tl.float32)
-    where = output + row * row_3 + head * head_3 + tokens[:, None] * token_3 + channels[None, :]
-    tl.store(where, (a + (b - a) * share).to(output.dtype.element_ty), mask=inside)
+    a = load_rows(one + row * row_1 + head * head_1 + tokens * token_1, valid, dim, DIM).to(tl.float32)
+    b = load_rows(other + row * row_2 + head * head_2 + tokens * token_2, valid, dim, DIM).to(tl.float32)
+    store_rows(output + row * row_3 + head * head_3 + tokens * token_3, a + (b - a) * share, valid, dim, DIM)

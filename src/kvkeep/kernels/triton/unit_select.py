@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+from kvkeep.kernels.triton.common import cdiv, kernel, pow2
+from kvkeep.kernels.triton.tiles import sortable
 
 COMPARED = 4096  # units per block of one program's selection
 FEW = 2 * COMPARED  # units of a head that one program selects from
@@ -47,15 +48,13 @@ def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tens
     )
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["units", "count"])
+@kernel(do_not_specialize=["units", "count"])
 def _select_uniform_units(scores, index, units, count, size, COMPARED: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     _select(scores + head * units, index + head * count * size, units, count, size, COMPARED)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most", "room"])
+@kernel(do_not_specialize=["most", "room"])
 def _select_counted(scores, selected, units, counts, most, room, lists, COMPARED: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     end, count = tl.load(units + head // lists).to(tl.int32), tl.load(counts + head // lists).to(tl.int32)
@@ -117,8 +116,7 @@ def _lowest(histograms, count, KNOWN: tl.constexpr):
     return last, num_equal, left
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most"])
+@kernel(do_not_specialize=["most"])
 def _count_digits(
     scores, histograms, units, counts, most, lists, DIGIT: tl.constexpr, DIGITS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -135,8 +133,7 @@ def _count_digits(
         tl.atomic_add(mine + DIGIT * 256 + tl.arange(0, 256), num, mask=num > 0)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most"])
+@kernel(do_not_specialize=["most"])
 def _count_selected(
     scores, histograms, found, units, counts, most, lists, DIGITS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -151,8 +148,7 @@ def _count_selected(
         tl.store(mine + 1, tl.sum(((unit_ids < end) & (rank == last)).to(tl.int32), 0))
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most", "room"])
+@kernel(do_not_specialize=["most", "room"])
 def _write_selected(
     scores, histograms, found, selected, units, counts, most, room, lists, DIGITS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -179,6 +175,4 @@ def _write_selected(
 @triton.jit
 def _rank(scores, valid):
     """float32 scores as numbers 0 … 2**32 - 1 in the same order."""
-    value = tl.load(scores, mask=valid, other=0.0)
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    return sortable(tl.load(scores, mask=valid, other=0.0))
