@@ -1,11 +1,8 @@
 """RoPE with given angles: `rotate`, one or two rotations in one pass; `apply_angles`, all or the first channels."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kvkeep.kernels.triton.common import cdiv, kernel, pow2
 from kvkeep.kernels.triton.tiles import load_rows, store_rows
@@ -13,7 +10,7 @@ from kvkeep.kernels.triton.tiles import load_rows, store_rows
 TOKENS = 8  # per program
 
 
-def rotate(vectors: Tensor, *angles: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(vectors, *angles):
     """Do what the reference does, for one or two rotations of vectors with last stride 1"""
     heads, n, dim = vectors.shape
     output = torch.empty(heads, n, dim, dtype=vectors.dtype, device=vectors.device)
@@ -54,7 +51,7 @@ def rotate_pair(a, b, cos, sin):
 ANGLE_TOKENS = 16  # per program
 
 
-def apply_angles(vectors: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:
+def apply_angles(vectors, cos, sin, interleaved, dtype):
     """Do what the reference does; vectors [heads, n, dim] with last stride 1, angles [n, pairs] or [heads, n, pairs]"""
     (heads, n, dim), pairs = vectors.shape, cos.shape[-1]
     output, rest = torch.empty(heads, n, dim, dtype=dtype, device=vectors.device), dim - 2 * pairs

@@ -3,21 +3,18 @@
 Neither stores a matrix of tokens × clusters, and no sum depends on the order in which programs finish.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
-from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvkeep.kernels.triton.common import MIN_BLOCK, cdiv, kernel, padded, pow2
+from kvkeep.kernels.triton.common import MIN_BLOCK, cdiv, floats, kernel, padded, pow2
 from kvkeep.kernels.triton.tiles import dot, load_rows
 
 TOKENS, CENTRES = 64, 64  # per block; fewer centres where keys are wide
 MEMBERS = 32  # of a cluster per iteration
 
 
-def assign(keys: Tensor, centres: Tensor, sizes: Tensor | None = None) -> Tensor:
+def assign(keys, centres, sizes=None):
     """Do what the reference does. Products are exact to float32 for any dtype: the keys decide near ties."""
     heads, n, dim = keys.shape
     keys, centres = keys.contiguous(), normalize(centres.float(), dim=-1).contiguous()
@@ -32,13 +29,13 @@ def assign(keys: Tensor, centres: Tensor, sizes: Tensor | None = None) -> Tensor
     return member
 
 
-def means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def means(keys, member, count):
     """Do what the reference does."""
     heads, n, dim = keys.shape
     keys, (sorted_member, order) = keys.contiguous(), member.sort(dim=1, stable=True)
     numbers = torch.arange(count + 1, device=keys.device).expand(heads, -1).contiguous()
     bounds = torch.searchsorted(sorted_member, numbers.to(sorted_member.dtype))
-    mean = torch.empty(heads, count, dim, dtype=torch.float32, device=keys.device)
+    mean = floats(keys, heads, count, dim)
     _means[count, heads](keys, order, bounds, mean, n, count, dim, MEMBERS, pow2(dim), num_warps=4)
     return mean, bounds.diff(dim=1)
 

@@ -14,24 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, kernel, padded
+from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, floats, kernel, padded
 from kvkeep.kernels.triton.tiles import LOG2E, attention_logits, dot, load_rows, softcapped
 
 PROGRAMS = 512  # enough to fill a large GPU
 ROWS = 128  # queries of a program that merges
 
 
-def column_mass(
-    queries: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    seq_len: int,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    weights: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
+def column_mass(queries, keys, positions, seq_len, scale, softcap=None, sink_logits=None, weights=None, lse=None):
     """Do what the reference does."""
     heads, q, dim = queries.shape
     kv_heads, n, _ = keys.shape
@@ -40,7 +30,7 @@ def column_mass(
         lse = log_sum_exp(queries, keys, positions, seq_len, scale, softcap, sink_logits)
     else:
         lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
-    mass = queries.new_empty(kv_heads, n, dtype=torch.float32)
+    mass = floats(queries, kv_heads, n)
     size, warps, stages = _blocks(q, dim, queries.dtype)
     _column_mass[cdiv(n, size), kv_heads](
         queries, keys, positions, lse, None if weights is None else weights.float().contiguous(), mass, seq_len - q, q,
@@ -68,13 +58,13 @@ def log_sum_exp(
     size, warps, stages = _blocks(q, dim, queries.dtype)
     blocks = cdiv(q, size)
     splits = max(1, min(cdiv(n, 4 * size), PROGRAMS // (blocks * heads)))
-    parts = queries.new_empty(splits, heads, q, dtype=torch.float32)
+    parts = floats(queries, splits, heads, q)
     _log_sum_exp[blocks, heads, splits](
         queries, keys, positions, parts, seq_len - q, q, n, *queries.stride()[:2], *keys.stride()[:2],
         positions.stride(0), heads // kv_heads, dim, scale, softcap, splits, seq_len == n, padded(dim), size, size,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    lse = queries.new_empty(heads, q, dtype=torch.float32)
+    lse = floats(queries, heads, q)
     _merge[heads, cdiv(q, ROWS)](parts, sink_logits, lse, q, splits, ROWS, num_warps=4)
     return lse
 
@@ -197,10 +187,10 @@ LOGITS = 2**14  # queries × keys at a time: what the registers of 8 warps hold 
 QUERIES = 64  # at a time, at most
 
 
-def chunk_mass(queries: Tensor, keys: Tensor, size: int) -> Tensor:
+def chunk_mass(queries, keys, size):
     """Do what the reference does, for chunks whose keys fit into shared memory, and last strides of 1"""
     (heads, m, dim), kv_heads = queries.shape, len(keys)
-    received, tile = keys.new_empty(kv_heads, m, dtype=torch.float32), padded(size)
+    received, tile = floats(keys, kv_heads, m), padded(size)
     block = max(MIN_BLOCK, min(QUERIES, LOGITS // tile, tile))
     _chunk_mass[m // size, kv_heads](
         queries, keys, received, m, size, *queries.stride()[:2], *keys.stride()[:2], heads // kv_heads, dim,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime import JITFunction, driver
@@ -28,6 +29,11 @@ def pow2(n: int) -> int:
 def padded(n: int) -> int:
     """The side of a matrix product that has room for n: a power of two, and not below what the hardware multiplies."""
     return max(MIN_BLOCK, pow2(n))
+
+
+def floats(like: Tensor, *shape: int) -> Tensor:
+    """An uninitialized float32 tensor on the device of another."""
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, kernel, padded, pow2
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, padded, pow2
 from kvkeep.kernels.triton.tiles import add_keys, attention_logits, copy_rows, load_rows, no_keys, store_rows
 
 BLOCK = 64  # tokens per iteration
@@ -24,17 +24,8 @@ PROGRAMS = 512  # enough to fill a large GPU
 
 
 def ragged_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    longest: int,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    logits_out: Tensor | None = None,
-) -> Tensor:
+    queries, keys, values, starts, lengths, longest, scale, softcap=None, sink_logits=None, logits_out=None
+):
     """Do what the reference does. queries [rows, heads, 1, dim]; logits_out as in `padded_attention`"""
     rows, heads, _, dim = queries.shape
     kv_heads, v_dim = starts.shape[1], values.shape[-1]
@@ -52,7 +43,7 @@ def ragged_attention(
 
 def split_results(query: Tensor, splits: int, v_dim: int) -> tuple[Tensor, Tensor]:
     """Uninitialized: each split's output, and its largest logit and sum of exponentials. query [rows, heads, dim]"""
-    partial = torch.empty(query.shape[:2].numel(), splits, v_dim, dtype=torch.float32, device=query.device)
+    partial = floats(query, query.shape[:2].numel(), splits, v_dim)
     return partial, partial.new_empty(*partial.shape[:2], 2)
 
 
@@ -66,16 +57,7 @@ def merged_splits(query: Tensor, partial: Tensor, weight: Tensor, sink_logits: T
     return output
 
 
-def padded_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    logits_out: Tensor | None = None,
-) -> Tensor:
+def padded_attention(queries, keys, values, lengths, scale, softcap=None, sink_logits=None, logits_out=None):
     """Do what the reference does, for contiguous keys and values [rows, kv_heads, size, dim]."""
     size = keys.shape[2]
     starts = torch.arange(0, lengths.numel() * size, size, device=keys.device).view_as(lengths)
@@ -83,9 +65,7 @@ def padded_attention(
     return ragged_attention(queries, *flat, starts, lengths, size, scale, softcap, sink_logits, logits_out)
 
 
-def append_ragged(
-    keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, starts: Tensor, lengths: Tensor, active: Tensor
-) -> None:
+def append_ragged(keys, values, new_keys, new_values, starts, lengths, active):
     """Do what the reference does."""
     rows, kv_heads, _, dim = new_keys.shape
     v_dim = new_values.shape[-1]
@@ -95,9 +75,7 @@ def append_ragged(
     )  # fmt: skip
 
 
-def copy_segments(
-    keys: Tensor, values: Tensor, starts: Tensor, source: tuple[Tensor, Tensor], first: Tensor, ends: Tensor, total: int
-) -> None:
+def copy_segments(keys, values, starts, source, first, ends, total):
     """Do what the reference does; starts may be strided."""
     dim, v_dim, segments = keys.shape[1], values.shape[1], len(starts)
     programs = max(1, cdiv(2 * cdiv(total, segments), COPIED))  # even of a segment twice as long as the others
@@ -217,17 +195,7 @@ def _merge(
 QUERIES = 64  # per program, over all heads of a group
 
 
-def extend_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    counts: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
+def extend_attention(queries, keys, values, starts, lengths, counts, scale, softcap=None, sink_logits=None):
     """Do what the reference does."""
     (rows, heads, q, dim), kv_heads, v_dim = queries.shape, starts.shape[1], values.shape[-1]
     group, members = heads // kv_heads, pow2(heads // kv_heads)
@@ -258,6 +226,7 @@ def _extend(
     own = tl.where(there & (token >= q - count), length - q + token, -1)  # index of the query's own key
     where = queries + row * row_stride + head.to(tl.int64) * head_stride + token.to(tl.int64) * token_stride
     query = load_rows(where, own >= 0, dim, DIM)
+    last = tl.where(own >= 0, own, 2147483647)  # padding sees all, and gives zeros
 
     row_max, row_sum, attended = no_keys(GROUP * TOKENS, V_DIM)
     for start in range(0, tl.max(own, 0) + 1, BLOCK):
@@ -265,8 +234,7 @@ def _extend(
         valid, slots = tokens < length, base + tokens
         k = load_rows(keys + slots * dim, valid, dim, DIM)
         logits = attention_logits(query, tl.trans(k), scale, softcap)
-        seen = (tokens[None, :] <= own[:, None]) | (own < 0)[:, None]  # padding sees anything, and gives zeros
-        logits = tl.where(seen, logits, float("-inf"))
+        logits = tl.where(tokens[None, :] <= last[:, None], logits, float("-inf"))
         row_max, row_sum, attended = add_keys(
             logits, values + slots * v_dim, valid, row_max, row_sum, attended, v_dim, V_DIM
         )

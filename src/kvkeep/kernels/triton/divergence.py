@@ -4,39 +4,25 @@ No attention row is stored. Two passes over the keys: the first finds every quer
 key's term of the divergence, split over the keys.
 """
 
-from __future__ import annotations
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kvkeep.kernels.triton.column_mass import log_sum_exp
-from kvkeep.kernels.triton.common import cdiv, kernel, padded
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, padded
 from kvkeep.kernels.triton.tiles import attention_logits, dot, load_rows
 
 KEYS = 64  # per block
 PROGRAMS = 2048  # enough to fill a large GPU, with an even end
 
 
-def js_distance(
-    queries: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    seq_len: int,
-    smooth: int,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    stepwise: bool = False,
-) -> Tensor:
+def js_distance(queries, keys, positions, seq_len, smooth, scale, softcap=None, sink_logits=None, stepwise=False):
     """Do what the reference does, for windows small enough that one program holds all w queries."""
     heads, w, dim = queries.shape
     kv_heads, n, _ = keys.shape
     queries, keys, positions = queries.contiguous(), keys.contiguous(), positions.contiguous()
     lse = log_sum_exp(queries, keys, positions, seq_len, scale, softcap)  # without the sink: these rows sum to 1
     splits = max(1, min(cdiv(n, 4 * KEYS), PROGRAMS // heads))
-    parts = queries.new_empty(heads, splits, w, dtype=torch.float32)
+    parts = floats(queries, heads, splits, w)
     _divergence[heads, splits](
         queries, keys, positions, lse, sink_logits, parts, seq_len - w, w, n, heads // kv_heads, dim, scale, softcap,
         smooth, splits, stepwise, padded(dim), padded(w), KEYS, num_warps=4, num_stages=2,

@@ -5,24 +5,21 @@
 bits, and takes some blocks of keys.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, kernel, padded, pow2
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, padded, pow2
 from kvkeep.kernels.triton.tiles import dot, load_rows
 
 TOKENS = 32  # per program
 
 
-def key_similarity(keys: Tensor, token_mask: Tensor, kappa: int) -> Tensor:
+def key_similarity(keys, token_mask, kappa):
     """Do what the reference does."""
     heads, n, dim = keys.shape
     keys, token_mask = keys.contiguous(), token_mask.contiguous()
-    similarity = torch.empty(heads, n, dtype=torch.float32, device=keys.device)
+    similarity = floats(keys, heads, n)
     _key_similarity[cdiv(n, TOKENS), heads](
         keys, token_mask.view(torch.uint8), similarity, n, dim, kappa, TOKENS, pow2(dim), num_warps=4
     )
@@ -58,10 +55,10 @@ KEYS = 128  # at a time
 BLOCKS = 8  # per program
 
 
-def quadratic_form(keys: Tensor, matrices: Tensor, vectors: Tensor) -> Tensor:
+def quadratic_form(keys, matrices, vectors):
     """Do what the reference does, for keys in bfloat16 with last stride 1"""
     (kv_heads, n, dim), heads = keys.shape, len(matrices)
-    output = keys.new_empty(heads, n, dtype=torch.float32)
+    output = floats(keys, heads, n)
     _quadratic_form[heads * cdiv(n, KEYS * BLOCKS),](
         keys, matrices.contiguous(), vectors.contiguous(), output, *keys.stride()[:2], n, heads, heads // kv_heads, dim,
         padded(dim), KEYS, BLOCKS, num_warps=8, num_stages=2,

@@ -1,11 +1,8 @@
 """The small operations between a layer's matrix products: each reads its input once and writes its output once."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kvkeep.kernels.triton.common import cdiv, kernel, pow2
 from kvkeep.kernels.triton.tiles import load_rows, store_rows
@@ -15,7 +12,7 @@ NORM_BLOCK = 1024  # numbers of a program, at least: short vectors are normalize
 GATE_BLOCK = 2048
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds: bool = True) -> Tensor:
+def rms_norm(x, weight, eps, offset=0.0, rounds=True):
     """Do what the reference does, for x [tokens…, dim] or, each head by itself, [rows, n, heads, dim]; last stride 1"""
     dim, heads = x.shape[-1], x.shape[2] if x.ndim == 4 else 1
     vectors = x.reshape(-1, heads, dim)
@@ -28,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds:
     return output
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def gated(gate, up, activation):
     """Do what the reference does, for last strides of 1"""
     dim = gate.shape[-1]
     output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -39,7 +36,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return output
 
 
-def rotate_heads(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_heads(queries, keys, cos, sin):
     """Do what the reference does, for last strides of 1; a token's heads lie beside each other in the result."""
     rows, heads, n, dim = queries.shape
     kv_heads = keys.shape[1]

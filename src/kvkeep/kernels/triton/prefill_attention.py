@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from kvkeep.kernels.torch.reference import sdpa_backend
-from kvkeep.kernels.triton.common import cdiv, kernel, pow2
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, pow2
 from kvkeep.kernels.triton.tiles import load_rows, store_rows
 
 STEP = 256  # lengths are rounded up to a multiple
@@ -26,7 +26,7 @@ TOKENS = 8  # of a program that merges
 Attended = tuple[Tensor, Tensor]  # output [rows, heads, q, dim] and log-sum-exp [rows, heads, q]
 
 
-def chunk_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def chunk_attention(queries, keys, values, scale):
     """Do what the reference does, where torch has a kernel (`sdpa_backend`)"""
     return attention_and_lse(queries, keys, values, scale)[0]
 
@@ -40,7 +40,7 @@ def attention_and_lse(queries: Tensor, keys: Tensor, values: Tensor, scale: floa
     if q <= BLOCK:
         return _block(queries, keys, values, scale)
     output = queries.new_empty(rows, q, heads, values.shape[-1]).transpose(1, 2)
-    lse = queries.new_empty(rows, heads, q, dtype=torch.float32)
+    lse = floats(queries, rows, heads, q)
     for start in range(0, q, BLOCK):
         end = min(start + BLOCK, q)
         block, seen = slice(start, end), slice(before + end)
@@ -69,9 +69,7 @@ def _block(queries: Tensor, keys: Tensor, values: Tensor, scale: float, output: 
     return (attended if output is None or far else output.copy_(attended)), lse
 
 
-def appended_attention(
-    queries: Tensor, held_keys: Tensor, held_values: Tensor, keys: Tensor, values: Tensor, scale: float
-) -> Tensor:
+def appended_attention(queries, held_keys, held_values, keys, values, scale):
     """Do what the reference does, where torch has a kernel; few of the held keys are copied.
 
     All queries see all of the others, so the heads of a group are more queries over one head's keys: fewer blocks of
@@ -79,10 +77,8 @@ def appended_attention(
     """
     rows, heads, q, dim = queries.shape
     far = held_keys.shape[2] // HELD * HELD
-    near_keys, near_values = (
-        torch.cat([held_keys[:, :, far:], keys], 2),
-        torch.cat([held_values[:, :, far:], values], 2),
-    )
+    near_keys = torch.cat([held_keys[:, :, far:], keys], 2)
+    near_values = torch.cat([held_values[:, :, far:], values], 2)
     attended, lse = _flash(queries, near_keys, near_values, True, scale)  # no plan for what is little work
     if not far:
         return attended

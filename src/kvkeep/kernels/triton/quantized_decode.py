@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV
+from kvkeep.kernels.torch.quantization import GROUP_SIZE
 from kvkeep.kernels.triton.common import cdiv, kernel, padded
 from kvkeep.kernels.triton.decode import merged_splits, split_results
 from kvkeep.kernels.triton.tiles import WIDE, add_logits, dot, half_logits
@@ -18,16 +18,7 @@ from kvkeep.kernels.triton.tiles import WIDE, add_logits, dot, half_logits
 PROGRAMS = 1024  # of one warp each: a group of 32 tokens is little work
 
 
-def append_quantized(
-    kv: QuantizedKV,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    active: Tensor,
-) -> None:
+def append_quantized(kv, tail_keys, tail_values, key, value, starts, lengths, active):
     """Do what the reference does, without synchronizing the host."""
     _must_be_contiguous(tail_keys=tail_keys, tail_values=tail_values, lengths=lengths)
     (rows, kv_heads, dim), v_dim = key.shape, value.shape[-1]
@@ -39,17 +30,8 @@ def append_quantized(
 
 
 def quantized_attention(
-    queries: Tensor,
-    kv: QuantizedKV,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    longest: int,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
+    queries, kv, tail_keys, tail_values, starts, lengths, longest, scale, softcap=None, sink_logits=None
+):
     """Do what the reference does. queries [rows, heads, 1, dim] -> [rows, heads, 1, v_dim]"""
     _must_be_contiguous(tail_keys=tail_keys, tail_values=tail_values)
     rows, heads, _, dim = queries.shape

@@ -7,31 +7,19 @@ the probabilities of the next queries, by query head or by KV head, and a third 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, kernel, padded
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, padded
 from kvkeep.kernels.triton.tiles import LOG2E, attention_logits, dot, load_rows, no_keys, store_rows
 
 TOKENS = 256  # per program that sums KV heads
 
 
 def two_region_attention(
-    queries: Tensor,
-    rotated: Tensor,
-    far: Callable[[], tuple[Tensor, Tensor]] | None,
-    near: tuple[Tensor, Tensor],
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    band: int = 0,
-    prior_mass: Tensor | None = None,
-    per_head: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    queries, rotated, far, near, scale, softcap=None, sink_logits=None, band=0, prior_mass=None, per_head=False
+):
     """Do what the reference does. The last stride of queries and rotated is 1"""
     (heads, w, dim), (keys, values) = queries.shape, near
     kv_heads, n, v_dim = values.shape
@@ -39,7 +27,7 @@ def two_region_attention(
     far_keys, far_values = near if far is None else (t.contiguous() for t in far())
     m = 0 if far is None else far_keys.shape[1]
     output = torch.empty(heads, w, v_dim, dtype=queries.dtype, device=queries.device)
-    lse = torch.empty(heads, w, dtype=torch.float32, device=queries.device)
+    lse = floats(queries, heads, w)
     sizes = padded(dim), padded(v_dim)
     block, tokens = _blocks(max(sizes), keys.dtype)
     _attention[cdiv(w, block), heads](
@@ -51,7 +39,7 @@ def two_region_attention(
         return output, None
     num_prior = 0 if prior_mass is None else prior_mass.shape[-1]
     rows = heads if per_head else kv_heads
-    parts = torch.empty(rows, n, dtype=torch.float32, device=queries.device)
+    parts = floats(queries, rows, n)
     prior = parts if prior_mass is None or not num_prior else prior_mass
     _band_mass[cdiv(n, tokens), rows](
         queries, keys, lse, parts, prior, n, w, num_prior, heads // kv_heads, dim, band, *queries.stride()[:2],
@@ -60,7 +48,7 @@ def two_region_attention(
     )  # fmt: skip
     if per_head:
         return output, parts
-    mass = torch.empty(n, dtype=torch.float32, device=queries.device)
+    mass = floats(queries, n)
     _sum_heads[cdiv(n, TOKENS),](parts, prior, mass, n, num_prior, kv_heads, TOKENS, num_warps=4)
     return output, mass
 

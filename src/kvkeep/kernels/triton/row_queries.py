@@ -5,30 +5,27 @@ by channel (moments, and each channel's term of a query's bias), the second aver
 averaged within their group and concatenated: channels of one vector.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, kernel, pow2
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, pow2
 from kvkeep.kernels.triton.tiles import load_rows, store_rows
 
 COMPARED = 1024  # units per block
 
 
-def mean_queries(queries: Tensor, kv_heads: int, moments: Tensor | None, weight: Tensor) -> Tensor:
+def mean_queries(queries, kv_heads, moments, weight):
     """Do what the reference does. The last stride of the queries is 1"""
     rows, heads, dim = queries.shape
-    vectors = torch.empty(rows, kv_heads * dim, dtype=torch.float32, device=queries.device)
+    vectors = floats(queries, rows, kv_heads * dim)
     _mean_queries[rows, kv_heads](
         queries, vectors, moments, weight, *queries.stride()[:2], heads // kv_heads, dim, pow2(dim), num_warps=1
     )
     return vectors
 
 
-def share_quota(scores: Tensor, units: Tensor, left: Tensor, densities: Tensor, layer: int, most: int) -> Tensor:
+def share_quota(scores, units, left, densities, layer, most):
     """Do what the reference does."""
     share = torch.empty_like(left)
     _share_quota[len(units),](
@@ -99,15 +96,13 @@ def _share_quota(scores, units, left, densities, share, most_units, layer, layer
 MOST, ROWS, CHANNELS = 256, 64, 32  # rows per block of the first pass and of the second; channels per block
 
 
-def weighted_query(
-    queries: Tensor, kv_heads: int, count: int, mean: Tensor | None, variance: Tensor | None, question: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def weighted_query(queries, kv_heads, count, mean, variance, question):
     """Do what the reference does, for queries with last stride 1"""
     heads, w, dim = queries.shape
     width, blocks, num_question = kv_heads * dim, cdiv(dim, CHANNELS), 0 if question is None else len(question)
-    window = torch.empty(w + num_question, width, dtype=torch.float32, device=queries.device)
-    parts = torch.empty(kv_heads * blocks, w + num_question, dtype=torch.float32, device=queries.device)
-    results = torch.empty(3, width, dtype=torch.float32, device=queries.device)
+    window = floats(queries, w + num_question, width)
+    parts = floats(queries, kv_heads * blocks, w + num_question)
+    results = floats(queries, 3, width)
     _moments[kv_heads, blocks](
         queries, window if question is None else question.contiguous(), mean, variance, window, parts, results, w,
         num_question, heads // kv_heads, dim, *queries.stride()[:2], count / (count + w), w / (count + w),

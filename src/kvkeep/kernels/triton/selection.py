@@ -16,13 +16,7 @@ BLOCK = 1024  # tokens per program
 SCANNED = 4096  # tokens per iteration of a program that scans a whole head
 
 
-def ranks(
-    scores: Tensor,
-    forced: Tensor | None = None,
-    token_mask: Tensor | None = None,
-    member: Tensor | None = None,
-    unit_scores: Tensor | None = None,
-) -> Tensor:
+def ranks(scores, forced=None, token_mask=None, member=None, unit_scores=None):
     """Do what the reference does. scores [kv_heads, n] float32"""
     (rows, n), scores = scores.shape, scores.contiguous()
     keys = torch.empty(rows * n, dtype=torch.int64, device=scores.device)
@@ -46,9 +40,7 @@ def _rows(tensor: Tensor | None, instead: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def top_counts(
-    scores: Tensor, rank: Tensor, floor: Tensor, total: int, member: Tensor | None, unit_scores: Tensor | None
-) -> Tensor:
+def top_counts(scores, rank, floor, total, member, unit_scores):
     """Do what the reference does. -> [kv_heads] int64"""
     (heads, n), scores = scores.shape, scores.contiguous()
     keys = torch.empty(heads * n, dtype=torch.int64, device=scores.device)
@@ -62,7 +54,7 @@ def top_counts(
     return counts
 
 
-def places_of(rank: Tensor, counts: Tensor, total: int) -> Tensor:
+def places_of(rank, counts, total):
     """Do what the reference does. -> [2, total] int64"""
     heads, n = rank.shape
     places = torch.empty(2, total, dtype=torch.int64, device=rank.device)
@@ -149,7 +141,7 @@ def _places_of(rank, counts, places, n, total, HEADS: tl.constexpr, BLOCK: tl.co
 SMOOTHED = 512  # tokens per program
 
 
-def smooth(scores: Tensor, among: Tensor, width: int, kind: str) -> Tensor:
+def smooth(scores, among, width, kind):
     """Smooth scores as torch/scoring.py does. scores [kv_heads, n] float32"""
     (heads, n), scores = scores.shape, scores.contiguous()
     among = (among if among.stride(-1) == 1 else among.contiguous()).view(torch.uint8)

@@ -5,11 +5,8 @@ ones. No length is known to the host, so everything can be captured in a CUDA gr
 that near tokens got to their mass.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kvkeep.kernels.triton.apply_rope import rotate_pair
 from kvkeep.kernels.triton.common import cdiv, kernel, padded, pow2
@@ -25,28 +22,12 @@ from kvkeep.kernels.triton.tiles import add_keys, half_logits, load_rows, no_key
 
 BLOCK = 64  # tokens per iteration
 MASS_BLOCK = 32  # tokens per program
-Pair = tuple[Tensor, Tensor]
 
 
 def slotted_attention(
-    queries: Tensor,
-    rotated: Tensor,
-    far: Pair,
-    slots: Tensor,
-    num_far: Tensor,
-    near: Pair,
-    begin: Tensor,
-    end: Tensor,
-    sinks: int,
-    unit: int,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    angles: Pair | None = None,
-    mass: Tensor | None = None,
-    band: int = 0,
-    active: Tensor | None = None,
-) -> Tensor:
+    queries, rotated, far, slots, num_far, near, begin, end, sinks, unit, scale, softcap=None, sink_logits=None,
+    angles=None, mass=None, band=0, active=None,
+):  # fmt: skip
     """Do what the reference does. far, near, slots, num_far, begin, active: contiguous"""
     rows, heads, dim = queries.shape
     kv_heads, size, v_dim = near[1].shape[1:]

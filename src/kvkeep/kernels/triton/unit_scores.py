@@ -6,40 +6,31 @@ of a pool): blocks beyond are not read, and their scores not written.
 `unit_representatives`, the mean key of a unit's representative tokens: one program per unit.
 """
 
-from __future__ import annotations
-
-import torch
 import triton.language as tl
-from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, kernel, padded, pow2
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, padded, pow2
 from kvkeep.kernels.triton.tiles import dot, load_rows, store_rows
 
 UNITS, CHANNELS = 16, 128  # per block
 VOTED = 128  # tokens per block of the votes
 
 
-def score_centroids(query: Tensor, centroids: Tensor) -> Tensor:
-    """Do what the reference does. query [heads, dim], centroids [heads, units, dim]"""
-    return score_representatives(query, centroids, False)
-
-
-def score_representatives(query: Tensor, descriptions: Tensor, cosine: bool, units: Tensor | None = None) -> Tensor:
-    """Do what the reference does. query [dim] or [rows, dim], descriptions [rows, units, dim]"""
-    rows, most, dim = descriptions.shape
-    query, descriptions = query.contiguous(), descriptions.contiguous()
-    scores = torch.empty(rows, most, dtype=torch.float32, device=query.device)
+def score_representatives(vector, unit_index, cosine, units=None):
+    """Do what the reference does."""
+    rows, most, dim = unit_index.shape
+    vector, unit_index = vector.contiguous(), unit_index.contiguous()
+    scores = floats(vector, rows, most)
     _products[cdiv(most, UNITS), rows](
-        query, descriptions, scores, units, most, dim, cosine, UNITS, CHANNELS, num_warps=4
+        vector, unit_index, scores, units, most, dim, cosine, UNITS, CHANNELS, num_warps=4
     )
     return scores
 
 
-def score_page_bounds(query: Tensor, bounds: Tensor, units: Tensor | None = None) -> Tensor:
+def score_page_bounds(query, bounds, units=None):
     """Do what the reference does. query [heads, dim], bounds [kv_heads, units, 2, dim]"""
     kv_heads, most, _, dim = bounds.shape
     query, bounds = query.contiguous(), bounds.contiguous()
-    scores = torch.empty(kv_heads, most, dtype=torch.float32, device=query.device)
+    scores = floats(query, kv_heads, most)
     _score_page_bounds[cdiv(most, UNITS), kv_heads](
         query, bounds, scores, units, most, dim, len(query) // kv_heads,
         1 if units is None else kv_heads // len(units), UNITS, CHANNELS, num_warps=4,
@@ -47,13 +38,13 @@ def score_page_bounds(query: Tensor, bounds: Tensor, units: Tensor | None = None
     return scores
 
 
-def score_tokens(queries: Tensor, keys: Tensor, scale: float, units: Tensor) -> Tensor:
+def score_tokens(queries, keys, scale, units):
     """Do what the reference does. queries [rows, heads, dim], keys [rows, kv_heads, most, dim], contiguous"""
     rows, kv_heads, most, dim = keys.shape
     heads, blocks = queries.shape[1], cdiv(most, VOTED)
-    logits = torch.empty(rows, heads, most, dtype=torch.float32, device=keys.device)
-    parts = torch.empty(rows, heads, blocks, 2, dtype=torch.float32, device=keys.device)
-    scores = torch.empty(rows, most, dtype=torch.float32, device=keys.device)
+    logits = floats(keys, rows, heads, most)
+    parts = floats(keys, rows, heads, blocks, 2)
+    scores = floats(keys, rows, most)
     _token_logits[blocks, rows * kv_heads](
         queries.float().contiguous(), keys, logits, parts, units, most, kv_heads, heads // kv_heads, dim, scale,
         padded(heads // kv_heads), padded(dim), VOTED, num_warps=4,
@@ -163,15 +154,13 @@ def _score_page_bounds(
         tl.store(scores + head * most + unit_ids, tl.sum(total, 1) / group, mask=unit_ids < end)
 
 
-def unit_representatives(
-    keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, out: Tensor | None = None
-) -> Tensor:
+def unit_representatives(keys, mass, units, count, cosine, out=None):
     """Do what the reference does; out: buffer for the result."""
     kv_heads, n, dim = keys.shape
     keys = keys if keys.stride(1) == dim and keys.stride(2) == 1 else keys.contiguous()
     size = n // units
     if out is None:
-        out = torch.empty(1, units, kv_heads * dim, dtype=torch.float32, device=keys.device)
+        out = floats(keys, 1, units, kv_heads * dim)
     if mass.dim() == 2 and count >= size:
         mass = mass[0]  # all tokens are chosen
     if mass.dim() == 2:

@@ -4,12 +4,9 @@ are taken, and of its equals the later ones.
 One program does so for a few thousand units of a head; of more, each program has a block, and they meet in histograms.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kvkeep.kernels.triton.common import cdiv, kernel, pow2
 from kvkeep.kernels.triton.tiles import sortable
@@ -20,22 +17,24 @@ SPREAD = 1024  # units per program, of more
 DIGITS = 4  # of 8 bits
 
 
-def select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
+def select_uniform_units(scores, size, quota):
     """Do what the reference does. scores [heads, units] float32"""
     heads, units = scores.shape
     count = min(units, quota // size)
     index = torch.empty(heads, count * size, dtype=torch.int64, device=scores.device)
     if count:
-        _select_uniform_units[heads,](scores.contiguous(), index, units, count, size, COMPARED, num_warps=16)
+        _select_units[heads,](
+            scores.contiguous(), index, None, None, units, count * size, count, 1, size, COMPARED, num_warps=16
+        )
     return index
 
 
-def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tensor) -> None:
+def select_counted(scores, units, counts, selected):
     """Do what the reference does."""
     rows, lists, most = scores.shape
-    sizes = most, selected.shape[2], lists
+    room = selected.shape[2]
     if most <= FEW:
-        _select_counted[rows * lists,](scores, selected, units, counts, *sizes, COMPARED, num_warps=16)
+        _select_units[rows * lists,](scores, selected, units, counts, most, room, 0, lists, 1, COMPARED, num_warps=16)
         return
     grid = blocks, lines = cdiv(most, SPREAD), rows * lists
     histograms = torch.zeros(lines, DIGITS, 256, dtype=torch.int32, device=scores.device)
@@ -44,22 +43,20 @@ def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tens
         _count_digits[grid](scores, histograms, units, counts, most, lists, digit, DIGITS, SPREAD, num_warps=4)
     _count_selected[grid](scores, histograms, found, units, counts, most, lists, DIGITS, SPREAD, num_warps=4)
     _write_selected[grid](
-        scores, histograms, found, selected, units, counts, *sizes, DIGITS, SPREAD, pow2(blocks), num_warps=4
+        scores, histograms, found, selected, units, counts, most, room, lists, DIGITS, SPREAD, pow2(blocks), num_warps=4
     )
 
 
-@kernel(do_not_specialize=["units", "count"])
-def _select_uniform_units(scores, index, units, count, size, COMPARED: tl.constexpr):
-    head = tl.program_id(0).to(tl.int64)
-    _select(scores + head * units, index + head * count * size, units, count, size, COMPARED)
-
-
-@kernel(do_not_specialize=["most", "room"])
-def _select_counted(scores, selected, units, counts, most, room, lists, COMPARED: tl.constexpr):
-    head = tl.program_id(0).to(tl.int64)
-    end, count = tl.load(units + head // lists).to(tl.int32), tl.load(counts + head // lists).to(tl.int32)
+@kernel(do_not_specialize=["most", "room", "count"])
+def _select_units(
+    scores, index, units, counts, most, room, count, lists, size, COMPARED: tl.constexpr
+):  # fmt: skip
+    """Select `count` of each line's `most` units, or, where `units` and `counts` are given, as many as these say."""
+    line, end = tl.program_id(0).to(tl.int64), most
+    if units is not None:
+        end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
     if (end > 0) & (count > 0):
-        _select(scores + head * most, selected + head * room, end, count, 1, COMPARED)
+        _select(scores + line * most, index + line * room, end, count, size, COMPARED)
 
 
 @triton.jit
