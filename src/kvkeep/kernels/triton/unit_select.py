@@ -54,9 +54,14 @@ def _select_units(
     """Select `count` of each line's `most` units, or, where `units` and `counts` are given, as many as these say."""
     line, end = tl.program_id(0).to(tl.int64), most
     if units is not None:
-        end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
+        end, count = _sizes(units, counts, line // lists)
     if (end > 0) & (count > 0):
         _select(scores + line * most, index + line * room, end, count, size, COMPARED)
+
+
+@triton.jit
+def _sizes(units, counts, row):
+    return tl.load(units + row).to(tl.int32), tl.load(counts + row).to(tl.int32)
 
 
 @triton.jit
@@ -69,7 +74,7 @@ def _select(scores, index, units, count, size, COMPARED: tl.constexpr):
         for start in range(0, units, COMPARED):
             unit_ids = start + tl.arange(0, COMPARED)
             rank = _rank(scores + unit_ids, unit_ids < units)
-            same = (unit_ids < units) & ((rank >> (shift + 8)) == last)
+            same = (rank >> (shift + 8)) == last
             num += tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=same)
         digit, num_equal, left = _next_digit(num, left)
         last = last * 256 + digit
@@ -78,15 +83,20 @@ def _select(scores, index, units, count, size, COMPARED: tl.constexpr):
     for start in range(0, units, COMPARED):
         unit_ids = start + tl.arange(0, COMPARED)
         rank = _rank(scores + unit_ids, unit_ids < units)
-        same = ((rank == last) & (unit_ids < units)).to(tl.int32)
-        is_late = num_equal_seen + tl.cumsum(same, 0) > skip
-        is_selected = (unit_ids < units) & ((rank > last) | ((same > 0) & is_late))
+        is_selected = _is_selected(rank, last, num_equal_seen, skip)
         slot = num_selected + tl.cumsum(is_selected.to(tl.int32), 0) - 1
         for j in range(0, size):
             number = (unit_ids.to(tl.int64) * size + j).to(index.dtype.element_ty)
             tl.store(index + slot.to(tl.int64) * size + j, number, mask=is_selected)
         num_selected += tl.sum(is_selected.to(tl.int32), 0)
-        num_equal_seen += tl.sum(same, 0)
+        num_equal_seen += tl.sum((rank == last).to(tl.int32), 0)
+
+
+@triton.jit
+def _is_selected(rank, last, num_equal_before, skip):
+    """Whether a unit ranks above the last that is selected, or as high and behind the first `skip` of these."""
+    same = (rank == last).to(tl.int32)
+    return (rank > last) | ((same > 0) & (num_equal_before + tl.cumsum(same, 0) > skip))
 
 
 @triton.jit
@@ -119,13 +129,13 @@ def _count_digits(
 ):
     """Count the next digit of the units of a block whose first digits are those of the lowest selected rank."""
     block, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
+    end, count = _sizes(units, counts, line // lists)
     if (block * BLOCK < end) & (count > 0):
         mine = histograms + line * DIGITS * 256
         last, _, _ = _lowest(mine, count, DIGIT)
         unit_ids = block * BLOCK + tl.arange(0, BLOCK)
         rank = _rank(scores + line * most + unit_ids, unit_ids < end)
-        same = (unit_ids < end) & ((rank >> (32 - 8 * DIGIT)) == last)
+        same = (rank >> (32 - 8 * DIGIT)) == last
         num = tl.histogram(((rank >> (24 - 8 * DIGIT)) & 255).to(tl.int32), 256, mask=same)
         tl.atomic_add(mine + DIGIT * 256 + tl.arange(0, 256), num, mask=num > 0)
 
@@ -135,14 +145,14 @@ def _count_selected(
     scores, histograms, found, units, counts, most, lists, DIGITS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     block, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
+    end, count = _sizes(units, counts, line // lists)
     if (block * BLOCK < end) & (count > 0):
         last, _, _ = _lowest(histograms + line * DIGITS * 256, count, DIGITS)
         unit_ids = block * BLOCK + tl.arange(0, BLOCK)
         rank = _rank(scores + line * most + unit_ids, unit_ids < end)
         mine = found + (line * tl.num_programs(0) + block) * 2
-        tl.store(mine, tl.sum(((unit_ids < end) & (rank > last)).to(tl.int32), 0))
-        tl.store(mine + 1, tl.sum(((unit_ids < end) & (rank == last)).to(tl.int32), 0))
+        tl.store(mine, tl.sum((rank > last).to(tl.int32), 0))
+        tl.store(mine + 1, tl.sum((rank == last).to(tl.int32), 0))
 
 
 @kernel(do_not_specialize=["most", "room"])
@@ -151,7 +161,7 @@ def _write_selected(
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
+    end, count = _sizes(units, counts, line // lists)
     if (block * BLOCK < end) & (count > 0):
         last, num_equal, left = _lowest(histograms + line * DIGITS * 256, count, DIGITS)
         before = tl.arange(0, BLOCKS)
@@ -161,9 +171,7 @@ def _write_selected(
         skip = num_equal - left  # of the equals, the first are not selected
         unit_ids = block * BLOCK + tl.arange(0, BLOCK)
         rank = _rank(scores + line * most + unit_ids, unit_ids < end)
-        same = ((rank == last) & (unit_ids < end)).to(tl.int32)
-        is_late = num_equal_before + tl.cumsum(same, 0) > skip
-        is_selected = (unit_ids < end) & ((rank > last) | ((same > 0) & is_late))
+        is_selected = _is_selected(rank, last, num_equal_before, skip)
         first = num_above + tl.maximum(num_equal_before - skip, 0)
         slot = first + tl.cumsum(is_selected.to(tl.int32), 0) - 1
         tl.store(selected + line * room + slot, unit_ids, mask=is_selected)
@@ -171,5 +179,5 @@ def _write_selected(
 
 @triton.jit
 def _rank(scores, valid):
-    """float32 scores as numbers 0 … 2**32 - 1 in the same order."""
-    return sortable(tl.load(scores, mask=valid, other=0.0))
+    """float32 scores as numbers 0 … 2**32 - 1 in the same order, -1 where not valid."""
+    return tl.where(valid, sortable(tl.load(scores, mask=valid, other=0.0)), -1)
