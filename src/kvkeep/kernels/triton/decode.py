@@ -243,5 +243,5 @@ def _extend(
         top = tl.maximum(row_max, sink)
         rescale = tl.exp(row_max - top)
         attended, row_sum = attended * rescale[:, None], row_sum * rescale + tl.exp(sink - top)
-    attended = tl.where((own >= 0)[:, None], attended / tl.where(row_sum == 0, 1.0, row_sum)[:, None], 0.0)
+    attended = attended / tl.where(own >= 0, row_sum, float("inf"))[:, None]
     store_rows(output + ((row * kv_heads * group + head) * q + token) * v_dim, attended, there, v_dim, V_DIM)
