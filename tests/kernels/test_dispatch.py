@@ -1,6 +1,8 @@
 """A kernel is used where it works and where its tensors are; torch does the rest."""
 
 import warnings
+from importlib import import_module
+from inspect import signature
 
 import pytest
 import torch
@@ -119,3 +121,17 @@ def test_long_texts_that_are_attended_to_in_two_passes(monkeypatch):
     assert not is_used(like=torch.Tensor)
     monkeypatch.undo()
     assert reference.sdpa_backend(*(torch.zeros(1, 2, 4, 8) for _ in range(3)), 0.3) is None  # float32
+
+
+def test_a_kernel_takes_what_its_reference_takes():
+    """Types stand in the reference alone; a kernel may know more arguments, or fewer that have a default."""
+    pytest.importorskip("triton")
+    from kvkeep.kernels import dispatch
+
+    found = [each for each in vars(dispatch).values() if isinstance(each, dispatch.KernelDispatch)]
+    assert len(found) > 30
+    for each in found:
+        module = import_module(f"kvkeep.kernels.triton.{each.kernel.module}")
+        own, known = (list(signature(f).parameters.values()) for f in (getattr(module, each.name), each.reference))
+        assert all(mine.name == theirs.name for mine, theirs in zip(own, known, strict=False)), each.name
+        assert all(extra.default is not extra.empty for extra in [*own[len(known) :], *known[len(own) :]]), each.name

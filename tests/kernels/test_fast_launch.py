@@ -16,7 +16,7 @@ hypothesis = pytest.importorskip("hypothesis")
 
 from hypothesis import strategies as st  # noqa: E402
 
-from kvkeep.kernels.triton import common  # noqa: E402
+from kvkeep.kernels.triton import common, tiles  # noqa: E402
 from kvkeep.kernels.triton.common import FastLauncher, cdiv, pow2  # noqa: E402
 
 KINDS = ["tensor", "number", "free", "scale", "FIXED"]  # of the parameters of the kernel below
@@ -289,7 +289,7 @@ def test_host_functions_are_tritons(n):
 
 
 @pytest.mark.skipif(
-    not isinstance(common.fast_launch(common.dot), FastLauncher), reason="nothing is compiled, or by an old Triton"
+    not isinstance(common.fast_launch(tiles.dot), FastLauncher), reason="nothing is compiled, or by an old Triton"
 )
 def test_kernels_of_reading_and_writing_are_quick():
     for name in (

@@ -190,7 +190,6 @@ unit_representatives = KernelDispatch(
 )
 score_representatives = KernelDispatch("score_representatives", "unit_scores", retrieval_units.score_representatives)
 score_page_bounds = KernelDispatch("score_page_bounds", "unit_scores", retrieval_units.score_page_bounds)
-score_centroids = KernelDispatch("score_centroids", "unit_scores", retrieval_units.score_centroids)
 score_tokens = KernelDispatch("score_tokens", "unit_scores", retrieval_units.score_tokens)
 select_uniform_units = KernelDispatch(
     "select_uniform_units", "unit_select", retrieval_units.select_uniform_units, _is_float32

@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 
 from kvkeep.arguments import Amount, Checked, Positive
 from kvkeep.kernels import dispatch
-from kvkeep.kernels.dispatch import means, score_centroids, score_page_bounds, score_representatives, score_tokens
+from kvkeep.kernels.dispatch import means, score_page_bounds, score_representatives, score_tokens
 from kvkeep.kernels.torch import retrieval_units
 from kvkeep.kernels.torch.ranking import best_first
 from kvkeep.kernels.torch.retrieval_units import Moments, activation_bias, by_head, concat_heads, score_entropy
@@ -219,7 +219,7 @@ class Centres(Checked):
         """[kv_heads, units]"""
         mean = query.queries.float().mean(1).view(query.kv_heads, -1, query.queries.shape[-1])
         if not self.estimate:
-            return score_centroids(mean.mean(1), unit_index) * query.scale
+            return score_representatives(mean.mean(1), unit_index, False) * query.scale
         logits = mean @ unit_index.float().transpose(1, 2) * query.scale
         per_key = logits - (logits + sizes.log()[:, None]).logsumexp(-1, keepdim=True)
         per_key = per_key.exp().mean(1)

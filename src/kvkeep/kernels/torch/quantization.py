@@ -77,24 +77,6 @@ class QuantizedKV:
         return sum(t.untyped_storage().nbytes() for t in self.tensors)
 
 
-def write(kv: QuantizedKV, start: int, keys: Tensor, values: Tensor) -> None:
-    """Quantize whole groups from slot `start` on. keys [n, dim], values [n, value_dim]"""
-    n = len(keys)
-    if start % GROUP_SIZE or n % GROUP_SIZE:
-        raise ValueError(f"{n} tokens at slot {start}: both must be multiples of {GROUP_SIZE}; put the rest in a tail.")
-    if start < 0 or start + n > kv.slots:
-        raise ValueError(f"{n} tokens at slot {start} do not fit in {kv.slots} slots.")
-    groups = torch.arange(start // GROUP_SIZE, (start + n) // GROUP_SIZE, device=kv.device)
-    write_groups(kv, groups, *(t.reshape(n // GROUP_SIZE, GROUP_SIZE, t.shape[1]) for t in (keys, values)))
-
-
-def read(kv: QuantizedKV, start: int, n: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Dequantize n tokens to a dtype (None: the model's). -> keys [n, dim], values [n, value_dim]"""
-    keys, values = _dequantize(kv, torch.arange(start, start + n, device=kv.device))
-    dtype = dtype or kv.key_scales.dtype
-    return keys.to(dtype), values.to(dtype)
-
-
 def append_quantized(
     kv: QuantizedKV,
     tail_keys: Tensor,

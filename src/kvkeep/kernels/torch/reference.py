@@ -277,12 +277,7 @@ def _single_head(
         if q == 1:
             return sdpa(query.transpose(0, 1)[None], key[None, None], value[None, None], scale=scale)[0].transpose(0, 1)
         mask = causal_lower_right(q, n, query.device)
-        return sdpa(
-            query[None],
-            key.expand(1, len(query), -1, -1),
-            value.expand(1, len(query), -1, -1),
-            attn_mask=mask,
-            scale=scale,
-        )[0]
+        key, value = (t.expand(1, len(query), -1, -1) for t in (key, value))
+        return sdpa(query[None], key, value, attn_mask=mask, scale=scale)[0]
     allowed = causal_lower_right(q, n, query.device)[None]
     return probabilities(query, key[None], allowed, scale, softcap, sink_logits)[0].to(value.dtype) @ value

@@ -160,11 +160,6 @@ def score_page_bounds(query: Tensor, bounds: Tensor, units: Tensor | None = None
     return (positive * high).sum(-1) + (negative * low).sum(-1)
 
 
-def score_centroids(query: Tensor, unit_index: Tensor) -> Tensor:
-    """query [heads, dim], unit_index [heads, units, dim] -> [heads, units]"""
-    return (unit_index.float() @ query[..., None])[..., 0]
-
-
 def score_tokens(queries: Tensor, keys: Tensor, scale: float, units: Tensor) -> Tensor:
     """Softmax of each head over its row's first `units` keys, summed over heads.
 

@@ -1,18 +1,16 @@
 """RoPE with given angles: `rotate`, one or two rotations in one pass; `apply_angles`, all or the first channels."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+from kvkeep.kernels.triton.common import cdiv, kernel, pow2
+from kvkeep.kernels.triton.tiles import load_rows, store_rows
 
 TOKENS = 8  # per program
 
 
-def rotate(vectors: Tensor, *angles: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(vectors, *angles):
     """Do what the reference does, for one or two rotations of vectors with last stride 1"""
     heads, n, dim = vectors.shape
     output = torch.empty(heads, n, dim, dtype=vectors.dtype, device=vectors.device)
@@ -24,28 +22,27 @@ def rotate(vectors: Tensor, *angles: tuple[Tensor, Tensor]) -> Tensor:
     return output
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["n"])
+@kernel(do_not_specialize=["n"])
 def _rotate(
     vectors, cos, sin, then_cos, then_sin, output, head_stride, token_stride, n, half, TWICE: tl.constexpr,
     TOKENS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     head, tokens = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    pairs = tl.arange(0, HALF)
-    inside = (tokens < n)[:, None] & (pairs < half)[None, :]
-    source = vectors + head * head_stride + tokens[:, None] * token_stride + pairs[None, :]
-    a, b = tl.load(source, mask=inside), tl.load(source + half, mask=inside)
-    angle = tokens[:, None] * 2 * half + half + pairs[None, :]  # the sines of the second half are not negated
-    a, b = _rotate_pair(a, b, tl.load(cos + angle, mask=inside), tl.load(sin + angle, mask=inside))
+    valid = tokens < n
+    source = vectors + head * head_stride + tokens * token_stride
+    a, b = load_rows(source, valid, half, HALF), load_rows(source + half, valid, half, HALF)
+    angle = tokens * 2 * half + half  # the sines of the second half are not negated
+    a, b = rotate_pair(a, b, load_rows(cos + angle, valid, half, HALF), load_rows(sin + angle, valid, half, HALF))
     if TWICE:
-        a, b = _rotate_pair(a, b, tl.load(then_cos + angle, mask=inside), tl.load(then_sin + angle, mask=inside))
-    target = output + (head * n + tokens[:, None]) * 2 * half + pairs[None, :]
-    tl.store(target, a, mask=inside)
-    tl.store(target + half, b, mask=inside)
+        c, s = load_rows(then_cos + angle, valid, half, HALF), load_rows(then_sin + angle, valid, half, HALF)
+        a, b = rotate_pair(a, b, c, s)
+    target = output + (head * n + tokens) * 2 * half
+    store_rows(target, a, valid, half, HALF)
+    store_rows(target + half, b, valid, half, HALF)
 
 
 @triton.jit
-def _rotate_pair(a, b, cos, sin):
+def rotate_pair(a, b, cos, sin):
     """Rotate in float32, rounded to the input dtype after each rotation."""
     first, second = a.to(tl.float32), b.to(tl.float32)
     return (first * cos - second * sin).to(a.dtype), (second * cos + first * sin).to(b.dtype)
@@ -54,7 +51,7 @@ def _rotate_pair(a, b, cos, sin):
 ANGLE_TOKENS = 16  # per program
 
 
-def apply_angles(vectors: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:
+def apply_angles(vectors, cos, sin, interleaved, dtype):
     """Do what the reference does; vectors [heads, n, dim] with last stride 1, angles [n, pairs] or [heads, n, pairs]"""
     (heads, n, dim), pairs = vectors.shape, cos.shape[-1]
     output, rest = torch.empty(heads, n, dim, dtype=dtype, device=vectors.device), dim - 2 * pairs
@@ -65,8 +62,7 @@ def apply_angles(vectors: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, d
     return output
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["n"])
+@kernel(do_not_specialize=["n"])
 def _apply_angles(
     vectors, cos, sin, output, head_stride, token_stride, angle_head, n, heads, dim, pairs, INTERLEAVED: tl.constexpr,
     PARTIAL: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
@@ -80,15 +76,13 @@ def _apply_angles(
     first, second = pair, pair + pairs
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1
-    angle = head * angle_head + tokens[:, None] * pairs + pair[None, :]
-    c, s = tl.load(cos + angle, mask=inside, other=0.0), tl.load(sin + angle, mask=inside, other=0.0)
+    angle = head * angle_head + tokens * pairs
+    c, s = load_rows(cos + angle, valid, pairs, PAIRS), load_rows(sin + angle, valid, pairs, PAIRS)
     a = tl.load(source[:, None] + first[None, :], mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source[:, None] + second[None, :], mask=inside, other=0.0).to(tl.float32)
     kind = output.dtype.element_ty
     tl.store(target[:, None] + first[None, :], (a * c - b * s).to(kind), mask=inside)
     tl.store(target[:, None] + second[None, :], (b * c + a * s).to(kind), mask=inside)
     if PARTIAL:
-        channels = 2 * pairs + tl.arange(0, REST)
-        inside = valid[:, None] & (channels < dim)[None, :]
-        rest = tl.load(source[:, None] + channels[None, :], mask=inside, other=0.0)
-        tl.store(target[:, None] + channels[None, :], rest.to(kind), mask=inside)
+        rest = load_rows(source + 2 * pairs, valid, dim - 2 * pairs, REST)
+        store_rows(target + 2 * pairs, rest, valid, dim - 2 * pairs, REST)

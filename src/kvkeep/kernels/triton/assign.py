@@ -3,66 +3,59 @@
 Neither stores a matrix of tokens × clusters, and no sum depends on the order in which programs finish.
 """
 
-from __future__ import annotations
-
 import torch
-import triton
 import triton.language as tl
-from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2
+from kvkeep.kernels.triton.common import MIN_BLOCK, cdiv, floats, kernel, padded, pow2
+from kvkeep.kernels.triton.tiles import dot, load_rows
 
 TOKENS, CENTRES = 64, 64  # per block; fewer centres where keys are wide
 MEMBERS = 32  # of a cluster per iteration
 
 
-def assign(keys: Tensor, centres: Tensor, sizes: Tensor | None = None) -> Tensor:
+def assign(keys, centres, sizes=None):
     """Do what the reference does. Products are exact to float32 for any dtype: the keys decide near ties."""
     heads, n, dim = keys.shape
     keys, centres = keys.contiguous(), normalize(centres.float(), dim=-1).contiguous()
+    sizes = None if sizes is None else sizes.contiguous()
     member = torch.empty(heads, n, dtype=torch.int64, device=keys.device)
-    padded_dim, is_half = max(MIN_BLOCK, pow2(dim)), keys.dtype != torch.float32
+    padded_dim, is_half = padded(dim), keys.dtype != torch.float32
     _assign[cdiv(n, TOKENS), heads](
-        keys, centres, member if sizes is None else sizes.contiguous(), member, n, centres.shape[1], dim,
-        sizes is not None, INTERPRETED, TOKENS, max(MIN_BLOCK, min(CENTRES, CENTRES * 128 // padded_dim)), padded_dim,
-        num_warps=4 if is_half else 8, num_stages=2,
+        keys, centres, sizes, member, n, centres.shape[1], dim, TOKENS,
+        max(MIN_BLOCK, min(CENTRES, CENTRES * 128 // padded_dim)), padded_dim, num_warps=4 if is_half else 8,
+        num_stages=2,
     )  # fmt: skip
     return member
 
 
-def means(keys: Tensor, member: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def means(keys, member, count):
     """Do what the reference does."""
     heads, n, dim = keys.shape
     keys, (sorted_member, order) = keys.contiguous(), member.sort(dim=1, stable=True)
     numbers = torch.arange(count + 1, device=keys.device).expand(heads, -1).contiguous()
     bounds = torch.searchsorted(sorted_member, numbers.to(sorted_member.dtype))
-    mean = torch.empty(heads, count, dim, dtype=torch.float32, device=keys.device)
+    mean = floats(keys, heads, count, dim)
     _means[count, heads](keys, order, bounds, mean, n, count, dim, MEMBERS, pow2(dim), num_warps=4)
     return mean, bounds.diff(dim=1)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["n", "count"])
+@kernel(do_not_specialize=["n", "count"])
 def _assign(
-    keys, centres, sizes, member, n, count, dim, SIZED: tl.constexpr, WIDEN: tl.constexpr,
-    TOKENS: tl.constexpr, CENTRES: tl.constexpr, DIM: tl.constexpr,
+    keys, centres, sizes, member, n, count, dim, TOKENS: tl.constexpr, CENTRES: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    tokens, channels = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
-    inside_k = (tokens < n)[:, None] & (channels < dim)[None, :]
-    k = tl.load(keys + (head * n + tokens)[:, None] * dim + channels[None, :], mask=inside_k, other=0.0)
+    tokens = block * TOKENS + tl.arange(0, TOKENS)
+    k = load_rows(keys + (head * n + tokens) * dim, tokens < n, dim, DIM)
     best = tl.full([TOKENS], float("-inf"), tl.float32)
     best_index = tl.zeros([TOKENS], tl.int32)
     for start in range(0, count, CENTRES):
         centre_ids = start + tl.arange(0, CENTRES)
         valid = centre_ids < count
-        inside = valid[:, None] & (channels < dim)[None, :]
-        c = tl.load(centres + (head * count + centre_ids)[:, None] * dim + channels[None, :], mask=inside, other=0.0)
-        if SIZED:
+        c = load_rows(centres + (head * count + centre_ids) * dim, valid, dim, DIM)
+        if sizes is not None:
             valid = valid & (tl.load(sizes + head * count + centre_ids, mask=valid, other=0) > 0)
-        cosines = dot(k, tl.trans(c), WIDEN)
-        cosines = tl.where(valid[None, :], cosines, float("-inf"))
+        cosines = tl.where(valid[None, :], dot(k, tl.trans(c)), float("-inf"))
         highest = tl.max(cosines, 1)
         lowest = tl.min(tl.where(cosines == highest[:, None], centre_ids[None, :], 2147483647), 1)
         best_index = tl.where(highest > best, lowest, best_index)
@@ -70,8 +63,7 @@ def _assign(
     tl.store(member + head * n + tokens, best_index.to(tl.int64), mask=tokens < n)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["n", "count"])
+@kernel(do_not_specialize=["n", "count"])
 def _means(keys, order, bounds, mean, n, count, dim, MEMBERS: tl.constexpr, DIM: tl.constexpr):
     cluster, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     bound = bounds + head * (count + 1) + cluster
@@ -81,8 +73,7 @@ def _means(keys, order, bounds, mean, n, count, dim, MEMBERS: tl.constexpr, DIM:
     for start in range(first, end, MEMBERS):
         ranks = start + tl.arange(0, MEMBERS)
         tokens = tl.load(order + head * n + ranks, mask=ranks < end, other=0)
-        inside = (ranks < end)[:, None] & (channels < dim)[None, :]
-        k = tl.load(keys + (head * n + tokens)[:, None] * dim + channels[None, :], mask=inside, other=0.0)
+        k = load_rows(keys + (head * n + tokens) * dim, ranks < end, dim, DIM)
         total += tl.sum(k.to(tl.float32), 0)
     total = total / tl.maximum(end - first, 1)
     tl.store(mean + (head * count + cluster) * dim + channels, total, mask=channels < dim)

@@ -14,24 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
+from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, floats, kernel, padded
+from kvkeep.kernels.triton.tiles import LOG2E, attention_logits, dot, load_rows, softcapped
 
 PROGRAMS = 512  # enough to fill a large GPU
 ROWS = 128  # queries of a program that merges
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
-def column_mass(
-    queries: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    seq_len: int,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    weights: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
+def column_mass(queries, keys, positions, seq_len, scale, softcap=None, sink_logits=None, weights=None, lse=None):
     """Do what the reference does."""
     heads, q, dim = queries.shape
     kv_heads, n, _ = keys.shape
@@ -40,13 +30,12 @@ def column_mass(
         lse = log_sum_exp(queries, keys, positions, seq_len, scale, softcap, sink_logits)
     else:
         lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
-    mass = queries.new_empty(kv_heads, n, dtype=torch.float32)
+    mass = floats(queries, kv_heads, n)
     size, warps, stages = _blocks(q, dim, queries.dtype)
     _column_mass[cdiv(n, size), kv_heads](
-        queries, keys, positions, lse, lse if weights is None else weights.float().contiguous(), mass, seq_len - q, q,
-        n, *queries.stride()[:2], *keys.stride()[:2], positions.stride(0), heads // kv_heads, dim, scale,
-        softcap or 0.0, softcap is not None, weights is not None, seq_len == n,
-        INTERPRETED, max(MIN_BLOCK, pow2(dim)), size, size, num_warps=warps, num_stages=stages,
+        queries, keys, positions, lse, None if weights is None else weights.float().contiguous(), mass, seq_len - q, q,
+        n, *queries.stride()[:2], *keys.stride()[:2], positions.stride(0), heads // kv_heads, dim, scale, softcap,
+        seq_len == n, padded(dim), size, size, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return mass
 
@@ -69,17 +58,14 @@ def log_sum_exp(
     size, warps, stages = _blocks(q, dim, queries.dtype)
     blocks = cdiv(q, size)
     splits = max(1, min(cdiv(n, 4 * size), PROGRAMS // (blocks * heads)))
-    parts = queries.new_empty(splits, heads, q, dtype=torch.float32)
+    parts = floats(queries, splits, heads, q)
     _log_sum_exp[blocks, heads, splits](
         queries, keys, positions, parts, seq_len - q, q, n, *queries.stride()[:2], *keys.stride()[:2],
-        positions.stride(0), heads // kv_heads, dim, scale, softcap or 0.0, splits,
-        softcap is not None, seq_len == n, INTERPRETED, max(MIN_BLOCK, pow2(dim)), size, size,
+        positions.stride(0), heads // kv_heads, dim, scale, softcap, splits, seq_len == n, padded(dim), size, size,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    lse, extra = queries.new_empty(heads, q, dtype=torch.float32), sink_logits
-    _merge[heads, cdiv(q, ROWS)](
-        parts, parts if extra is None else extra.contiguous(), lse, q, splits, extra is not None, ROWS, num_warps=4
-    )
+    lse = floats(queries, heads, q)
+    _merge[heads, cdiv(q, ROWS)](parts, sink_logits, lse, q, splits, ROWS, num_warps=4)
     return lse
 
 
@@ -93,19 +79,16 @@ def _blocks(q: int, dim: int, kind: torch.dtype) -> tuple[int, int, int]:
     return (128, 8, 3) if large else (64, 4, 2)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["before", "q", "n", "position_head", "splits"])
+@kernel(do_not_specialize=["before", "q", "n", "position_head", "splits"])
 def _log_sum_exp(
     queries, keys, positions, parts, before, q, n, query_head, query_token, key_head, key_token, position_head,
-    group, dim, scale, softcap, splits,
-    CAPPED: tl.constexpr, DENSE: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    group, dim, scale, softcap, splits, DENSE: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    query_ids, channels = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, DIM)
+    query_ids = block * QUERIES + tl.arange(0, QUERIES)
     base = queries + head.to(tl.int64) * query_head
-    inside = (query_ids < q)[:, None] & (channels < dim)[None, :]
-    query = tl.load(base + query_ids[:, None].to(tl.int64) * query_token + channels[None, :], mask=inside, other=0.0)
+    query = load_rows(base + query_ids.to(tl.int64) * query_token, query_ids < q, dim, DIM)
     key_base = keys + (head // group).to(tl.int64) * key_head
     key_positions = positions + (head // group) * position_head
     row_max = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -117,12 +100,9 @@ def _log_sum_exp(
     for start in range(split * split_tokens, tl.minimum(split * split_tokens + split_tokens, end), KEYS):
         tokens = start + tl.arange(0, KEYS)
         valid = tokens < n
-        k = tl.load(
-            key_base + tokens[:, None].to(tl.int64) * key_token + channels[None, :],
-            mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
-        )  # fmt: skip
+        k = load_rows(key_base + tokens.to(tl.int64) * key_token, valid, dim, DIM)
         position = tl.load(key_positions + tokens, mask=valid, other=2147483647)
-        logits = softcapped(dot(query, tl.trans(k), WIDEN) * scale, softcap, CAPPED)
+        logits = attention_logits(query, tl.trans(k), scale, softcap)
         logits = tl.where(position[None, :] <= (before + query_ids)[:, None], logits, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(logits, 1))
         safe = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -132,9 +112,8 @@ def _log_sum_exp(
     tl.store(parts + (split * tl.num_programs(1) + head).to(tl.int64) * q + query_ids, result, mask=query_ids < q)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["q", "splits"])
-def _merge(parts, sink_logits, lse, q, splits, HAS_SINK: tl.constexpr, ROWS: tl.constexpr):
+@kernel(do_not_specialize=["q", "splits"])
+def _merge(parts, sink_logits, lse, q, splits, ROWS: tl.constexpr):
     head, rows = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
@@ -142,7 +121,7 @@ def _merge(parts, sink_logits, lse, q, splits, HAS_SINK: tl.constexpr, ROWS: tl.
         where = parts + (split * tl.num_programs(0) + head) * q + rows
         part = tl.load(where, mask=rows < q, other=float("-inf"))
         row_max, row_sum = _add(part, row_max, row_sum)
-    if HAS_SINK:
+    if sink_logits is not None:
         row_max, row_sum = _add(tl.load(sink_logits + head).to(tl.float32), row_max, row_sum)
     total = tl.where(row_sum == 0, float("inf"), row_max + tl.log(tl.where(row_sum == 0, 1.0, row_sum)))
     tl.store(lse + head * q + rows, total, mask=rows < q)
@@ -156,22 +135,17 @@ def _add(part, row_max, row_sum):
     return new_max, row_sum * tl.exp(row_max - safe) + tl.exp(part - safe)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["before", "q", "n", "position_head"])
+@kernel(do_not_specialize=["before", "q", "n", "position_head"])
 def _column_mass(
     queries, keys, positions, lse, weights, mass, before, q, n, query_head, query_token, key_head, key_token,
-    position_head, group, dim, scale, softcap,
-    CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, DENSE: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    position_head, group, dim, scale, softcap, DENSE: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
-    tokens, channels = block * KEYS + tl.arange(0, KEYS), tl.arange(0, DIM)
+    tokens = block * KEYS + tl.arange(0, KEYS)
     valid = tokens < n
-    key_base = keys + head.to(tl.int64) * key_head
-    k = tl.trans(tl.load(
-        key_base + tokens[:, None].to(tl.int64) * key_token + channels[None, :],
-        mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
-    ))  # fmt: skip
+    k = load_rows(keys + head.to(tl.int64) * key_head + tokens.to(tl.int64) * key_token, valid, dim, DIM)
+    k = tl.trans(k)
     position = tl.load(positions + head * position_head + tokens, mask=valid, other=2147483647)
     first = tl.maximum(tl.min(position, 0) - before, 0) // QUERIES * QUERIES  # earlier queries see none of these keys
     mask_end = q
@@ -182,37 +156,29 @@ def _column_mass(
     received = tl.zeros([QUERIES, KEYS], tl.float32)  # reduced at the end: no synchronization before
     for member in range(0, group):
         offset = (head * group + member).to(tl.int64)
-        query, offset = queries + offset * query_head, offset * q
+        query, query_lse, weight = queries + offset * query_head, lse + offset * q, weights
+        if weights is not None:
+            weight = weights + offset * q
         for start in range(first, mask_end, QUERIES):
-            probs = _probs(
-                query, lse + offset, weights + offset, k, channels, start, q, query_token, dim, scale, softcap,
-                CAPPED, WEIGHTED, WIDEN, QUERIES,
-            )  # fmt: skip
             query_ids = start + tl.arange(0, QUERIES)
+            probs = _probs(query, query_lse, weight, k, query_ids, q, query_token, dim, scale, softcap, DIM)
             received += tl.where(position[None, :] <= (before + query_ids)[:, None], probs, 0.0)
         for start in range(mask_end, q, QUERIES):
-            received += _probs(
-                query, lse + offset, weights + offset, k, channels, start, q, query_token, dim, scale, softcap,
-                CAPPED, WEIGHTED, WIDEN, QUERIES,
-            )  # fmt: skip
+            query_ids = start + tl.arange(0, QUERIES)
+            received += _probs(query, query_lse, weight, k, query_ids, q, query_token, dim, scale, softcap, DIM)
     tl.store(mass + head * n + tokens, tl.sum(received, 0) / group, mask=valid)
 
 
 @triton.jit
-def _probs(
-    queries, lse, weights, k, channels, start, q, query_token, dim, scale, softcap,
-    CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, WIDEN: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
+def _probs(queries, lse, weights, k, query_ids, q, query_token, dim, scale, softcap, DIM: tl.constexpr):
     """Unmasked attention of a block of queries to a block of keys. k [dim, keys]"""
-    query_ids = start + tl.arange(0, QUERIES)
-    inside = (query_ids < q)[:, None] & (channels < dim)[None, :]
-    query = tl.load(queries + query_ids[:, None].to(tl.int64) * query_token + channels[None, :], mask=inside, other=0.0)
+    query = load_rows(queries + query_ids.to(tl.int64) * query_token, query_ids < q, dim, DIM)
     query_lse = tl.load(lse + query_ids, mask=query_ids < q, other=float("inf"))
-    if CAPPED:
-        probs = tl.exp(softcapped(dot(query, k, WIDEN) * scale, softcap, CAPPED) - query_lse[:, None])
+    if softcap is not None:
+        probs = tl.exp(softcapped(dot(query, k) * scale, softcap) - query_lse[:, None])
     else:
-        probs = tl.exp2(dot(query, k, WIDEN) * (scale * LOG2E) - (query_lse * LOG2E)[:, None])
-    if WEIGHTED:
+        probs = tl.exp2(dot(query, k) * (scale * LOG2E) - (query_lse * LOG2E)[:, None])
+    if weights is not None:
         probs *= tl.load(weights + query_ids, mask=query_ids < q, other=0.0)[:, None]
     return probs
 
@@ -221,41 +187,34 @@ LOGITS = 2**14  # queries × keys at a time: what the registers of 8 warps hold 
 QUERIES = 64  # at a time, at most
 
 
-def chunk_mass(queries: Tensor, keys: Tensor, size: int) -> Tensor:
+def chunk_mass(queries, keys, size):
     """Do what the reference does, for chunks whose keys fit into shared memory, and last strides of 1"""
     (heads, m, dim), kv_heads = queries.shape, len(keys)
-    received, tile = keys.new_empty(kv_heads, m, dtype=torch.float32), max(MIN_BLOCK, pow2(size))
+    received, tile = floats(keys, kv_heads, m), padded(size)
     block = max(MIN_BLOCK, min(QUERIES, LOGITS // tile, tile))
     _chunk_mass[m // size, kv_heads](
         queries, keys, received, m, size, *queries.stride()[:2], *keys.stride()[:2], heads // kv_heads, dim,
-        cdiv(size, block), INTERPRETED or keys.dtype == torch.float32, max(MIN_BLOCK, pow2(dim)), block, tile,
+        cdiv(size, block), INTERPRETED or keys.dtype == torch.float32, padded(dim), block, tile,
         num_warps=8 if tile * block >= LOGITS else 4, num_stages=2 if tile * dim * keys.element_size() <= 2**16 else 1,
     )  # fmt: skip
     return received
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["m"])
+@kernel(do_not_specialize=["m"])
 def _chunk_mass(
     queries, keys, received, m, size, query_head, query_token, key_head, key_token, group, dim, blocks,
     WIDEN: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1)
-    tokens, channels = tl.arange(0, KEYS), tl.arange(0, DIM)
+    tokens = tl.arange(0, KEYS)
     first, valid = chunk.to(tl.int64) * size, tokens < size
-    k = tl.trans(tl.load(
-        keys + head.to(tl.int64) * key_head + (first + tokens)[:, None] * key_token + channels[None, :],
-        mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
-    ))  # fmt: skip
+    k = tl.trans(load_rows(keys + head.to(tl.int64) * key_head + (first + tokens) * key_token, valid, dim, DIM))
     sums = tl.zeros([QUERIES, KEYS], tl.float32)  # reduced at the end: no synchronization before
     for step in range(0, group * blocks):
         query_ids = step % blocks * QUERIES + tl.arange(0, QUERIES)
         there = query_ids < size
         mine = queries + (head * group + step // blocks).to(tl.int64) * query_head
-        query = tl.load(
-            mine + (first + query_ids)[:, None] * query_token + channels[None, :],
-            mask=there[:, None] & (channels < dim)[None, :], other=0.0,
-        )  # fmt: skip
+        query = load_rows(mine + (first + query_ids) * query_token, there, dim, DIM)
         logits = tl.where(valid[None, :], dot(query, k, WIDEN) * LOG2E, float("-inf"))
         probs = tl.exp2(logits - tl.max(logits, 1)[:, None])
         sums += probs * tl.where(there, 1 / tl.sum(probs, 1), 0.0)[:, None]

@@ -7,61 +7,46 @@ keys, the largest probability of all queries, or of those near them; or a norm o
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.column_mass import LOG2E, log_sum_exp
-from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
+from kvkeep.kernels.triton.column_mass import log_sum_exp
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, padded
+from kvkeep.kernels.triton.tiles import LOG2E, attention_logits, load_rows
 
 BLOCK = 64  # queries and keys
 
 
-def column_maximum(
-    queries: Tensor,
-    moved: Tensor,
-    keys: Tensor,
-    sinks: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    near: int | None = None,
-) -> Tensor:
+def column_maximum(queries, moved, keys, sinks, scale, softcap=None, sink_logits=None, near=None):
     """Do what the reference does."""
-    m, kv_heads = queries.shape[1], len(keys)
+    m = queries.shape[1]
     queries, moved, keys = (t if t.stride(-1) == 1 else t.contiguous() for t in (queries, moved, keys))
-    all_keys = torch.cat([sinks, keys], 1)
-    n, softmax = all_keys.shape[1], (scale, softcap)
-    places = torch.arange(n, dtype=torch.int32, device=keys.device)
-    second = log_sum_exp(moved, all_keys, torch.zeros_like(places).expand(kv_heads, -1), m + n, *softmax, sink_logits)
-    first = log_sum_exp(queries, keys, places[:m].expand(kv_heads, -1), m, *softmax)
-    return _maximum(moved, keys, torch.logaddexp(first, second), *softmax, m if near is None else min(near, m))
+    lse = _log_sums(moved, keys, sinks, queries, keys, scale, softcap, sink_logits)
+    return _maximum(moved, keys, lse, scale, softcap, m if near is None else min(near, m))
 
 
 def repeated_attention(
-    queries: Tensor,
-    own_keys: Tensor,
-    keys: Tensor,
-    sinks: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    near: int | None = None,
-    key_weights: Tensor | None = None,
-    query_weights: Tensor | None = None,
-    norm: int = 0,
-) -> Tensor:
+    queries, own_keys, keys, sinks, scale, softcap=None, sink_logits=None, near=None, key_weights=None,
+    query_weights=None, norm=0,
+):  # fmt: skip
     """Do what the reference does."""
-    (kv_heads, m, _), q, count, softmax = keys.shape, queries.shape[1], sinks.shape[1], (scale, softcap)
+    q, m = queries.shape[1], keys.shape[1]
     queries, own_keys, keys = (t if t.stride(-1) == 1 else t.contiguous() for t in (queries, own_keys, keys))
-    before, places = torch.cat([sinks, keys], 1), torch.arange(max(q, count + m), dtype=torch.int32, device=keys.device)
-    everywhere = torch.zeros_like(places[: count + m]).expand(kv_heads, -1)
-    text = log_sum_exp(queries, before, everywhere, q + count + m, *softmax, sink_logits)
-    own = log_sum_exp(queries, own_keys, places[:q].expand(kv_heads, -1), q, *softmax)
-    lse = torch.logaddexp(text, own)
+    lse = _log_sums(queries, keys, sinks, queries, own_keys, scale, softcap, sink_logits)
     if query_weights is not None:
         lse = lse - query_weights.log()
-    return _maximum(queries, keys, lse, *softmax, q + m if near is None else near, key_weights, norm)
+    return _maximum(queries, keys, lse, scale, softcap, q + m if near is None else near, key_weights, norm)
+
+
+def _log_sums(queries, keys, sinks, own_queries, own_keys, scale, softcap, sink_logits):
+    """Log-sum-exp of every query over sinks and keys, and, as `own_queries`, over its own tokens' keys up to itself."""
+    before, q = torch.cat([sinks, keys], 1), queries.shape[1]
+    kv_heads, n, _ = before.shape
+    places = torch.arange(max(q, n), dtype=torch.int32, device=keys.device)
+    everywhere = torch.zeros_like(places[:n]).expand(kv_heads, -1)
+    text = log_sum_exp(queries, before, everywhere, q + n, scale, softcap, sink_logits)
+    own = log_sum_exp(own_queries, own_keys, places[:q].expand(kv_heads, -1), q, scale, softcap)
+    return torch.logaddexp(text, own)
 
 
 def _maximum(
@@ -79,30 +64,25 @@ def _maximum(
     queries [heads, q, dim], keys [kv_heads, m, dim], weights [heads, m]: factors of the attention to each key
     """
     (heads, q, dim), (kv_heads, m, _) = queries.shape, keys.shape
-    highest = queries.new_empty(kv_heads, m, dtype=torch.float32)
-    log_weights = lse if weights is None else weights.float().log().contiguous()
+    highest = floats(queries, kv_heads, m)
+    log_weights = None if weights is None else weights.float().log().contiguous()
     _column_maximum[cdiv(m, BLOCK), kv_heads](
         queries, keys, lse, log_weights, highest, q, m, near, *queries.stride()[:2], *keys.stride()[:2],
-        heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None, weights is not None, norm, INTERPRETED,
-        max(MIN_BLOCK, pow2(dim)), BLOCK, BLOCK, num_warps=4, num_stages=2,
+        heads // kv_heads, dim, scale, softcap, norm, padded(dim), BLOCK, BLOCK, num_warps=4, num_stages=2,
     )  # fmt: skip
     return highest
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["q", "m", "near"])
+@kernel(do_not_specialize=["q", "m", "near"])
 def _column_maximum(
     queries, keys, lse, log_weights, highest, q, m, near, query_head, query_token, key_head, key_token, group, dim,
-    scale, softcap, CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, NORM: tl.constexpr, WIDEN: tl.constexpr,
-    DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    scale, softcap, NORM: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
-    tokens, channels = block * KEYS + tl.arange(0, KEYS), tl.arange(0, DIM)
+    tokens = block * KEYS + tl.arange(0, KEYS)
     valid = tokens < m
-    k = tl.trans(tl.load(
-        keys + head.to(tl.int64) * key_head + tokens[:, None].to(tl.int64) * key_token + channels[None, :],
-        mask=valid[:, None] & (channels < dim)[None, :], other=0.0,
-    ))  # fmt: skip
+    k = load_rows(keys + head.to(tl.int64) * key_head + tokens.to(tl.int64) * key_token, valid, dim, DIM)
+    k = tl.trans(k)
     # reduced at the end: no synchronization before
     total = tl.zeros([QUERIES, KEYS], tl.float32) if NORM else tl.full([QUERIES, KEYS], float("-inf"), tl.float32)
     same = q - m  # the query of the first key's token
@@ -110,16 +90,14 @@ def _column_maximum(
     for member in range(0, group):
         offset = (head * group + member).to(tl.int64)
         weight = tl.zeros([KEYS], tl.float32)
-        if WEIGHTED:
+        if log_weights is not None:
             weight = tl.load(log_weights + offset * m + tokens, mask=valid, other=0.0)
         for start in range(first, last, QUERIES):
             query_ids = start + tl.arange(0, QUERIES)
-            query = tl.load(
-                queries + offset * query_head + query_ids[:, None].to(tl.int64) * query_token + channels[None, :],
-                mask=(query_ids < q)[:, None] & (channels < dim)[None, :], other=0.0,
-            )  # fmt: skip
-            query_lse = tl.load(lse + offset * q + query_ids, mask=query_ids < q, other=float("inf"))
-            logits = softcapped(dot(query, k, WIDEN) * scale, softcap, CAPPED)
+            there = query_ids < q
+            query = load_rows(queries + offset * query_head + query_ids.to(tl.int64) * query_token, there, dim, DIM)
+            query_lse = tl.load(lse + offset * q + query_ids, mask=there, other=float("inf"))
+            logits = attention_logits(query, k, scale, softcap)
             far = tl.abs(query_ids[:, None] - same - tokens[None, :]) > near
             log_share = tl.where(far, float("-inf"), logits - query_lse[:, None] + weight[None, :]) * LOG2E
             if NORM:

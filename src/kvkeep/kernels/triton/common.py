@@ -1,14 +1,14 @@
-"""Helpers shared by the Triton kernels, and a launcher with little host overhead."""
+"""What starts Triton kernels: sizes of blocks, and a launcher with little host overhead."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
@@ -26,41 +26,32 @@ def pow2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def padded(n: int) -> int:
+    """The side of a matrix product that has room for n: a power of two, and not below what the hardware multiplies."""
+    return max(MIN_BLOCK, pow2(n))
+
+
+def floats(like: Tensor, *shape: int) -> Tensor:
+    """An uninitialized float32 tensor on the device of another."""
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def kernel(do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
+    """Decorate a function as a Triton kernel, started by a FastLauncher where this Triton has what one needs.
+
+    do_not_specialize: numbers that differ from call to call, for which Triton shall not compile the kernel again
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        return fast_launch(triton.jit(function, do_not_specialize=do_not_specialize))
+
+    return decorate
+
+
 def fast_launch(kernel: Any) -> Any:
     """Wrap a kernel in a FastLauncher; unchanged under the interpreter and before Triton 3.6."""
     supported = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
     return FastLauncher(kernel) if supported and isinstance(kernel, JITFunction) else kernel
-
-
-@triton.jit
-def dot(a, b, WIDEN: tl.constexpr):
-    """a @ b, exact to float32 for all dtypes: a float32 operand beside a 16-bit one is split in three."""
-    if WIDEN:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    if a.dtype == b.dtype:
-        return tl.dot(a, b, input_precision="tf32x3").to(tl.float32)  # float32 on tensor cores, without losing digits
-    if a.dtype == tl.float32:
-        high, middle, low = split_in_three(a, b.dtype)
-        return (tl.dot(low, b) + tl.dot(middle, b) + tl.dot(high, b)).to(tl.float32)
-    high, middle, low = split_in_three(b, a.dtype)
-    return (tl.dot(a, low) + tl.dot(a, middle) + tl.dot(a, high)).to(tl.float32)
-
-
-@triton.jit
-def split_in_three(x, KIND: tl.constexpr):
-    """float32 as a sum of three 16-bit numbers."""
-    high = x.to(KIND)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(KIND)
-    return high, middle, (rest - middle.to(tl.float32)).to(KIND)
-
-
-@triton.jit
-def softcapped(logits, softcap, CAPPED: tl.constexpr):
-    """softcap * tanh(logits / softcap), or the logits as they are."""
-    if CAPPED:
-        logits = softcap * (2 / (1 + tl.exp(-2 * logits / softcap)) - 1)
-    return logits
 
 
 # What Triton specializes a kernel for, of an argument a[i] of known type.

@@ -4,62 +4,43 @@ No attention row is stored. Two passes over the keys: the first finds every quer
 key's term of the divergence, split over the keys.
 """
 
-from __future__ import annotations
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kvkeep.kernels.triton.column_mass import log_sum_exp
-from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, padded
+from kvkeep.kernels.triton.tiles import attention_logits, dot, load_rows
 
 KEYS = 64  # per block
 PROGRAMS = 2048  # enough to fill a large GPU, with an even end
 
 
-def js_distance(
-    queries: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    seq_len: int,
-    smooth: int,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    stepwise: bool = False,
-) -> Tensor:
+def js_distance(queries, keys, positions, seq_len, smooth, scale, softcap=None, sink_logits=None, stepwise=False):
     """Do what the reference does, for windows small enough that one program holds all w queries."""
     heads, w, dim = queries.shape
     kv_heads, n, _ = keys.shape
     queries, keys, positions = queries.contiguous(), keys.contiguous(), positions.contiguous()
     lse = log_sum_exp(queries, keys, positions, seq_len, scale, softcap)  # without the sink: these rows sum to 1
-    sizes = (seq_len - w, w, n, heads // kv_heads, dim, scale, softcap or 0.0, softcap is not None)
     splits = max(1, min(cdiv(n, 4 * KEYS), PROGRAMS // heads))
-    parts = queries.new_empty(heads, splits, w, dtype=torch.float32)
-    extra = lse if sink_logits is None else sink_logits.float().contiguous()
+    parts = floats(queries, heads, splits, w)
     _divergence[heads, splits](
-        queries, keys, positions, lse, extra, parts, *sizes, smooth, splits, sink_logits is not None, stepwise,
-        INTERPRETED, max(MIN_BLOCK, pow2(dim)), max(MIN_BLOCK, pow2(w)), KEYS, num_warps=4, num_stages=2,
+        queries, keys, positions, lse, sink_logits, parts, seq_len - w, w, n, heads // kv_heads, dim, scale, softcap,
+        smooth, splits, stepwise, padded(dim), padded(w), KEYS, num_warps=4, num_stages=2,
     )  # fmt: skip
     return parts.sum(1).sqrt()
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["before", "w", "n", "smooth", "splits"])
+@kernel(do_not_specialize=["before", "w", "n", "smooth", "splits"])
 def _divergence(
-    queries, keys, positions, lse, sink_logits, parts, before, w, n, group, dim, scale, softcap, CAPPED: tl.constexpr,
-    smooth, splits, HAS_SINK: tl.constexpr, STEPWISE: tl.constexpr, WIDEN: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    queries, keys, positions, lse, sink_logits, parts, before, w, n, group, dim, scale, softcap, smooth, splits,
+    STEPWISE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    head, split = tl.program_id(0), tl.program_id(1)
-    query_ids, channels = tl.arange(0, ROWS), tl.arange(0, DIM)
-    inside_q, rows = (query_ids < w)[:, None] & (channels < dim)[None, :], (head * w + query_ids)[:, None].to(tl.int64)
-    query = tl.load(queries + rows * dim + channels[None, :], mask=inside_q, other=0.0)
+    head, split, query_ids = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
+    query = load_rows(queries + (head * w + query_ids).to(tl.int64) * dim, query_ids < w, dim, DIM)
     query_lse = tl.load(lse + head * w + query_ids, mask=query_ids < w, other=float("inf"))
     key_mass = tl.where(query_lse == float("inf"), 0.0, 1.0)  # attention of a row on keys, without the sink
-    if HAS_SINK:
-        key_mass = key_mass / (1 + tl.exp(tl.load(sink_logits + head) - query_lse))
+    if sink_logits is not None:
+        key_mass = key_mass / (1 + tl.exp(tl.load(sink_logits + head).to(tl.float32) - query_lse))
     band, band_mass = _smoothing(query_ids, query_ids, key_mass, smooth)
     if STEPWISE:
         prev_band, prev_mass = _smoothing(tl.maximum(query_ids - 1, 0), query_ids, key_mass, smooth)
@@ -71,16 +52,15 @@ def _divergence(
     for start in range(split * split_tokens, tl.minimum(split * split_tokens + split_tokens, n), KEYS):
         tokens = start + tl.arange(0, KEYS)
         valid = tokens < n
-        inside = valid[:, None] & (channels < dim)[None, :]
-        k = tl.load(key_base + tokens[:, None].to(tl.int64) * dim + channels[None, :], mask=inside, other=0.0)
+        k = load_rows(key_base + tokens.to(tl.int64) * dim, valid, dim, DIM)
         position = tl.load(key_positions + tokens, mask=valid, other=2147483647)
-        logits = softcapped(dot(query, tl.trans(k), WIDEN) * scale, softcap, CAPPED)
+        logits = attention_logits(query, tl.trans(k), scale, softcap)
         seen = position[None, :] <= (before + query_ids)[:, None]
         probs = tl.where(seen, tl.exp(logits - query_lse[:, None]), 0.0)
         scaled = probs * key_mass[:, None]
-        smoothed = dot(band.to(tl.bfloat16), scaled, WIDEN) / band_mass[:, None]
+        smoothed = dot(band.to(tl.bfloat16), scaled) / band_mass[:, None]
         if STEPWISE:
-            previous = dot(prev_band.to(tl.bfloat16), scaled, WIDEN) / prev_mass[:, None]
+            previous = dot(prev_band.to(tl.bfloat16), scaled) / prev_mass[:, None]
             total += tl.sum(_js_term(smoothed, previous), 1)
         else:
             first = tl.sum(tl.where((query_ids == 0)[:, None], smoothed, 0.0), 0)

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+from kvkeep.kernels.triton.common import cdiv, kernel, pow2
+from kvkeep.kernels.triton.tiles import copy_rows
 
 TOKENS = 8  # per program: enough programs to saturate the bus, few enough to be resident together
 
@@ -46,73 +47,64 @@ def gather(
     heads, total, dim = keys.shape
     v_dim, k = values.shape[-1], index.shape[1]
     _gather[heads, cdiv(total, TOKENS)](
-        index, table, *(front or (keys, values)), keys, values, table.shape[1], count, count.bit_length(), total - k,
-        total, k if index.shape[0] > 1 else 0, dim, v_dim, front is not None, TOKENS, pow2(dim), pow2(v_dim),
-        num_warps=4,
+        index, table, *(front or (None, None)), keys, values, table.shape[1], count, count.bit_length(), total - k,
+        total, k if index.shape[0] > 1 else 0, dim, v_dim, TOKENS, pow2(dim), pow2(v_dim), num_warps=4,
     )  # fmt: skip
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["capacity", "slot", "end", "n"])
+@kernel(do_not_specialize=["capacity", "slot", "end", "n"])
 def _put(
     keys, values, home_keys, home_values, table, capacity, slot, end, n, key_head, key_step, value_head, value_step,
     dim, v_dim, TOKENS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
 ):  # fmt: skip
     head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = block * TOKENS + tl.arange(0, TOKENS)
-    channels, v_channels = tl.arange(0, DIM), tl.arange(0, V_DIM)
-    rows = head * n + tokens
+    valid, rows = tokens < n, head * n + tokens
     home_keys, home_values = home_keys.to(tl.int64), home_values.to(tl.int64)  # Triton passes a low address as int32
     to_keys = tl.multiple_of(home_keys.to(tl.pointer_type(keys.dtype.element_ty)), 16)
     to_values = tl.multiple_of(home_values.to(tl.pointer_type(values.dtype.element_ty)), 16)
-    inside = (tokens < n)[:, None] & (channels < dim)[None, :]
-    key = tl.load(keys + head * key_head + tokens[:, None] * key_step + channels[None, :], mask=inside)
-    tl.store(to_keys + rows[:, None] * dim + channels[None, :], key, mask=inside)
-    inside = (tokens < n)[:, None] & (v_channels < v_dim)[None, :]
-    value = tl.load(values + head * value_head + tokens[:, None] * value_step + v_channels[None, :], mask=inside)
-    tl.store(to_values + rows[:, None] * v_dim + v_channels[None, :], value, mask=inside)
+    copy_rows(keys + head * key_head + tokens * key_step, to_keys + rows * dim, valid, dim, DIM)
+    copy_rows(values + head * value_head + tokens * value_step, to_values + rows * v_dim, valid, v_dim, V_DIM)
     if (head == 0) & (block == 0):
         tl.store(table + slot, home_keys)
         tl.store(table + capacity + slot, home_values)
         tl.store(table + 2 * capacity + slot, end)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["capacity", "count", "steps", "first", "total", "index_stride"])
+@kernel(do_not_specialize=["capacity", "count", "steps", "first", "total", "index_stride"])
 def _gather(
     index, table, front_keys, front_values, keys, values, capacity, count, steps, first, total, index_stride, dim,
-    v_dim, FRONT: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
+    v_dim, TOKENS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     slots = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    channels, v_channels, is_gathered = tl.arange(0, DIM), tl.arange(0, V_DIM), (slots >= first) & (slots < total)
+    is_gathered = (slots >= first) & (slots < total)
     token = tl.load(index + head * index_stride + slots - first, mask=is_gathered, other=0)
-
     block_ends = table + 2 * capacity
-    block_id, last = tl.zeros([TOKENS], tl.int32), tl.zeros([TOKENS], tl.int32) + (count - 1)
-    for _ in range(steps):  # the first block_id that block_ends behind the token
-        middle = (block_id + last) // 2
-        is_after = tl.load(block_ends + middle) > token
-        block_id, last = tl.where(is_after, block_id, tl.minimum(middle + 1, last)), tl.where(is_after, middle, last)
-    block_start = tl.load(block_ends + block_id - 1, mask=block_id > 0, other=0)
-    row = head * (tl.load(block_ends + block_id) - block_start) + token - block_start
+    block = _find_block(block_ends, token, count, steps, is_gathered)
+    block_start = tl.load(block_ends + block - 1, mask=block > 0, other=0)
+    row = head * (tl.load(block_ends + block) - block_start) + token - block_start
 
-    from_keys = tl.multiple_of(tl.load(table + block_id).to(tl.pointer_type(keys.dtype.element_ty)), 16)
-    from_values = tl.multiple_of(tl.load(table + capacity + block_id).to(tl.pointer_type(values.dtype.element_ty)), 16)
-    to_keys = keys + (head * total + slots)[:, None] * dim + channels[None, :]
-    to_values = values + (head * total + slots)[:, None] * v_dim + v_channels[None, :]
-    inside = is_gathered[:, None] & (channels < dim)[None, :]
-    tl.store(to_keys, tl.load(from_keys[:, None] + row[:, None] * dim + channels[None, :], mask=inside), mask=inside)
-    inside = is_gathered[:, None] & (v_channels < v_dim)[None, :]
-    value = tl.load(from_values[:, None] + row[:, None] * v_dim + v_channels[None, :], mask=inside)
-    tl.store(to_values, value, mask=inside)
-    if FRONT:
-        row = head * first + slots
-        inside = (slots < first)[:, None] & (channels < dim)[None, :]
-        tl.store(to_keys, tl.load(front_keys + row[:, None] * dim + channels[None, :], mask=inside), mask=inside)
-        inside = (slots < first)[:, None] & (v_channels < v_dim)[None, :]
-        value = tl.load(front_values + row[:, None] * v_dim + v_channels[None, :], mask=inside)
-        tl.store(to_values, value, mask=inside)
+    from_keys = tl.multiple_of(tl.load(table + block).to(tl.pointer_type(keys.dtype.element_ty)), 16)
+    from_values = tl.multiple_of(tl.load(table + capacity + block).to(tl.pointer_type(values.dtype.element_ty)), 16)
+    to_keys, to_values = keys + (head * total + slots) * dim, values + (head * total + slots) * v_dim
+    copy_rows(from_keys + row * dim, to_keys, is_gathered, dim, DIM)
+    copy_rows(from_values + row * v_dim, to_values, is_gathered, v_dim, V_DIM)
+    if front_keys is not None:
+        row, is_front = head * first + slots, slots < first
+        copy_rows(front_keys + row * dim, to_keys, is_front, dim, DIM)
+        copy_rows(front_values + row * v_dim, to_values, is_front, v_dim, V_DIM)
+
+
+@triton.jit
+def _find_block(block_ends, token, count, steps, valid):
+    """The first of `count` blocks that ends behind each token; steps: enough to halve the blocks down to one"""
+    block, last = tl.zeros_like(token).to(tl.int32), tl.zeros_like(token).to(tl.int32) + (count - 1)
+    for _ in range(steps):
+        middle = (block + last) // 2
+        is_after = tl.load(block_ends + middle, mask=valid, other=0) > token
+        block, last = tl.where(is_after, block, tl.minimum(middle + 1, last)), tl.where(is_after, middle, last)
+    return block
 
 
 COMPARED = 1024  # units per block
@@ -155,8 +147,7 @@ def fetch_units(
     )  # fmt: skip
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most", "units", "size"])
+@kernel(do_not_specialize=["most", "units", "size"])
 def _assign_slots(
     selected, counts, now, slot_of, unit_of, used, hand, slots, fetched, free, lists, most, units, size,
     COMPARED: tl.constexpr,
@@ -200,8 +191,7 @@ def _assign_slots(
         tl.store(hand + line, (tl.load(free + filled - 1) + 1) % size)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most", "capacity", "steps", "size"])
+@kernel(do_not_specialize=["most", "capacity", "steps", "size"])
 def _copy_units(
     fetched, slots, counts, table, blocks, keys, values, kv_heads, most, capacity, steps, size, sinks, unit, dim, v_dim,
     EACH_HEAD: tl.constexpr, ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
@@ -219,13 +209,7 @@ def _copy_units(
         token = number.to(tl.int64) * unit + tokens % unit
         slot = tl.load(slots + line * most + tokens // unit, mask=valid, other=0)
         table += row * 5 * capacity
-        block_ends = table + 4 * capacity
-        count = tl.load(blocks + row).to(tl.int32)
-        block, last = tl.zeros([TOKENS], tl.int32), tl.zeros([TOKENS], tl.int32) + (count - 1)
-        for _ in range(steps):  # the first block that ends behind the token
-            middle = (block + last) // 2
-            is_after = tl.load(block_ends + middle, mask=valid, other=0) > token
-            block, last = tl.where(is_after, block, tl.minimum(middle + 1, last)), tl.where(is_after, middle, last)
+        block = _find_block(table + 4 * capacity, token, tl.load(blocks + row).to(tl.int32), steps, valid)
         from_keys = tl.load(table + block, mask=valid, other=0).to(tl.pointer_type(keys.dtype.element_ty))
         from_values = tl.load(table + capacity + block, mask=valid, other=0)
         from_values = from_values.to(tl.pointer_type(values.dtype.element_ty))
@@ -235,11 +219,6 @@ def _copy_units(
             from_values = tl.multiple_of(from_values, 16)
         key_row = head * tl.load(table + 2 * capacity + block, mask=valid, other=0) + token
         value_row = head * tl.load(table + 3 * capacity + block, mask=valid, other=0) + token
-        target = (segment * size + sinks + slot * unit + tokens % unit)[:, None]
-        channels, v_channels = tl.arange(0, DIM), tl.arange(0, V_DIM)
-        inside = valid[:, None] & (channels < dim)[None, :]
-        key = tl.load(from_keys[:, None] + key_row[:, None] * dim + channels[None, :], mask=inside)
-        inside_values = valid[:, None] & (v_channels < v_dim)[None, :]
-        value = tl.load(from_values[:, None] + value_row[:, None] * v_dim + v_channels[None, :], mask=inside_values)
-        tl.store(keys + target * dim + channels[None, :], key, mask=inside)
-        tl.store(values + target * v_dim + v_channels[None, :], value, mask=inside_values)
+        target = segment * size + sinks + slot * unit + tokens % unit
+        copy_rows(from_keys + key_row * dim, keys + target * dim, valid, dim, DIM)
+        copy_rows(from_values + value_row * v_dim, values + target * v_dim, valid, v_dim, V_DIM)

@@ -1,20 +1,18 @@
 """The small operations between a layer's matrix products: each reads its input once and writes its output once."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+from kvkeep.kernels.triton.common import cdiv, kernel, pow2
+from kvkeep.kernels.triton.tiles import load_rows, store_rows
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 NORM_BLOCK = 1024  # numbers of a program, at least: short vectors are normalized several at a time
 GATE_BLOCK = 2048
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds: bool = True) -> Tensor:
+def rms_norm(x, weight, eps, offset=0.0, rounds=True):
     """Do what the reference does, for x [tokens…, dim] or, each head by itself, [rows, n, heads, dim]; last stride 1"""
     dim, heads = x.shape[-1], x.shape[2] if x.ndim == 4 else 1
     vectors = x.reshape(-1, heads, dim)
@@ -27,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, rounds:
     return output
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def gated(gate, up, activation):
     """Do what the reference does, for last strides of 1"""
     dim = gate.shape[-1]
     output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -38,7 +36,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return output
 
 
-def rotate_heads(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_heads(queries, keys, cos, sin):
     """Do what the reference does, for last strides of 1; a token's heads lie beside each other in the result."""
     rows, heads, n, dim = queries.shape
     kv_heads = keys.shape[1]
@@ -51,27 +49,23 @@ def rotate_heads(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tup
     return outputs[0].transpose(1, 2), outputs[1].transpose(1, 2)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["count"])
+@kernel(do_not_specialize=["count"])
 def _rms_norm(
     x, weight, output, token_stride, head_stride, count, heads, dim, eps, offset, ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     vectors = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     channels = tl.arange(0, DIM)
-    inside = (vectors < count)[:, None] & (channels < dim)[None, :]
-    where = (vectors // heads) * token_stride + (vectors % heads) * head_stride
-    kind = output.dtype.element_ty
-    value = tl.load(x + where[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+    where = x + (vectors // heads) * token_stride + (vectors % heads) * head_stride
+    value = load_rows(where, vectors < count, dim, DIM).to(tl.float32)
     unit = value * tl.rsqrt(tl.sum(value * value, 1) / dim + eps)[:, None]
     scale = tl.load(weight + channels, mask=channels < dim, other=0.0).to(tl.float32) + offset
     if ROUNDS:
-        unit = unit.to(kind).to(tl.float32)
-    tl.store(output + vectors[:, None] * dim + channels[None, :], (unit * scale[None, :]).to(kind), mask=inside)
+        unit = unit.to(output.dtype.element_ty).to(tl.float32)
+    store_rows(output + vectors * dim, unit * scale[None, :], vectors < count, dim, DIM)
 
 
-@fast_launch
-@triton.jit
+@kernel()
 def _gated(gate, up, output, gate_stride, up_stride, dim, KIND: tl.constexpr, BLOCK: tl.constexpr):
     token, channels = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < dim
@@ -93,18 +87,18 @@ def _sigmoid(x):
     return 1 / (1 + tl.exp(tl.minimum(-x, 80.0)))
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["n"])
+@kernel(do_not_specialize=["n"])
 def _rotate_heads(
     queries, keys, cos, sin, query_output, key_output, query_row, query_head, query_token, key_row, key_head, key_token,
     n, heads, kv_heads, half, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     token, pairs = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
     row, place, valid = token // n, token % n, pairs < half
-    cos_a = tl.load(cos + token * 2 * half + pairs, mask=valid, other=0.0).to(tl.float32)[None, :]
-    cos_b = tl.load(cos + token * 2 * half + half + pairs, mask=valid, other=0.0).to(tl.float32)[None, :]
-    sin_a = tl.load(sin + token * 2 * half + pairs, mask=valid, other=0.0).to(tl.float32)[None, :]
-    sin_b = tl.load(sin + token * 2 * half + half + pairs, mask=valid, other=0.0).to(tl.float32)[None, :]
+    cos, sin = cos + token * 2 * half + pairs, sin + token * 2 * half + pairs
+    cos_a = tl.load(cos, mask=valid, other=0.0).to(tl.float32)[None, :]
+    cos_b = tl.load(cos + half, mask=valid, other=0.0).to(tl.float32)[None, :]
+    sin_a = tl.load(sin, mask=valid, other=0.0).to(tl.float32)[None, :]
+    sin_b = tl.load(sin + half, mask=valid, other=0.0).to(tl.float32)[None, :]
     source, target = queries + row * query_row + place * query_token, query_output + token * heads * 2 * half
     _rotate_token(source, target, query_head, heads, half, cos_a, cos_b, sin_a, sin_b, HEADS, HALF)
     source, target = keys + row * key_row + place * key_token, key_output + token * kv_heads * 2 * half
@@ -116,11 +110,9 @@ def _rotate_token(
     source, target, head_stride, heads, half, cos_a, cos_b, sin_a, sin_b, HEADS: tl.constexpr, HALF: tl.constexpr
 ):
     """All heads of one token."""
-    head, pairs = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    inside = (head < heads) & (pairs < half)
-    a = tl.load(source + head * head_stride + pairs, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + head * head_stride + half + pairs, mask=inside, other=0.0).to(tl.float32)
-    kind = target.dtype.element_ty
-    where = target + head * 2 * half + pairs
-    tl.store(where, (a * cos_a - b * sin_a).to(kind), mask=inside)
-    tl.store(where + half, (b * cos_b + a * sin_b).to(kind), mask=inside)
+    head = tl.arange(0, HEADS)
+    source, target, valid = source + head * head_stride, target + head * 2 * half, head < heads
+    a = load_rows(source, valid, half, HALF).to(tl.float32)
+    b = load_rows(source + half, valid, half, HALF).to(tl.float32)
+    store_rows(target, a * cos_a - b * sin_a, valid, half, HALF)
+    store_rows(target + half, b * cos_b + a * sin_b, valid, half, HALF)

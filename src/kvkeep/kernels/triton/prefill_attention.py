@@ -8,13 +8,13 @@ time, and attention to the keys before it is computed apart, in blocks of one si
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from kvkeep.kernels.torch.reference import sdpa_backend
-from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, pow2
+from kvkeep.kernels.triton.tiles import load_rows, store_rows
 
 STEP = 256  # lengths are rounded up to a multiple
 BLOCK = 32768  # queries at a time: each block is two more shapes
@@ -26,7 +26,7 @@ TOKENS = 8  # of a program that merges
 Attended = tuple[Tensor, Tensor]  # output [rows, heads, q, dim] and log-sum-exp [rows, heads, q]
 
 
-def chunk_attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def chunk_attention(queries, keys, values, scale):
     """Do what the reference does, where torch has a kernel (`sdpa_backend`)"""
     return attention_and_lse(queries, keys, values, scale)[0]
 
@@ -40,7 +40,7 @@ def attention_and_lse(queries: Tensor, keys: Tensor, values: Tensor, scale: floa
     if q <= BLOCK:
         return _block(queries, keys, values, scale)
     output = queries.new_empty(rows, q, heads, values.shape[-1]).transpose(1, 2)
-    lse = queries.new_empty(rows, heads, q, dtype=torch.float32)
+    lse = floats(queries, rows, heads, q)
     for start in range(0, q, BLOCK):
         end = min(start + BLOCK, q)
         block, seen = slice(start, end), slice(before + end)
@@ -69,9 +69,7 @@ def _block(queries: Tensor, keys: Tensor, values: Tensor, scale: float, output: 
     return (attended if output is None or far else output.copy_(attended)), lse
 
 
-def appended_attention(
-    queries: Tensor, held_keys: Tensor, held_values: Tensor, keys: Tensor, values: Tensor, scale: float
-) -> Tensor:
+def appended_attention(queries, held_keys, held_values, keys, values, scale):
     """Do what the reference does, where torch has a kernel; few of the held keys are copied.
 
     All queries see all of the others, so the heads of a group are more queries over one head's keys: fewer blocks of
@@ -79,10 +77,8 @@ def appended_attention(
     """
     rows, heads, q, dim = queries.shape
     far = held_keys.shape[2] // HELD * HELD
-    near_keys, near_values = (
-        torch.cat([held_keys[:, :, far:], keys], 2),
-        torch.cat([held_values[:, :, far:], values], 2),
-    )
+    near_keys = torch.cat([held_keys[:, :, far:], keys], 2)
+    near_values = torch.cat([held_values[:, :, far:], values], 2)
     attended, lse = _flash(queries, near_keys, near_values, True, scale)  # no plan for what is little work
     if not far:
         return attended
@@ -134,22 +130,17 @@ def merge(one: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, output: Te
     return output
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["n", "lse_row", "lse_head", "other_row", "other_head"])
+@kernel(do_not_specialize=["n", "lse_row", "lse_head", "other_row", "other_head"])
 def _merge(
     one, other, output, lse, other_lse, row_1, head_1, token_1, row_2, head_2, token_2, row_3, head_3, token_3, lse_row,
     lse_head, other_row, other_head, n, heads, dim, TOKENS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    tokens, channels = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     valid, tokens = tokens < n, tokens.to(tl.int64)
-    inside = valid[:, None] & (channels < dim)[None, :]
     first = tl.load(lse + row * lse_row + head * lse_head + tokens, mask=valid, other=0.0)
     second = tl.load(other_lse + row * other_row + head * other_head + tokens, mask=valid, other=0.0)
     share = (1 / (1 + tl.exp(tl.minimum(first - second, 80.0))))[:, None]  # of the second
-    where = one + row * row_1 + head * head_1 + tokens[:, None] * token_1 + channels[None, :]
-    a = tl.load(where, mask=inside, other=0.0).to(tl.float32)
-    where = other + row * row_2 + head * head_2 + tokens[:, None] * token_2 + channels[None, :]
-    b = tl.load(where, mask=inside, other=0.0).to(tl.float32)
-    where = output + row * row_3 + head * head_3 + tokens[:, None] * token_3 + channels[None, :]
-    tl.store(where, (a + (b - a) * share).to(output.dtype.element_ty), mask=inside)
+    a = load_rows(one + row * row_1 + head * head_1 + tokens * token_1, valid, dim, DIM).to(tl.float32)
+    b = load_rows(other + row * row_2 + head * head_2 + tokens * token_2, valid, dim, DIM).to(tl.float32)
+    store_rows(output + row * row_3 + head * head_3 + tokens * token_3, a + (b - a) * share, valid, dim, DIM)

@@ -6,50 +6,32 @@ read once and serves both. Probabilities are multiplied by the values' scales, n
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV
-from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2, softcapped
-from kvkeep.kernels.triton.decode import _merge
+from kvkeep.kernels.torch.quantization import GROUP_SIZE
+from kvkeep.kernels.triton.common import cdiv, kernel, padded
+from kvkeep.kernels.triton.decode import merged_splits, split_results
+from kvkeep.kernels.triton.tiles import WIDE, add_logits, dot, half_logits
 
 PROGRAMS = 1024  # of one warp each: a group of 32 tokens is little work
 
 
-def append_quantized(
-    kv: QuantizedKV,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    active: Tensor,
-) -> None:
+def append_quantized(kv, tail_keys, tail_values, key, value, starts, lengths, active):
     """Do what the reference does, without synchronizing the host."""
     _must_be_contiguous(tail_keys=tail_keys, tail_values=tail_values, lengths=lengths)
     (rows, kv_heads, dim), v_dim = key.shape, value.shape[-1]
     _append[rows * kv_heads,](
         key.to(tail_keys.dtype).contiguous(), value.to(tail_values.dtype).contiguous(), tail_keys, tail_values,
         *kv.tensors, starts.contiguous(), lengths, active.contiguous(), kv_heads, dim, v_dim, kv.bits,
-        INTERPRETED, GROUP_SIZE, _padded_half(dim), _padded_half(v_dim), num_warps=4,
+        GROUP_SIZE, _padded_half(dim), _padded_half(v_dim), num_warps=4,
     )  # fmt: skip
 
 
 def quantized_attention(
-    queries: Tensor,
-    kv: QuantizedKV,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    longest: int,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
+    queries, kv, tail_keys, tail_values, starts, lengths, longest, scale, softcap=None, sink_logits=None
+):
     """Do what the reference does. queries [rows, heads, 1, dim] -> [rows, heads, 1, v_dim]"""
     _must_be_contiguous(tail_keys=tail_keys, tail_values=tail_values)
     rows, heads, _, dim = queries.shape
@@ -57,25 +39,18 @@ def quantized_attention(
     group = heads // kv_heads
     splits = max(1, min(cdiv(longest, 4 * GROUP_SIZE), PROGRAMS // (rows * kv_heads)))
     query = queries[:, :, 0].to(tail_keys.dtype).contiguous()
-    partial = query.new_empty(rows * heads, splits + 1, v_dim, dtype=torch.float32)
-    weight = query.new_empty(rows * heads, splits + 1, 2, dtype=torch.float32)  # largest logit, sum of exponentials
+    partial, weight = split_results(query, splits + 1, v_dim)
     _partial[rows * kv_heads, splits + 1](
-        query, *kv.tensors, tail_keys, tail_values, starts.contiguous(), lengths.contiguous(), partial, weight,
-        scale, softcap or 0.0, group, splits, dim, v_dim, kv.bits, softcap is not None, INTERPRETED,
-        max(MIN_BLOCK, pow2(group)), GROUP_SIZE, _padded_half(dim), _padded_half(v_dim), num_warps=1, num_stages=3,
+        query, *kv.tensors, tail_keys, tail_values, starts.contiguous(), lengths.contiguous(), partial, weight, scale,
+        softcap, group, splits, dim, v_dim, kv.bits, padded(group), GROUP_SIZE, _padded_half(dim), _padded_half(v_dim),
+        num_warps=1, num_stages=3,
     )  # fmt: skip
-    output = queries.new_empty(rows, heads, v_dim)
-    extra = query if sink_logits is None else sink_logits.float().contiguous()
-    _merge[rows * heads,](
-        partial, weight, extra, output, heads, splits + 1, v_dim, sink_logits is not None, pow2(splits + 1),
-        pow2(v_dim), num_warps=1,
-    )  # fmt: skip
-    return output[:, :, None]
+    return merged_splits(queries[:, :, 0], partial, weight, sink_logits)[:, :, None]
 
 
 def _padded_half(size: int) -> int:
     """Half of the channels, padded for a matrix product."""
-    return max(MIN_BLOCK, pow2(cdiv(size, 2)))
+    return padded(cdiv(size, 2))
 
 
 def _must_be_contiguous(**tensors: Tensor) -> None:
@@ -106,30 +81,19 @@ def _load_codes(buffer, at, channels, dim: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _round_to(numbers, kind: tl.constexpr, WIDEN: tl.constexpr):
+def _round_to(numbers, kind: tl.constexpr):
     """float32 to another dtype, rounded to nearest: Triton's interpreter would truncate to bfloat16."""
-    if WIDEN and kind == tl.bfloat16:
+    if WIDE and kind == tl.bfloat16:
         bits = numbers.to(tl.int32, bitcast=True)
         numbers = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     return numbers.to(kind)
 
 
-@triton.jit
-def _online_softmax(logits, row_max, row_sum):
-    """Add a block of logits. -> unnormalized probs, factor for earlier sums, row_max, row_sum"""
-    new_max = tl.maximum(row_max, tl.max(logits, 1))
-    probs = tl.exp(logits - new_max[:, None])
-    rescale = tl.exp(row_max - new_max)
-    return probs, rescale, new_max, row_sum * rescale + tl.sum(probs, 1)
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["splits"])
+@kernel(do_not_specialize=["splits"])
 def _partial(
     query, key_codes, key_scales, key_mins, value_codes, value_scales, value_mins, tail_keys, tail_values, starts,
     lengths, partial, weight, scale, softcap, group, splits, dim: tl.constexpr, v_dim: tl.constexpr, BITS: tl.constexpr,
-    CAPPED: tl.constexpr, WIDEN: tl.constexpr, MEMBERS: tl.constexpr, GROUP_SIZE: tl.constexpr, HALF_DIM: tl.constexpr,
-    HALF_V_DIM: tl.constexpr,
+    MEMBERS: tl.constexpr, GROUP_SIZE: tl.constexpr, HALF_DIM: tl.constexpr, HALF_V_DIM: tl.constexpr,
 ):  # fmt: skip
     CENTRE: tl.constexpr = 2 ** (BITS - 1)
     segment, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -154,29 +118,28 @@ def _partial(
         k_low, k_high = _load_codes(key_codes, slots[:, None], channels[None, :], dim, BITS)
         k_low = k_low * low_scale.to(tl.float32)[None, :] + low_min.to(tl.float32)[None, :]
         k_high = k_high * high_scale.to(tl.float32)[None, :] + high_min.to(tl.float32)[None, :]
-        k_low, k_high = _round_to(k_low, kind, WIDEN), _round_to(k_high, kind, WIDEN)
-        logits = dot(q_low, tl.trans(k_low), WIDEN) + dot(q_high, tl.trans(k_high), WIDEN)
-        logits = softcapped(logits * scale, softcap, CAPPED)
-        probs, rescale, row_max, row_sum = _online_softmax(logits, row_max, row_sum)
+        k_low, k_high = _round_to(k_low, kind), _round_to(k_high, kind)
+        logits = half_logits(q_low, q_high, k_low, k_high, scale, softcap)
+        probs, rescale, row_max, row_sum = add_logits(logits, row_max, row_sum)
 
         v_scale, v_min = tl.load(value_scales + slots), tl.load(value_mins + slots)
         max_scale = tl.max(v_scale, 0)  # factored out: probs times scales may underflow in the model's dtype
-        scaled = _round_to(probs * (v_scale / tl.where(max_scale == 0, 1.0, max_scale))[None, :], kind, WIDEN)
+        scaled = _round_to(probs * (v_scale / tl.where(max_scale == 0, 1.0, max_scale))[None, :], kind)
         middle = tl.sum(probs * (v_min + v_scale * CENTRE)[None, :], 1)[:, None]
         v_low, v_high = _load_codes(value_codes, slots[:, None], v_channels[None, :], v_dim, BITS)
         v_low, v_high = (v_low - CENTRE).to(kind), (v_high - CENTRE).to(kind)
-        out_low = out_low * rescale[:, None] + (dot(scaled, v_low, WIDEN) * max_scale + middle)
-        out_high = out_high * rescale[:, None] + (dot(scaled, v_high, WIDEN) * max_scale + middle)
+        out_low = out_low * rescale[:, None] + (dot(scaled, v_low) * max_scale + middle)
+        out_high = out_high * rescale[:, None] + (dot(scaled, v_high) * max_scale + middle)
 
     rest, in_tail = length - groups * GROUP_SIZE, segment * GROUP_SIZE + tokens
     if (split == splits) & (rest > 0):
         k_low, k_high = _load_halves(tail_keys, in_tail, channels[None, :], dim, tokens < rest)
-        logits = dot(q_low, tl.trans(k_low), WIDEN) + dot(q_high, tl.trans(k_high), WIDEN)
-        logits = tl.where(tl.trans(tokens) < rest, softcapped(logits * scale, softcap, CAPPED), float("-inf"))
-        probs, rescale, row_max, row_sum = _online_softmax(logits, row_max, row_sum)
+        logits = half_logits(q_low, q_high, k_low, k_high, scale, softcap)
+        logits = tl.where(tl.trans(tokens) < rest, logits, float("-inf"))
+        probs, rescale, row_max, row_sum = add_logits(logits, row_max, row_sum)
         v_low, v_high = _load_halves(tail_values, in_tail, v_channels[None, :], v_dim, tokens < rest)
-        rounded = _round_to(probs, kind, WIDEN)
-        out_low, out_high = dot(rounded, v_low, WIDEN), dot(rounded, v_high, WIDEN)
+        rounded = _round_to(probs, kind)
+        out_low, out_high = dot(rounded, v_low), dot(rounded, v_high)
 
     slot = (segment * group + members) * (splits + 1) + split
     tl.store(weight + slot * 2, row_max, mask=in_group)
@@ -222,11 +185,10 @@ def _full_tail(tail, new, segment, at, channels, dim: tl.constexpr, GROUP_SIZE: 
     return low.to(tl.float32), high.to(tl.float32)
 
 
-@fast_launch
-@triton.jit
+@kernel()
 def _append(
     key, value, tail_keys, tail_values, key_codes, key_scales, key_mins, value_codes, value_scales, value_mins, starts,
-    lengths, active, kv_heads, dim: tl.constexpr, v_dim: tl.constexpr, BITS: tl.constexpr, WIDEN: tl.constexpr,
+    lengths, active, kv_heads, dim: tl.constexpr, v_dim: tl.constexpr, BITS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, HALF_DIM: tl.constexpr, HALF_V_DIM: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0).to(tl.int64)
@@ -237,9 +199,7 @@ def _append(
         if at == GROUP_SIZE - 1:
             first = tl.load(starts + segment).to(tl.int64) + length - at
             k_low, k_high = _full_tail(tail_keys, key, segment, at, channels, dim, GROUP_SIZE)
-            _quantize_keys(
-                key_codes, key_scales, key_mins, first, channels, dim, k_low, k_high, BITS, WIDEN, GROUP_SIZE
-            )  # fmt: skip
+            _quantize_keys(key_codes, key_scales, key_mins, first, channels, dim, k_low, k_high, BITS, GROUP_SIZE)
             v_low, v_high = _full_tail(tail_values, value, segment, at, v_channels, v_dim, GROUP_SIZE)
             _quantize_values(
                 value_codes, value_scales, value_mins, first, v_channels, v_dim, v_low, v_high, BITS, GROUP_SIZE
@@ -253,14 +213,13 @@ def _append(
 
 @triton.jit
 def _quantize_keys(
-    codes, scales, mins, first, channels, dim: tl.constexpr, low, high, BITS: tl.constexpr, WIDEN: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-):  # fmt: skip
+    codes, scales, mins, first, channels, dim: tl.constexpr, low, high, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr
+):
     """A group of keys, per channel; mins are keys, hence exact. low, high [32, half] float32"""
     kind: tl.constexpr = scales.dtype.element_ty
     low_min, high_min = tl.min(low, 0), tl.min(high, 0)
-    low_scale = _round_to((tl.max(low, 0) - low_min) * (1 / (2**BITS - 1)), kind, WIDEN)
-    high_scale = _round_to((tl.max(high, 0) - high_min) * (1 / (2**BITS - 1)), kind, WIDEN)
+    low_scale = _round_to((tl.max(low, 0) - low_min) * (1 / (2**BITS - 1)), kind)
+    high_scale = _round_to((tl.max(high, 0) - high_min) * (1 / (2**BITS - 1)), kind)
     _store_halves(scales, first // GROUP_SIZE, channels, dim, channels < dim, low_scale, high_scale)
     _store_halves(mins, first // GROUP_SIZE, channels, dim, channels < dim, low_min, high_min)
     low = _quantize(low, low_scale.to(tl.float32)[None, :], low_min[None, :], BITS)

@@ -5,30 +5,27 @@ by channel (moments, and each channel's term of a query's bias), the second aver
 averaged within their group and concatenated: channels of one vector.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, pow2
+from kvkeep.kernels.triton.tiles import load_rows, store_rows
 
 COMPARED = 1024  # units per block
 
 
-def mean_queries(queries: Tensor, kv_heads: int, moments: Tensor | None, weight: Tensor) -> Tensor:
+def mean_queries(queries, kv_heads, moments, weight):
     """Do what the reference does. The last stride of the queries is 1"""
     rows, heads, dim = queries.shape
-    vectors = torch.empty(rows, kv_heads * dim, dtype=torch.float32, device=queries.device)
+    vectors = floats(queries, rows, kv_heads * dim)
     _mean_queries[rows, kv_heads](
-        queries, vectors, vectors if moments is None else moments, weight, *queries.stride()[:2], heads // kv_heads,
-        dim, moments is not None, pow2(dim), num_warps=1,
-    )  # fmt: skip
+        queries, vectors, moments, weight, *queries.stride()[:2], heads // kv_heads, dim, pow2(dim), num_warps=1
+    )
     return vectors
 
 
-def share_quota(scores: Tensor, units: Tensor, left: Tensor, densities: Tensor, layer: int, most: int) -> Tensor:
+def share_quota(scores, units, left, densities, layer, most):
     """Do what the reference does."""
     share = torch.empty_like(left)
     _share_quota[len(units),](
@@ -37,11 +34,10 @@ def share_quota(scores: Tensor, units: Tensor, left: Tensor, densities: Tensor, 
     return share
 
 
-@fast_launch
-@triton.jit
+@kernel()
 def _mean_queries(
-    queries, vectors, moments, weight, row_stride, head_stride, group, dim, MOMENTS: tl.constexpr, DIM: tl.constexpr
-):
+    queries, vectors, moments, weight, row_stride, head_stride, group, dim, DIM: tl.constexpr
+):  # fmt: skip
     row, head, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DIM)
     total = tl.zeros([DIM], tl.float32)
     for member in range(0, group):
@@ -50,7 +46,7 @@ def _mean_queries(
     total = total / group
     width, place = tl.num_programs(1) * dim, head * dim + channels
     tl.store(vectors + row * width + place, total, mask=channels < dim)
-    if MOMENTS:
+    if moments is not None:
         new = tl.load(weight + row)
         pointer = moments + row * 2 * width + place
         mean = tl.load(pointer, mask=channels < dim, other=0.0)
@@ -61,8 +57,7 @@ def _mean_queries(
         tl.store(pointer + width, variance, mask=channels < dim)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most_units", "layer"])
+@kernel(do_not_specialize=["most_units", "layer"])
 def _share_quota(scores, units, left, densities, share, most_units, layer, layers, most, COMPARED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     end, quota = tl.load(units + row).to(tl.int32), tl.load(left + row)
@@ -101,20 +96,17 @@ def _share_quota(scores, units, left, densities, share, most_units, layer, layer
 MOST, ROWS, CHANNELS = 256, 64, 32  # rows per block of the first pass and of the second; channels per block
 
 
-def weighted_query(
-    queries: Tensor, kv_heads: int, count: int, mean: Tensor | None, variance: Tensor | None, question: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def weighted_query(queries, kv_heads, count, mean, variance, question):
     """Do what the reference does, for queries with last stride 1"""
     heads, w, dim = queries.shape
     width, blocks, num_question = kv_heads * dim, cdiv(dim, CHANNELS), 0 if question is None else len(question)
-    window = torch.empty(w + num_question, width, dtype=torch.float32, device=queries.device)
-    parts = torch.empty(kv_heads * blocks, w + num_question, dtype=torch.float32, device=queries.device)
-    results = torch.empty(3, width, dtype=torch.float32, device=queries.device)
-    old_mean, old_variance = results if mean is None else mean, results if variance is None else variance
+    window = floats(queries, w + num_question, width)
+    parts = floats(queries, kv_heads * blocks, w + num_question)
+    results = floats(queries, 3, width)
     _moments[kv_heads, blocks](
-        queries, window if question is None else question.contiguous(), old_mean, old_variance, window, parts, results,
-        w, num_question, heads // kv_heads, dim, *queries.stride()[:2], count / (count + w), w / (count + w),
-        mean is None, max(16, min(MOST, pow2(w))), CHANNELS, num_warps=8,
+        queries, window if question is None else question.contiguous(), mean, variance, window, parts, results, w,
+        num_question, heads // kv_heads, dim, *queries.stride()[:2], count / (count + w), w / (count + w),
+        max(16, min(MOST, pow2(w))), CHANNELS, num_warps=8,
     )  # fmt: skip
     _weighted_mean[cdiv(width, CHANNELS),](
         window, parts, results, w + num_question, width, kv_heads * blocks, pow2(kv_heads * blocks), ROWS, CHANNELS,
@@ -124,35 +116,33 @@ def weighted_query(
     return new_mean, new_variance, query
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["w", "num_question", "weight_old", "weight_new"])
+@kernel(do_not_specialize=["w", "num_question", "weight_old", "weight_new"])
 def _moments(
     queries, question, mean, variance, window, parts, results, w, num_question, group, dim, head_stride, stride,
-    weight_old, weight_new, FIRST: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    weight_old, weight_new, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """weight_old, weight_new: fractions of earlier queries and of the window's among all"""
     head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     width = tl.num_programs(0) * dim
     in_head = block * CHANNELS + tl.arange(0, CHANNELS)
     valid, channels = in_head < dim, head * dim + in_head
-    heads = queries + head * group * head_stride + in_head[None, :]
+    first, here = head * dim + block * CHANNELS, dim - block * CHANNELS  # the first channel, and how many there are
+    heads = queries + head * group * head_stride + block * CHANNELS
     total = tl.zeros([CHANNELS], tl.float32)
     for start in range(0, w, ROWS):
         rows = start + tl.arange(0, ROWS)
-        inside = (rows < w)[:, None] & valid[None, :]
-        mean_query = _mean_heads(heads + rows[:, None] * stride, inside, group, head_stride, ROWS, CHANNELS)
+        mean_query = _mean_heads(heads + rows * stride, rows < w, here, group, head_stride, ROWS, CHANNELS)
         total += tl.sum(mean_query, 0)
-        tl.store(window + rows[:, None] * width + channels[None, :], mean_query, mask=inside)
+        store_rows(window + rows * width + first, mean_query, rows < w, here, CHANNELS)
     mean_now = total / w
     total = tl.zeros([CHANNELS], tl.float32)
     for start in range(0, w, ROWS):
         rows = start + tl.arange(0, ROWS)
-        inside = (rows < w)[:, None] & valid[None, :]
-        mean_query = _mean_heads(heads + rows[:, None] * stride, inside, group, head_stride, ROWS, CHANNELS)
-        deviation = tl.where(inside, mean_query - mean_now[None, :], 0.0)
+        mean_query = _mean_heads(heads + rows * stride, rows < w, here, group, head_stride, ROWS, CHANNELS)
+        deviation = tl.where((rows < w)[:, None] & valid[None, :], mean_query - mean_now[None, :], 0.0)
         total += tl.sum(deviation * deviation, 0)
     var_now = total / w
-    if not FIRST:
+    if mean is not None:
         mean_before = tl.load(mean + channels, mask=valid, other=0.0)
         shift = mean_now - mean_before
         mean_now = mean_before + shift * weight_new
@@ -165,43 +155,39 @@ def _moments(
     bias = parts + (head * tl.num_programs(1) + block) * (w + num_question)
     for start in range(0, w, ROWS):
         rows = start + tl.arange(0, ROWS)
-        inside = (rows < w)[:, None] & valid[None, :]
-        mean_query = _mean_heads(heads + rows[:, None] * stride, inside, group, head_stride, ROWS, CHANNELS)
+        mean_query = _mean_heads(heads + rows * stride, rows < w, here, group, head_stride, ROWS, CHANNELS)
         deviation = mean_query - mean_now[None, :]
         tl.store(bias + rows, tl.sum(deviation * deviation / var_now[None, :], 1), mask=rows < w)
     for start in range(0, num_question, ROWS):
         rows = start + tl.arange(0, ROWS)
-        inside = (rows < num_question)[:, None] & valid[None, :]
-        asked = tl.load(question + rows[:, None] * width + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+        asked = load_rows(question + rows * width + first, rows < num_question, here, CHANNELS).to(tl.float32)
         deviation = asked - mean_now[None, :]
         tl.store(bias + w + rows, tl.sum(deviation * deviation / var_now[None, :], 1), mask=rows < num_question)
-        tl.store(window + (w + rows[:, None]) * width + channels[None, :], asked, mask=inside)
+        store_rows(window + (w + rows) * width + first, asked, rows < num_question, here, CHANNELS)
 
 
 @triton.jit
-def _mean_heads(heads, inside, group, head_stride, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
+def _mean_heads(heads, valid, dim, group, head_stride, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """The mean of a group's heads, in float32."""
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for member in range(0, group):
-        total += tl.load(heads + member * head_stride, mask=inside, other=0.0).to(tl.float32)
+        total += load_rows(heads + member * head_stride, valid, dim, CHANNELS).to(tl.float32)
     return total / group
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _weighted_mean(
     window, parts, results, rows, width, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    block_ids = tl.arange(0, BLOCKS)
-    channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    block_ids, first = tl.arange(0, BLOCKS), tl.program_id(0) * CHANNELS
+    channels = first + tl.arange(0, CHANNELS)
     unweighted, weighted = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, rows, ROWS):
         row_ids = start + tl.arange(0, ROWS)
         inside = (block_ids < blocks)[:, None] & (row_ids < rows)[None, :]
         bias = tl.sum(tl.load(parts + block_ids[:, None] * rows + row_ids[None, :], mask=inside, other=0.0), 0)
-        valid = (row_ids < rows)[:, None] & (channels < width)[None, :]
-        vectors = tl.load(window + row_ids[:, None] * width + channels[None, :], mask=valid, other=0.0)
+        vectors = load_rows(window + row_ids * width + first, row_ids < rows, width - first, CHANNELS)
         total += bias
         unweighted += tl.sum(vectors, 0)
         weighted += tl.sum(vectors * bias[:, None], 0)

@@ -6,23 +6,17 @@ The fused copy of torch/ranking.py; nothing waits for the host. `smooth`: scores
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+from kvkeep.kernels.triton.common import cdiv, kernel, pow2
+from kvkeep.kernels.triton.tiles import sortable
 
 BLOCK = 1024  # tokens per program
 SCANNED = 4096  # tokens per iteration of a program that scans a whole head
 
 
-def ranks(
-    scores: Tensor,
-    forced: Tensor | None = None,
-    token_mask: Tensor | None = None,
-    member: Tensor | None = None,
-    unit_scores: Tensor | None = None,
-) -> Tensor:
+def ranks(scores, forced=None, token_mask=None, member=None, unit_scores=None):
     """Do what the reference does. scores [kv_heads, n] float32"""
     (rows, n), scores = scores.shape, scores.contiguous()
     keys = torch.empty(rows * n, dtype=torch.int64, device=scores.device)
@@ -46,9 +40,7 @@ def _rows(tensor: Tensor | None, instead: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def top_counts(
-    scores: Tensor, rank: Tensor, floor: Tensor, total: int, member: Tensor | None, unit_scores: Tensor | None
-) -> Tensor:
+def top_counts(scores, rank, floor, total, member, unit_scores):
     """Do what the reference does. -> [kv_heads] int64"""
     (heads, n), scores = scores.shape, scores.contiguous()
     keys = torch.empty(heads * n, dtype=torch.int64, device=scores.device)
@@ -62,7 +54,7 @@ def top_counts(
     return counts
 
 
-def places_of(rank: Tensor, counts: Tensor, total: int) -> Tensor:
+def places_of(rank, counts, total):
     """Do what the reference does. -> [2, total] int64"""
     heads, n = rank.shape
     places = torch.empty(2, total, dtype=torch.int64, device=rank.device)
@@ -70,15 +62,7 @@ def places_of(rank: Tensor, counts: Tensor, total: int) -> Tensor:
     return places
 
 
-@triton.jit
-def _sortable(value):
-    """float32 as integers 0 … 2**32 - 1 in the same order; 0 and -0 are equal."""
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["n", "forced_row", "token_row", "member_row", "units"])
+@kernel(do_not_specialize=["n", "forced_row", "token_row", "member_row", "units"])
 def _pack(
     scores, forced, token_mask, member, unit_rank, keys, n, forced_row, token_row, member_row, units,
     FORCED: tl.constexpr, PADDED: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -86,7 +70,7 @@ def _pack(
     """Row, tier, descending score; backwards, so that a stable sort gives ties to the later token."""
     row, tokens = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = tokens < n
-    key = 4294967295 - _sortable(tl.load(scores + row * n + tokens, mask=valid, other=0.0))
+    key = 4294967295 - sortable(tl.load(scores + row * n + tokens, mask=valid, other=0.0))
     tier = tl.full([BLOCK], 1, tl.int64)
     if UNITS:
         unit = tl.load(member + row * member_row + tokens, mask=valid, other=0)
@@ -98,8 +82,7 @@ def _pack(
     tl.store(keys + row * n + n - 1 - tokens, (row << 52) + (tier << 32) + key, mask=valid)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["n"])
+@kernel(do_not_specialize=["n"])
 def _places(order, rank, n, BLOCK: tl.constexpr):
     """The place of each token in its row's part of the order."""
     row, places = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -108,8 +91,7 @@ def _places(order, rank, n, BLOCK: tl.constexpr):
     tl.store(rank + row * n + token, places.to(tl.int64), mask=valid)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["n", "member_row", "units"])
+@kernel(do_not_specialize=["n", "member_row", "units"])
 def _pack_shared(
     scores, rank, floor, member, unit_scores, keys, n, member_row, units, UNITS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -119,17 +101,16 @@ def _pack_shared(
     score = tl.load(scores + head * n + tokens, mask=valid, other=0.0)
     place = tl.load(rank + head * n + tokens, mask=valid, other=0)
     is_reserved = (place < tl.load(floor + head).to(tl.int64)) & (score > -inf)
-    key = 4294967295 - _sortable(tl.where(is_reserved, inf, score))
+    key = 4294967295 - sortable(tl.where(is_reserved, inf, score))
     if UNITS:
         at = tl.load(member + head * member_row + tokens, mask=valid, other=0)
         unit = tl.load(unit_scores + head * units + at, mask=valid, other=0.0)
         unit = tl.where(is_reserved, inf, tl.where(score == -inf, -inf, unit))
-        key = ((2147483647 - _sortable(unit)) << 32) | key
+        key = ((2147483647 - sortable(unit)) << 32) | key
     tl.store(keys + (n - 1 - tokens).to(tl.int64) * heads + head, key, mask=valid)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["total"])
+@kernel(do_not_specialize=["total"])
 def _count(order, counts, total, BLOCK: tl.constexpr):
     """How many of the first `total` of all heads are this head's."""
     head, heads = tl.program_id(0), tl.num_programs(0)
@@ -141,8 +122,7 @@ def _count(order, counts, total, BLOCK: tl.constexpr):
     tl.store(counts + head, tl.sum(found, 0))
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["n", "total"])
+@kernel(do_not_specialize=["n", "total"])
 def _places_of(rank, counts, places, n, total, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Head and index of every token whose rank is below its head's count, in ascending order."""
     head = tl.program_id(0).to(tl.int64)
@@ -161,7 +141,7 @@ def _places_of(rank, counts, places, n, total, HEADS: tl.constexpr, BLOCK: tl.co
 SMOOTHED = 512  # tokens per program
 
 
-def smooth(scores: Tensor, among: Tensor, width: int, kind: str) -> Tensor:
+def smooth(scores, among, width, kind):
     """Smooth scores as torch/scoring.py does. scores [kv_heads, n] float32"""
     (heads, n), scores = scores.shape, scores.contiguous()
     among = (among if among.stride(-1) == 1 else among.contiguous()).view(torch.uint8)
@@ -172,8 +152,7 @@ def smooth(scores: Tensor, among: Tensor, width: int, kind: str) -> Tensor:
     return smoothed
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["n", "among_row"])
+@kernel(do_not_specialize=["n", "among_row"])
 def _smooth(scores, among, smoothed, n, among_row, WIDTH: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     head, tokens = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     scores, among = scores + head * n, among + head * among_row

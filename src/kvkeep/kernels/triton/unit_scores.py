@@ -6,84 +6,72 @@ of a pool): blocks beyond are not read, and their scores not written.
 `unit_representatives`, the mean key of a unit's representative tokens: one program per unit.
 """
 
-from __future__ import annotations
-
-import torch
-import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvkeep.kernels.triton.common import INTERPRETED, MIN_BLOCK, cdiv, dot, fast_launch, pow2
+from kvkeep.kernels.triton.common import cdiv, floats, kernel, padded, pow2
+from kvkeep.kernels.triton.tiles import dot, load_rows, store_rows
 
 UNITS, CHANNELS = 16, 128  # per block
 VOTED = 128  # tokens per block of the votes
 
 
-def score_centroids(query: Tensor, centroids: Tensor) -> Tensor:
-    """Do what the reference does. query [heads, dim], centroids [heads, units, dim]"""
-    return score_representatives(query, centroids, False)
-
-
-def score_representatives(query: Tensor, descriptions: Tensor, cosine: bool, units: Tensor | None = None) -> Tensor:
-    """Do what the reference does. query [dim] or [rows, dim], descriptions [rows, units, dim]"""
-    rows, most, dim = descriptions.shape
-    query, descriptions = query.contiguous(), descriptions.contiguous()
-    scores = torch.empty(rows, most, dtype=torch.float32, device=query.device)
+def score_representatives(vector, unit_index, cosine, units=None):
+    """Do what the reference does."""
+    rows, most, dim = unit_index.shape
+    vector, unit_index = vector.contiguous(), unit_index.contiguous()
+    scores = floats(vector, rows, most)
     _products[cdiv(most, UNITS), rows](
-        query, descriptions, scores, scores if units is None else units, most, dim, cosine, units is not None, UNITS,
-        CHANNELS, num_warps=4,
-    )  # fmt: skip
+        vector, unit_index, scores, units, most, dim, cosine, UNITS, CHANNELS, num_warps=4
+    )
     return scores
 
 
-def score_page_bounds(query: Tensor, bounds: Tensor, units: Tensor | None = None) -> Tensor:
+def score_page_bounds(query, bounds, units=None):
     """Do what the reference does. query [heads, dim], bounds [kv_heads, units, 2, dim]"""
     kv_heads, most, _, dim = bounds.shape
     query, bounds = query.contiguous(), bounds.contiguous()
-    scores = torch.empty(kv_heads, most, dtype=torch.float32, device=query.device)
+    scores = floats(query, kv_heads, most)
     _score_page_bounds[cdiv(most, UNITS), kv_heads](
-        query, bounds, scores, scores if units is None else units, most, dim, len(query) // kv_heads,
-        1 if units is None else kv_heads // len(units), units is not None, UNITS, CHANNELS, num_warps=4,
+        query, bounds, scores, units, most, dim, len(query) // kv_heads,
+        1 if units is None else kv_heads // len(units), UNITS, CHANNELS, num_warps=4,
     )  # fmt: skip
     return scores
 
 
-def score_tokens(queries: Tensor, keys: Tensor, scale: float, units: Tensor) -> Tensor:
+def score_tokens(queries, keys, scale, units):
     """Do what the reference does. queries [rows, heads, dim], keys [rows, kv_heads, most, dim], contiguous"""
     rows, kv_heads, most, dim = keys.shape
     heads, blocks = queries.shape[1], cdiv(most, VOTED)
-    logits = torch.empty(rows, heads, most, dtype=torch.float32, device=keys.device)
-    parts = torch.empty(rows, heads, blocks, 2, dtype=torch.float32, device=keys.device)
-    scores = torch.empty(rows, most, dtype=torch.float32, device=keys.device)
+    logits = floats(keys, rows, heads, most)
+    parts = floats(keys, rows, heads, blocks, 2)
+    scores = floats(keys, rows, most)
     _token_logits[blocks, rows * kv_heads](
         queries.float().contiguous(), keys, logits, parts, units, most, kv_heads, heads // kv_heads, dim, scale,
-        INTERPRETED, max(MIN_BLOCK, pow2(heads // kv_heads)), max(MIN_BLOCK, pow2(dim)), VOTED, num_warps=4,
+        padded(heads // kv_heads), padded(dim), VOTED, num_warps=4,
     )  # fmt: skip
     _log_sums[rows * heads,](parts, units, heads, blocks, VOTED, pow2(blocks), num_warps=1)
     _votes[blocks, rows](logits, parts, scores, units, most, heads, blocks, VOTED, num_warps=4)
     return scores
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most"])
+@kernel(do_not_specialize=["most"])
 def _products(
-    query, vectors, scores, units, most, dim, COSINE: tl.constexpr, COUNTED: tl.constexpr, UNITS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    query, vectors, scores, units, most, dim, COSINE: tl.constexpr, UNITS: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
     """COSINE: with a query of length 1"""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     unit_ids = block * UNITS + tl.arange(0, UNITS)
     end = most
-    if COUNTED:
+    if units is not None:
         end = tl.load(units + row).to(tl.int32)
     if block * UNITS < end:
-        entries = vectors + (row * most + unit_ids)[:, None] * dim
+        entries = vectors + (row * most + unit_ids) * dim
         total, squares = tl.zeros([UNITS, CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
         for start in range(0, dim, CHANNELS):
             channels = start + tl.arange(0, CHANNELS)
             q = tl.load(query + row * dim + channels, mask=channels < dim, other=0.0).to(tl.float32)
-            inside = (unit_ids < end)[:, None] & (channels < dim)[None, :]
-            total += tl.load(entries + channels[None, :], mask=inside, other=0.0).to(tl.float32) * q[None, :]
+            entry = load_rows(entries + start, unit_ids < end, dim - start, CHANNELS)
+            total += entry.to(tl.float32) * q[None, :]
             squares += q * q
         result = tl.sum(total, 1)
         if COSINE:
@@ -91,34 +79,30 @@ def _products(
         tl.store(scores + row * most + unit_ids, result, mask=unit_ids < end)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most"])
+@kernel(do_not_specialize=["most"])
 def _token_logits(
-    queries, keys, logits, parts, units, most, kv_heads, group, dim, scale, WIDEN: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr,
+    queries, keys, logits, parts, units, most, kv_heads, group, dim, scale, GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of one KV head's tokens: logits of its group, and their largest and sum of exponentials."""
     block, segment = tl.program_id(0), tl.program_id(1).to(tl.int64)
     end = tl.load(units + segment // kv_heads).to(tl.int32)
     if block * BLOCK < end:
-        tokens, members, channels = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, DIM)
-        heads = segment * group + members
-        inside = (members < group)[:, None] & (channels < dim)[None, :]
-        q = tl.load(queries + heads[:, None] * dim + channels[None, :], mask=inside, other=0.0) * scale
-        inside = (tokens < end)[:, None] & (channels < dim)[None, :]
-        k = tl.load(keys + (segment * most + tokens)[:, None] * dim + channels[None, :], mask=inside, other=0.0)
-        product = dot(q, tl.trans(k), WIDEN)
-        inside = (members < group)[:, None] & (tokens < end)[None, :]
+        tokens, members = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUP)
+        heads, in_group = segment * group + members, members < group
+        q = load_rows(queries + heads * dim, in_group, dim, DIM) * scale
+        k = load_rows(keys + (segment * most + tokens) * dim, tokens < end, dim, DIM)
+        product = dot(q, tl.trans(k))
+        inside = in_group[:, None] & (tokens < end)[None, :]
         tl.store(logits + heads[:, None] * most + tokens[None, :], product, mask=inside)
         product = tl.where((tokens < end)[None, :], product, float("-inf"))
         largest = tl.max(product, 1)
         part = parts + (heads * tl.num_programs(0) + block) * 2
-        tl.store(part, largest, mask=members < group)
-        tl.store(part + 1, tl.sum(tl.exp(product - largest[:, None]), 1), mask=members < group)
+        tl.store(part, largest, mask=in_group)
+        tl.store(part + 1, tl.sum(tl.exp(product - largest[:, None]), 1), mask=in_group)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["blocks"])
+@kernel(do_not_specialize=["blocks"])
 def _log_sums(parts, units, heads, blocks, TOKENS: tl.constexpr, BLOCKS: tl.constexpr):
     """Log-sum-exp of one query head, into the first of its parts."""
     head, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
@@ -132,8 +116,7 @@ def _log_sums(parts, units, heads, blocks, TOKENS: tl.constexpr, BLOCKS: tl.cons
     tl.store(parts + head * blocks * 2, top + tl.log(tl.maximum(tl.sum(total * tl.exp(largest - top), 0), 1e-38)))
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most", "blocks"])
+@kernel(do_not_specialize=["most", "blocks"])
 def _votes(logits, parts, scores, units, most, heads, blocks, TOKENS: tl.constexpr):
     row, tokens = tl.program_id(1).to(tl.int64), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     end = tl.load(units + row).to(tl.int32)
@@ -146,19 +129,17 @@ def _votes(logits, parts, scores, units, most, heads, blocks, TOKENS: tl.constex
         tl.store(scores + row * most + tokens, total, mask=tokens < end)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most"])
+@kernel(do_not_specialize=["most"])
 def _score_page_bounds(
-    query, bounds, scores, units, most, dim, group, kv_heads, COUNTED: tl.constexpr, UNITS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    query, bounds, scores, units, most, dim, group, kv_heads, UNITS: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     unit_ids = block * UNITS + tl.arange(0, UNITS)
     end = most
-    if COUNTED:
+    if units is not None:
         end = tl.load(units + head // kv_heads).to(tl.int32)
     if block * UNITS < end:
-        rows = bounds + (head * most + unit_ids)[:, None] * 2 * dim
+        rows = bounds + (head * most + unit_ids) * 2 * dim
         total = tl.zeros([UNITS, CHANNELS], tl.float32)
         for start in range(0, dim, CHANNELS):
             channels = start + tl.arange(0, CHANNELS)
@@ -167,22 +148,19 @@ def _score_page_bounds(
                 pointer = query + (head * group + member) * dim + channels
                 q = tl.load(pointer, mask=channels < dim, other=0.0).to(tl.float32)
                 positive, negative = positive + tl.maximum(q, 0.0), negative + tl.minimum(q, 0.0)
-            inside = (unit_ids < end)[:, None] & (channels < dim)[None, :]
-            low = tl.load(rows + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-            high = tl.load(rows + dim + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+            low = load_rows(rows + start, unit_ids < end, dim - start, CHANNELS).to(tl.float32)
+            high = load_rows(rows + dim + start, unit_ids < end, dim - start, CHANNELS).to(tl.float32)
             total += high * positive[None, :] + low * negative[None, :]
         tl.store(scores + head * most + unit_ids, tl.sum(total, 1) / group, mask=unit_ids < end)
 
 
-def unit_representatives(
-    keys: Tensor, mass: Tensor, units: int, count: int, cosine: bool, out: Tensor | None = None
-) -> Tensor:
+def unit_representatives(keys, mass, units, count, cosine, out=None):
     """Do what the reference does; out: buffer for the result."""
     kv_heads, n, dim = keys.shape
     keys = keys if keys.stride(1) == dim and keys.stride(2) == 1 else keys.contiguous()
     size = n // units
     if out is None:
-        out = torch.empty(1, units, kv_heads * dim, dtype=torch.float32, device=keys.device)
+        out = floats(keys, 1, units, kv_heads * dim)
     if mass.dim() == 2 and count >= size:
         mass = mass[0]  # all tokens are chosen
     if mass.dim() == 2:
@@ -201,14 +179,13 @@ def unit_representatives(
     return out
 
 
-@fast_launch
-@triton.jit
+@kernel()
 def _unit_representatives(
     keys, mass, out, head_stride, size, count, kv_heads, dim, COSINE: tl.constexpr, SIZE: tl.constexpr,
     HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(0).to(tl.int64)
-    tokens, heads, channels = tl.arange(0, SIZE), tl.arange(0, HEADS), tl.arange(0, DIM)
+    tokens, heads = tl.arange(0, SIZE), tl.arange(0, HEADS)
     scores = tl.load(mass + unit * size + tokens, mask=tokens < size, other=float("-inf"))
     other = tl.load(mass + unit * size + tokens, mask=tokens < size, other=float("-inf"))
     is_later = tokens[None, :] > tokens[:, None]  # of equals, the later one is chosen
@@ -216,44 +193,39 @@ def _unit_representatives(
     ahead = (other[None, :] > scores[:, None]) | (equal & is_later)
     chosen = (tl.sum(ahead.to(tl.int32), 1) < count) & (tokens < size)
     order = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    inside = (heads < kv_heads)[:, None] & (channels < dim)[None, :]
     total = tl.zeros([HEADS, DIM], tl.float32)
     for i in range(0, count):
         token = unit * size + tl.sum(tl.where(chosen & (order == i), tokens, 0), 0)
-        pointer = keys + heads[:, None].to(tl.int64) * head_stride + token * dim + channels[None, :]
-        key = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+        vectors = keys + heads.to(tl.int64) * head_stride + token * dim
+        key = load_rows(vectors, heads < kv_heads, dim, DIM).to(tl.float32)
         if COSINE:
             key = key / tl.maximum(tl.sqrt(tl.sum(tl.sum(key * key, 1), 0)), 1e-12)
         total += key
-    target = out + unit * kv_heads * dim + heads[:, None] * dim + channels[None, :]
-    tl.store(target, total / count, mask=inside)
+    store_rows(out + (unit * kv_heads + heads) * dim, total / count, heads < kv_heads, dim, DIM)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["m_stride"])
+@kernel(do_not_specialize=["m_stride"])
 def _by_head(
     keys, mass, out, k_stride, m_stride, size, count, kv_heads, group, dim, COSINE: tl.constexpr, SIZE: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of the vector of all query heads' tokens of that rank."""
     unit = tl.program_id(0).to(tl.int64)
-    tokens, channels, row = tl.arange(0, SIZE), tl.arange(0, DIM), tl.arange(0, HEADS * GROUP)
+    tokens, row = tl.arange(0, SIZE), tl.arange(0, HEADS * GROUP)
     head, member = row // GROUP, row % GROUP
     valid = (head < kv_heads) & (member < group)
     pointer = mass + (head * group + member)[:, None].to(tl.int64) * m_stride + unit * size + tokens[None, :]
     remaining = tl.load(pointer, mask=valid[:, None] & (tokens < size)[None, :], other=float("-inf"))
-    inside = valid[:, None] & (channels < dim)[None, :]
     total = tl.zeros([HEADS * GROUP, DIM], tl.float32)
     for _ in range(0, count):
         best = tl.max(remaining, 1)
         token = tl.max(tl.where(remaining == best[:, None], tokens[None, :], -1), 1)  # of equals, the later one
         remaining = tl.where(tokens[None, :] == token[:, None], float("-inf"), remaining)
-        start = head.to(tl.int64) * k_stride + (unit * size + token) * dim
-        key = tl.load(keys + start[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+        vectors = keys + (head.to(tl.int64) * k_stride + (unit * size + token) * dim)
+        key = load_rows(vectors, valid, dim, DIM).to(tl.float32)
         if COSINE:
             key = key / tl.maximum(tl.sqrt(tl.sum(tl.sum(key * key, 1), 0) / group), 1e-12)
         total += key
     mean = tl.sum(tl.reshape(total, [HEADS, GROUP, DIM]), 1) / (count * group)
     heads = tl.arange(0, HEADS)
-    target = out + unit * kv_heads * dim + heads[:, None] * dim + channels[None, :]
-    tl.store(target, mean, mask=(heads < kv_heads)[:, None] & (channels < dim)[None, :])
+    store_rows(out + (unit * kv_heads + heads) * dim, mean, heads < kv_heads, dim, DIM)

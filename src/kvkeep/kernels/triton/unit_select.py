@@ -4,14 +4,12 @@ are taken, and of its equals the later ones.
 One program does so for a few thousand units of a head; of more, each program has a block, and they meet in histograms.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kvkeep.kernels.triton.common import cdiv, fast_launch, pow2
+from kvkeep.kernels.triton.common import cdiv, kernel, pow2
+from kvkeep.kernels.triton.tiles import sortable
 
 COMPARED = 4096  # units per block of one program's selection
 FEW = 2 * COMPARED  # units of a head that one program selects from
@@ -19,22 +17,24 @@ SPREAD = 1024  # units per program, of more
 DIGITS = 4  # of 8 bits
 
 
-def select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
+def select_uniform_units(scores, size, quota):
     """Do what the reference does. scores [heads, units] float32"""
     heads, units = scores.shape
     count = min(units, quota // size)
     index = torch.empty(heads, count * size, dtype=torch.int64, device=scores.device)
     if count:
-        _select_uniform_units[heads,](scores.contiguous(), index, units, count, size, COMPARED, num_warps=16)
+        _select_units[heads,](
+            scores.contiguous(), index, None, None, units, count * size, count, 1, size, COMPARED, num_warps=16
+        )
     return index
 
 
-def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tensor) -> None:
+def select_counted(scores, units, counts, selected):
     """Do what the reference does."""
     rows, lists, most = scores.shape
-    sizes = most, selected.shape[2], lists
+    room = selected.shape[2]
     if most <= FEW:
-        _select_counted[rows * lists,](scores, selected, units, counts, *sizes, COMPARED, num_warps=16)
+        _select_units[rows * lists,](scores, selected, units, counts, most, room, 0, lists, 1, COMPARED, num_warps=16)
         return
     grid = blocks, lines = cdiv(most, SPREAD), rows * lists
     histograms = torch.zeros(lines, DIGITS, 256, dtype=torch.int32, device=scores.device)
@@ -43,24 +43,25 @@ def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tens
         _count_digits[grid](scores, histograms, units, counts, most, lists, digit, DIGITS, SPREAD, num_warps=4)
     _count_selected[grid](scores, histograms, found, units, counts, most, lists, DIGITS, SPREAD, num_warps=4)
     _write_selected[grid](
-        scores, histograms, found, selected, units, counts, *sizes, DIGITS, SPREAD, pow2(blocks), num_warps=4
+        scores, histograms, found, selected, units, counts, most, room, lists, DIGITS, SPREAD, pow2(blocks), num_warps=4
     )
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["units", "count"])
-def _select_uniform_units(scores, index, units, count, size, COMPARED: tl.constexpr):
-    head = tl.program_id(0).to(tl.int64)
-    _select(scores + head * units, index + head * count * size, units, count, size, COMPARED)
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["most", "room"])
-def _select_counted(scores, selected, units, counts, most, room, lists, COMPARED: tl.constexpr):
-    head = tl.program_id(0).to(tl.int64)
-    end, count = tl.load(units + head // lists).to(tl.int32), tl.load(counts + head // lists).to(tl.int32)
+@kernel(do_not_specialize=["most", "room", "count"])
+def _select_units(
+    scores, index, units, counts, most, room, count, lists, size, COMPARED: tl.constexpr
+):  # fmt: skip
+    """Select `count` of each line's `most` units, or, where `units` and `counts` are given, as many as these say."""
+    line, end = tl.program_id(0).to(tl.int64), most
+    if units is not None:
+        end, count = _sizes(units, counts, line // lists)
     if (end > 0) & (count > 0):
-        _select(scores + head * most, selected + head * room, end, count, 1, COMPARED)
+        _select(scores + line * most, index + line * room, end, count, size, COMPARED)
+
+
+@triton.jit
+def _sizes(units, counts, row):
+    return tl.load(units + row).to(tl.int32), tl.load(counts + row).to(tl.int32)
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def _select(scores, index, units, count, size, COMPARED: tl.constexpr):
         for start in range(0, units, COMPARED):
             unit_ids = start + tl.arange(0, COMPARED)
             rank = _rank(scores + unit_ids, unit_ids < units)
-            same = (unit_ids < units) & ((rank >> (shift + 8)) == last)
+            same = (rank >> (shift + 8)) == last
             num += tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=same)
         digit, num_equal, left = _next_digit(num, left)
         last = last * 256 + digit
@@ -82,15 +83,20 @@ def _select(scores, index, units, count, size, COMPARED: tl.constexpr):
     for start in range(0, units, COMPARED):
         unit_ids = start + tl.arange(0, COMPARED)
         rank = _rank(scores + unit_ids, unit_ids < units)
-        same = ((rank == last) & (unit_ids < units)).to(tl.int32)
-        is_late = num_equal_seen + tl.cumsum(same, 0) > skip
-        is_selected = (unit_ids < units) & ((rank > last) | ((same > 0) & is_late))
+        is_selected = _is_selected(rank, last, num_equal_seen, skip)
         slot = num_selected + tl.cumsum(is_selected.to(tl.int32), 0) - 1
         for j in range(0, size):
             number = (unit_ids.to(tl.int64) * size + j).to(index.dtype.element_ty)
             tl.store(index + slot.to(tl.int64) * size + j, number, mask=is_selected)
         num_selected += tl.sum(is_selected.to(tl.int32), 0)
-        num_equal_seen += tl.sum(same, 0)
+        num_equal_seen += tl.sum((rank == last).to(tl.int32), 0)
+
+
+@triton.jit
+def _is_selected(rank, last, num_equal_before, skip):
+    """Whether a unit ranks above the last that is selected, or as high and behind the first `skip` of these."""
+    same = (rank == last).to(tl.int32)
+    return (rank > last) | ((same > 0) & (num_equal_before + tl.cumsum(same, 0) > skip))
 
 
 @triton.jit
@@ -117,48 +123,45 @@ def _lowest(histograms, count, KNOWN: tl.constexpr):
     return last, num_equal, left
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most"])
+@kernel(do_not_specialize=["most"])
 def _count_digits(
     scores, histograms, units, counts, most, lists, DIGIT: tl.constexpr, DIGITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Count the next digit of the units of a block whose first digits are those of the lowest selected rank."""
     block, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
+    end, count = _sizes(units, counts, line // lists)
     if (block * BLOCK < end) & (count > 0):
         mine = histograms + line * DIGITS * 256
         last, _, _ = _lowest(mine, count, DIGIT)
         unit_ids = block * BLOCK + tl.arange(0, BLOCK)
         rank = _rank(scores + line * most + unit_ids, unit_ids < end)
-        same = (unit_ids < end) & ((rank >> (32 - 8 * DIGIT)) == last)
+        same = (rank >> (32 - 8 * DIGIT)) == last
         num = tl.histogram(((rank >> (24 - 8 * DIGIT)) & 255).to(tl.int32), 256, mask=same)
         tl.atomic_add(mine + DIGIT * 256 + tl.arange(0, 256), num, mask=num > 0)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most"])
+@kernel(do_not_specialize=["most"])
 def _count_selected(
     scores, histograms, found, units, counts, most, lists, DIGITS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     block, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
+    end, count = _sizes(units, counts, line // lists)
     if (block * BLOCK < end) & (count > 0):
         last, _, _ = _lowest(histograms + line * DIGITS * 256, count, DIGITS)
         unit_ids = block * BLOCK + tl.arange(0, BLOCK)
         rank = _rank(scores + line * most + unit_ids, unit_ids < end)
         mine = found + (line * tl.num_programs(0) + block) * 2
-        tl.store(mine, tl.sum(((unit_ids < end) & (rank > last)).to(tl.int32), 0))
-        tl.store(mine + 1, tl.sum(((unit_ids < end) & (rank == last)).to(tl.int32), 0))
+        tl.store(mine, tl.sum((rank > last).to(tl.int32), 0))
+        tl.store(mine + 1, tl.sum((rank == last).to(tl.int32), 0))
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["most", "room"])
+@kernel(do_not_specialize=["most", "room"])
 def _write_selected(
     scores, histograms, found, selected, units, counts, most, room, lists, DIGITS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, line = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    end, count = tl.load(units + line // lists).to(tl.int32), tl.load(counts + line // lists).to(tl.int32)
+    end, count = _sizes(units, counts, line // lists)
     if (block * BLOCK < end) & (count > 0):
         last, num_equal, left = _lowest(histograms + line * DIGITS * 256, count, DIGITS)
         before = tl.arange(0, BLOCKS)
@@ -168,9 +171,7 @@ def _write_selected(
         skip = num_equal - left  # of the equals, the first are not selected
         unit_ids = block * BLOCK + tl.arange(0, BLOCK)
         rank = _rank(scores + line * most + unit_ids, unit_ids < end)
-        same = ((rank == last) & (unit_ids < end)).to(tl.int32)
-        is_late = num_equal_before + tl.cumsum(same, 0) > skip
-        is_selected = (unit_ids < end) & ((rank > last) | ((same > 0) & is_late))
+        is_selected = _is_selected(rank, last, num_equal_before, skip)
         first = num_above + tl.maximum(num_equal_before - skip, 0)
         slot = first + tl.cumsum(is_selected.to(tl.int32), 0) - 1
         tl.store(selected + line * room + slot, unit_ids, mask=is_selected)
@@ -178,7 +179,5 @@ def _write_selected(
 
 @triton.jit
 def _rank(scores, valid):
-    """float32 scores as numbers 0 … 2**32 - 1 in the same order."""
-    value = tl.load(scores, mask=valid, other=0.0)
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    """float32 scores as numbers 0 … 2**32 - 1 in the same order, -1 where not valid."""
+    return tl.where(valid, sortable(tl.load(scores, mask=valid, other=0.0)), -1)
