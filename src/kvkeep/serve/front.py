@@ -13,10 +13,9 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from kvkeep.serve.affinity import beginning
 from kvkeep.serve.failure import BUSY, Failure
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import FrontMetrics
@@ -29,6 +28,7 @@ RESPONSE_ID = re.compile(rb'"id": ?"(resp_[0-9a-f]+)"')
 ID_WITHIN = 200  # bytes of a response, or of the first event of its stream
 ALL_S = 10.0  # until all replicas have said what they are asked
 EVENTS = b"text/event-stream"
+LONG = 4000  # characters of a beginning that requests have in common
 MOST_SESSIONS = 100_000  # of contexts and responses, that are remembered
 SCOPE = {
     "type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "root_path", "client",
@@ -64,7 +64,7 @@ class Front:
         await reply(scope, receive, send)
 
     async def _forward(self, scope: Any, receive: Any, send: Any) -> None:
-        owner, body = scope.get("state", {}).get("owner", ""), await _whole(receive)
+        owner, body = scope.get("state", {}).get("owner", ""), await Request(scope, receive).body()
         asked = _object(body)
         session = self._session_of(owner, scope["path"], asked)
         request = {name: value for name, value in scope.items() if name in SCOPE}
@@ -136,14 +136,17 @@ class Front:
         return [each for each in found if not isinstance(each, BaseException)]
 
 
-async def _whole(receive: Any) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    return body
+def beginning(asked: dict[str, Any]) -> str:
+    """What a request has in common with those of its conversation, or about its long text: the first LONG characters
+    of all that comes up to the first message of the user."""
+    found = ""
+    given = [asked.get(name) for name in ("instructions", "input", "messages", "prompt", "text")]
+    parts = [part for each in given for part in (each if isinstance(each, list) else [each]) if part is not None]
+    for part in parts[:LONG]:
+        found += json.dumps(part, ensure_ascii=False)
+        if len(found) >= LONG or (isinstance(part, dict) and part.get("role") == "user"):
+            break
+    return found[:LONG]
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -164,5 +164,5 @@ def usage(answers: Answers) -> Object:
         "completion_tokens": found.answer,
         "total_tokens": found.prompt + found.answer,
         "prompt_tokens_details": {"cached_tokens": found.cached},
-        "kvkeep": found.kept.as_dict(),
+        "kvkeep": found.kept,
     }

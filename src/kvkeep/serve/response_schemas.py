@@ -100,13 +100,10 @@ class ResponseRequest(Body):
         said = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         return self._before + [item.as_message() for item in (*said, *ITEMS.validate_python(output or []))]
 
-    def messages(self) -> list[Message]:
-        first = [Message(role="system", content=self.instructions)] if self.instructions else []
-        return first + self.conversation()
-
     def job(self) -> Job:
         choice = self.tool_choice.name if isinstance(self.tool_choice, FlatNamedTool) else self.tool_choice
-        prompt: Prompt = [message.as_template() for message in self.messages()]
+        first = [Message(role="system", content=self.instructions)] if self.instructions else []
+        prompt: Prompt = [message.as_template() for message in first + self.conversation()]
         return Job(
             model=self.model,
             prompts=[prompt],

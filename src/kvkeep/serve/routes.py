@@ -17,8 +17,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
 import kvkeep
-from kvkeep.errors import KvkeepError
-from kvkeep.serve import contexts, tokens
+from kvkeep.errors import KvkeepError, UnknownName
 from kvkeep.serve.answers import Answers
 from kvkeep.serve.chat_schemas import ChatRequest, TokenizeRequest
 from kvkeep.serve.failure import Failure, failure_of, invalid
@@ -27,7 +26,7 @@ from kvkeep.serve.replies import ChatReply, CompletionReply, Reply, stream
 from kvkeep.serve.response_reply import ResponseReply
 from kvkeep.serve.response_schemas import ResponseRequest
 from kvkeep.serve.schemas import CompletionRequest, ContextRequest, DetokenizeRequest
-from kvkeep.serve.server import Server
+from kvkeep.serve.server import Server, context_object
 
 T = TypeVar("T")
 LOCAL = ["localhost", "127.0.0.1", "[::1]"]
@@ -63,9 +62,9 @@ def create_app(server: Server, local_only: bool = False) -> FastAPI:
     if local_only:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     for kind in (HTTPException, KvkeepError):
-        app.add_exception_handler(kind, lambda request, error: _error(failure_of(error)))
+        app.add_exception_handler(kind, lambda request, error: failure_of(error).response())
     app.add_exception_handler(
-        RequestValidationError, lambda request, error: _error(invalid(error.errors(), error.body))
+        RequestValidationError, lambda request, error: invalid(error.errors(), error.body).response()
     )
     return app
 
@@ -108,12 +107,12 @@ async def delete_response(server: ServerOf, owner: Owner, name: str) -> dict[str
 
 @router.post("/tokenize")
 async def tokenize(request: Request, server: ServerOf, owner: Owner, body: TokenizeRequest) -> dict[str, Any]:
-    return await server.tokenizing(owner or _client(request), tokens.tokenize, body)
+    return await server.tokenizing(owner or _client(request), server.tokenize, body)
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request, server: ServerOf, owner: Owner, body: DetokenizeRequest) -> dict[str, Any]:
-    return await server.tokenizing(owner or _client(request), tokens.detokenize, body)
+    return await server.tokenizing(owner or _client(request), server.detokenize, body)
 
 
 async def _answer(request: Request, server: Server, owner: str, body: Any, kind: Any) -> Response:
@@ -132,22 +131,48 @@ async def _answer(request: Request, server: Server, owner: str, body: Any, kind:
 
 @router.post("/v1/contexts")
 async def create_context(request: Request, server: ServerOf, owner: Owner, body: ContextRequest) -> dict[str, Any]:
-    return await unless_gone(request.receive, contexts.create(server, owner, body, _client(request)))
+    return await unless_gone(request.receive, _create_context(server, owner, body, _client(request)))
+
+
+async def _create_context(server: Server, owner: str, body: ContextRequest, client: str) -> dict[str, Any]:
+    """Prefill a text and store it; the work takes turns with the answers under way, and counts as one of them.
+
+    A key's limits are checked again when the size of the text is known: others may have been made meanwhile. Nothing is
+    stored for a client that leaves before.
+    """
+    server.limits.check_contexts([*(each.nbytes for each in server.store().pinned_by(owner)), 0])
+    answers = await server.submit(owner, body.job(), client)
+    request = answers.answers[0].request
+    try:
+        await answers.whole()
+        made = server.find_context(owner, request.pinned)
+        server.limits.check_contexts([each.nbytes for each in server.store().pinned_by(owner)])
+    except BaseException:
+        server.cancel(request)
+        raise
+    finally:
+        answers.close()
+    return context_object(made)
 
 
 @router.get("/v1/contexts")
 async def list_contexts(server: ServerOf, owner: Owner) -> dict[str, Any]:
-    return {"object": "list", "data": contexts.visible(server, owner)}
+    return {"object": "list", "data": server.contexts(owner)}
 
 
 @router.get("/v1/contexts/{name}")
 async def context(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
-    return contexts.find(server, owner, name)
+    return context_object(server.find_context(owner, name))
 
 
 @router.delete("/v1/contexts/{name}")
 async def delete_context(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
-    return await asyncio.to_thread(contexts.remove, server, owner, name)
+    await asyncio.to_thread(server.find_context, owner, name)
+    try:
+        await asyncio.to_thread(server.engine.unpin, name, owner=owner)
+    except UnknownName:
+        raise Failure(403, f"the context {name!r} is public, and not yours to remove.", "not_owner") from None
+    return {"id": name, "object": "context.deleted", "deleted": True}
 
 
 @router.get("/v1/models")
@@ -174,10 +199,6 @@ async def version() -> dict[str, str]:
 @router.get("/metrics")
 async def metrics(server: ServerOf) -> Response:
     return Response(server.metrics.page(), media_type="text/plain; version=0.0.4")
-
-
-def _error(failure: Failure) -> JSONResponse:
-    return JSONResponse(failure.as_dict(), failure.status_code, failure.headers)
 
 
 class EventStream(StreamingResponse):

@@ -43,10 +43,6 @@ Budget = Annotated[float, Field(gt=0, le=2**31, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Penalty = Annotated[float, Field(ge=RANGES["frequency_penalty"][0], le=RANGES["frequency_penalty"][1])]
 Repetition = Annotated[float, Field(ge=RANGES["repetition_penalty"][0], le=RANGES["repetition_penalty"][1])]
-SAMPLING = (  # fields that are options of an answer by the same name
-    "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p", "min_tokens",
-    "stop_token_ids", "ignore_eos",
-)  # fmt: skip
 
 
 def check_unicode(value: Any) -> Any:
@@ -170,7 +166,8 @@ class Sampled(Body):
     ignore_eos: bool | None = None
 
     def options(self) -> dict[str, Any]:
-        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        others = {"n", "seed", "stop", "max_tokens"}  # the rest are options of an answer by the same name
+        given = self.model_dump(include=Sampled.__annotations__.keys() - others, exclude_none=True)
         if self.top_k == -1:
             given["top_k"] = 0
         return super().options() | {"stop": self.stop or ()} | given

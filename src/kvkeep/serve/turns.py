@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
@@ -14,44 +14,30 @@ class TurnThread:
 
     def __init__(self, name: str) -> None:
         self.by_owner: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # the owner whose turn it is first
-        self.changed = threading.Condition()
-        self.closed = False
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
+        self.lock = threading.Lock()
+        self.thread = ThreadPoolExecutor(1, name)
 
     def submit(self, owner: str, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        with self.changed:
+        with self.lock:
             self.by_owner.setdefault(owner, deque()).append((future, work))
-            self.changed.notify()
+        self.thread.submit(self._run_next)
         return future
 
-    def _run(self) -> None:
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.by_owner or self.closed)
-                if not self.by_owner:
-                    return
-                future, work = self._next()
-            if not future.set_running_or_notify_cancel():
-                continue
+    def _run_next(self) -> None:
+        """Do the first work of the owner whose turn it is, which then is the last one."""
+        with self.lock:
+            owner = next(iter(self.by_owner))
+            queue = self.by_owner.pop(owner)
+            future, work = queue.popleft()
+            if queue:
+                self.by_owner[owner] = queue
+        if future.set_running_or_notify_cancel():
             try:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
 
-    def _next(self) -> tuple[Future[Any], Callable[[], Any]]:
-        """Take the first of the owner whose turn it is, which then is the last one."""
-        owner = next(iter(self.by_owner))
-        queue = self.by_owner.pop(owner)
-        found = queue.popleft()
-        if queue:
-            self.by_owner[owner] = queue
-        return found
-
     def close(self) -> None:
         """Wait until all that was submitted is done."""
-        with self.changed:
-            self.closed = True
-            self.changed.notify()
-        self.thread.join()
+        self.thread.shutdown()
