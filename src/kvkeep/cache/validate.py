@@ -28,12 +28,13 @@ def check(cache: CacheState, tensors: Tensors, facts: Mapping[str, Any]) -> None
     _require(facts["schedule"] is None or type(facts["schedule"]) is int, f"schedule {facts['schedule']!r}")
     _check_counts(facts, tensors.get("attention_mask"))
     layers, quantized = facts["layers"], facts.get("quantized", {})
-    _require(set(layers) == {str(i) for i in cache.compressed_layers}, f"layers {', '.join(layers)[:80]}")
-    expected = {str(i) for i in cache.compressed_layers} if cache.backend.bits and facts["seen"] else set()
+    compressed = {str(i) for i in cache.compressed_layers}
+    _require(set(layers) == compressed, f"layers {', '.join(layers)[:80]}")
+    expected = compressed if cache.backend.bits and facts["seen"] else set()
     _require(isinstance(quantized, dict) and set(quantized) == expected, "codes")
     used, widths = {"attention_mask"} & set(tensors), kv_widths(cache.model)
     for i in cache.compressed_layers:
-        used |= _check_layer(cache, i, layers[str(i)], quantized.get(str(i)), tensors, facts["seen"], widths.get(i))
+        used |= _check_layer(cache, i, facts, tensors, widths.get(i))
     used |= _check_hf_layers(cache, facts, tensors, widths)
     used |= _check_queries(cache, facts, tensors)
     _require(used == set(tensors), f"tensors {', '.join(sorted(used ^ set(tensors)))[:80]}")
@@ -65,9 +66,9 @@ def _require(valid: bool, what: str) -> None:
         raise ValueError(f"{what}: invalid")
 
 
-def _is_int_list(values: Any, count: int, least: int = 0) -> bool:
-    """A list of `count` integers, none below `least`."""
-    return isinstance(values, list) and len(values) == count and all(type(n) is int and n >= least for n in values)
+def _is_int_list(values: Any, count: int) -> bool:
+    """A list of `count` integers, none below 0."""
+    return isinstance(values, list) and len(values) == count and all(type(n) is int and n >= 0 for n in values)
 
 
 def _check_counts(facts: Mapping[str, Any], mask: Tensor | None) -> None:
@@ -87,15 +88,10 @@ def _check_counts(facts: Mapping[str, Any], mask: Tensor | None) -> None:
 
 
 def _check_layer(
-    cache: CacheState,
-    i: int,
-    shape: dict[str, Any],
-    groups: dict[str, Any] | None,
-    tensors: Tensors,
-    seen: list[int],
-    widths: tuple[int, int] | None,
+    cache: CacheState, i: int, facts: Mapping[str, Any], tensors: Tensors, widths: tuple[int, int] | None
 ) -> set[str]:
     """widths: of a token's keys and values in all heads, where the model's code tells. -> names of the tensors used"""
+    shape, seen = facts["layers"][str(i)], facts["seen"]
     _require(set(shape) == set(SHAPE), f"layer {i} with {', '.join(shape)[:80]}")
     rows, kv_heads, starts, lengths, room = (shape[name] for name in SHAPE)
     counts = _is_int_list([rows, kv_heads], 2) and rows == len(seen) and bool(kv_heads) == bool(rows)
@@ -114,11 +110,15 @@ def _check_layer(
     expected |= {"rope_positions": (None, slots)} if method.placement else {}
     expected |= {"token_state": (torch.float32, slots, method.memory.width)} if method.memory else {}
     if bits := cache.backend.bits:
+        groups = facts["quantized"][str(i)]
         expected |= _quantized_tensors(rows, lengths, groups, bits, kv_dtype, dim, value_dim)
     else:
         expected |= {"keys": (kv_dtype, slots, dim), "values": (kv_dtype, slots, value_dim)}
     for name, (dtype, *sizes) in expected.items():
-        _check_tensor(f"layer.{i}.{name}", tensors, dtype, sizes)
+        tensor = tensors[f"layer.{i}.{name}"]
+        fits = tensor.dtype in ((torch.int32, torch.int64) if dtype is None else (dtype,))  # None: integers
+        what = f"layer.{i}.{name} of {tensor.dtype} and shape {list(tensor.shape)}"
+        _require(fits and list(tensor.shape) == sizes, what)
     _check_positions(i, tensors, starts, lengths, [n for n in seen for _ in range(kv_heads)])
     return {f"layer.{i}.{name}" for name in expected}
 
@@ -156,13 +156,6 @@ def _quantized_tensors(
     scales |= {f"value_{name}": (torch.float32, slots) for name in ("scales", "mins")}
     codes = {f"{name}_codes": (torch.uint8, slots, n * bits // 8) for name, n in (("key", dim), ("value", value_dim))}
     return scales | codes | {"tail_keys": (kv_dtype, *segments, dim), "tail_values": (kv_dtype, *segments, value_dim)}
-
-
-def _check_tensor(name: str, tensors: Tensors, dtype: torch.dtype | None, sizes: Sequence[int]) -> None:
-    """dtype None: integers"""
-    tensor = tensors[name]
-    fits = tensor.dtype in (torch.int32, torch.int64) if dtype is None else tensor.dtype == dtype
-    _require(fits and list(tensor.shape) == list(sizes), f"{name} of {tensor.dtype} and shape {list(tensor.shape)}")
 
 
 def _check_positions(i: int, tensors: Tensors, starts: list[int], lengths: list[int], seen: list[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,14 @@ def overlap(text: str, mark: str) -> int:
     return next(size for size in range(min(len(text), len(mark) - 1), -1, -1) if text.endswith(mark[:size]))
 
 
-class IncrementalDetokenizer:
-    """The text of tokens one by one. An incomplete character is held back until it is complete.
+class Answer:
+    """The tokens of an answer one by one, and their text. An incomplete character is held back until it is complete.
 
     Only the newest tokens are decoded, after the last returned ones: a text's first token may lose its leading blank.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, prompt_tokens: int = 0) -> None:
+        self.tokenizer, self.prompt_tokens = tokenizer, prompt_tokens
         self.ids: list[int] = []
         self.text = ""
         self.first = self.returned = 0  # the text of ids[:returned] was returned
@@ -69,22 +68,6 @@ class IncrementalDetokenizer:
 
     def _decode(self, first: int) -> str:
         return self.tokenizer.decode(self.ids[first:], skip_special_tokens=True)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The tokens generated last, and their text."""
-
-    detokenizer: IncrementalDetokenizer
-    prompt_tokens: int
-
-    @property
-    def text(self) -> str:
-        return self.detokenizer.text
-
-    @property
-    def ids(self) -> list[int]:
-        return self.detokenizer.ids
 
 
 class SentenceBoundaries:

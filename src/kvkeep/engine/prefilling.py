@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,9 @@ class Prefilling:
                     self.first_tokens.begin(request, request.logits, at_once=True)
                 continue
             cost = self._cost(request)
-            in_parts = beside or request.is_split or (request.is_submitted and self.device == "cpu")
+            is_split = len(request.sequence.token_ids) > request.num_cached
+            is_submitted = request.interactive and not request.keeps_cache  # others may come meanwhile
+            in_parts = beside or is_split or (is_submitted and self.device == "cpu")
             whole = request.next_chunk(None)
             ids = request.next_chunk(chunk_size(limit / cost)) if in_parts else whole
             if not first and not (request.packs and len(ids) == len(whole) and len(ids) * cost <= limit):
@@ -99,7 +101,11 @@ class Prefilling:
         meanwhile = partial(self._between_passes, requests, active)
         try:
             passing = self._decode_between_layers(chunks, active)
-            ends = [self._pass_end(request, ids, meanwhile) for request, ids in chunks]
+            ends = []
+            for request, ids in chunks:  # what may wait after a prompt's last chunk is left to `FirstTokens`
+                last = request.ends_with(ids)
+                later = last and request.can_settle_later, last and request.can_draft_later
+                ends.append(PassEnd(*later, meanwhile, self.memory.draft_room))
             with ending([request.sequence.cache for request in requests], ends):
                 logits = self.forward([(request.sequence, ids) for request, ids in chunks], 1, passing)
         except Exception as error:
@@ -113,12 +119,6 @@ class Prefilling:
             for request, after in zip(requests, logits, strict=True):
                 with self.held.fails_alone(request):
                     self._advance(request, after[-1])
-
-    def _pass_end(self, request: Request, ids: Tensor, meanwhile: Callable[[], None]) -> PassEnd:
-        """How a pass over these ids ends; what may wait after a prompt's last chunk is left to `FirstTokens`."""
-        last = request.ends_with(ids)
-        later = last and request.can_settle_later, last and request.can_draft_later
-        return PassEnd(*later, meanwhile, self.memory.draft_room)
 
     def _between_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
         """Let others decode. Raise `Abandoned` where nobody waits for any of the requests: the next step drops them."""

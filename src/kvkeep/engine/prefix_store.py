@@ -22,12 +22,12 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import torch
@@ -95,8 +95,7 @@ class PrefixStore:
         self.lock = threading.RLock()
         self.config: SequenceConfig | None = None
         self.device_lock: AbstractContextManager[Any] = nullcontext()
-        self.to_save: Queue[str] = Queue()  # ids: who is dropped meanwhile is not held
-        self.writer: threading.Thread | None = None
+        self.writer = ThreadPoolExecutor(1, "kvkeep-prefixes")
         self.num_unsaved = 0  # that could not be written
         self.new_id: Callable[[], str] = partial(secrets.token_urlsafe, 24)
 
@@ -310,29 +309,18 @@ class PrefixStore:
 
     def _save_later(self, entry: Entry) -> None:
         """Have a thread save it: nobody's answer waits for a disk."""
-        if self.folder is None or not (entry.saved or (entry.sequence and serialize.can_save(entry.sequence.cache))):
-            return
-        with self.lock:
-            if self.writer is None:
-                self.writer = threading.Thread(target=self._write_all, name="kvkeep-prefixes", daemon=True)
-                self.writer.start()
-        self.to_save.put(entry.id)
+        if self.folder and (entry.saved or (entry.sequence and serialize.can_save(entry.sequence.cache))):
+            self.writer.submit(self._try_to_write, entry.id)  # by id: one that is dropped meanwhile is not held
 
-    def _write_all(self) -> None:
-        while True:
-            id = self.to_save.get()
-            try:
-                self._write(id)
-            except Exception as error:  # such as a full disk: it is in memory all the same
-                self.num_unsaved += 1
-                warnings.warn(f"a prefix could not be saved: {error}", stacklevel=1)
-            finally:
-                self.to_save.task_done()
+    def _try_to_write(self, id: str) -> None:
+        try:
+            if entry := self.entries.get(id):
+                self._write(entry)
+        except Exception as error:  # such as a full disk: it is in memory all the same
+            self.num_unsaved += 1
+            warnings.warn(f"a prefix could not be saved: {error}", stacklevel=1)
 
-    def _write(self, id: str) -> None:
-        entry = self.entries.get(id)
-        if entry is None:
-            return
+    def _write(self, entry: Entry) -> None:
         self._load(entry)  # its owners may have changed since a restart
         if entry.sequence is None:
             return
@@ -351,7 +339,7 @@ class PrefixStore:
 
     def flush(self) -> None:
         """Wait until all is saved."""
-        self.to_save.join()
+        self.writer.submit(int).result()  # the last one
 
 
 def _described(path: Path, config: SequenceConfig) -> Entry | None:

@@ -22,7 +22,13 @@ class Keys:
     @classmethod
     def load(cls, path: str | None) -> Keys:
         """Load keys from a file with one on every line (# begins a comment), and from the environment."""
-        lines = [line.partition("#")[0].strip() for line in _read(path).splitlines()] if path else []
+        try:
+            text = Path(path).read_text(encoding="utf-8") if path else ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInput(
+                f"the keys in {path!r} cannot be read ({error}); give a text file with one on every line."
+            ) from None
+        lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         found = [each for each in [*lines, *(part.strip() for part in os.environ.get(VARIABLE, "").split(","))] if each]
         if path and not any(lines):
             raise BadInput(f"there is no key in {path!r}; write one on every line, e.g. of `openssl rand -hex 32`.")
@@ -40,12 +46,3 @@ class Keys:
 
 def _digest(secret: str) -> bytes:
     return sha256(secret.encode()).digest()
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(
-            f"the keys in {path!r} cannot be read ({error}); give a text file with one on every line."
-        ) from None

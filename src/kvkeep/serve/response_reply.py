@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.serve.answers import Answers, Piece
-from kvkeep.serve.chat_schemas import Message
+from kvkeep.serve.chat_schemas import Message, ResponseRequest
 from kvkeep.serve.failure import Failure
 from kvkeep.serve.replies import Object, TokenBytes, logprobs_of
-from kvkeep.serve.response_schemas import ResponseRequest
 from kvkeep.serve.tools import ToolCall
 
 Keep = Callable[[Object, list[Message]], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,16 +58,12 @@ class ToolCall:
 
     @classmethod
     def parse(cls, text: str) -> ToolCall | None:
-        try:
+        with suppress(ValueError, AttributeError, KeyError, TypeError, RecursionError):
             call = json.loads(text)
             arguments = call.get("arguments", call.get("parameters"))
-            return (
-                cls(str(call["name"]), json.dumps(arguments, ensure_ascii=False))
-                if isinstance(arguments, dict)
-                else None
-            )
-        except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-            return None
+            if isinstance(arguments, dict):
+                return cls(str(call["name"]), json.dumps(arguments, ensure_ascii=False))
+        return None
 
 
 class ToolParser:
