@@ -73,7 +73,9 @@ def _is_int_list(values: Any, count: int) -> bool:
 
 def _check_counts(facts: Mapping[str, Any], mask: Tensor | None) -> None:
     """Tokens seen and kept by each row, and their length with padding."""
-    seen, kept, length = facts["seen"], facts["kept"], facts["padded_length"]
+    seen = facts["seen"]
+    kept = facts["kept"]
+    length = facts["padded_length"]
     _require(_is_int_list([facts["peak_bytes"], length], 2), f"peak_bytes {facts['peak_bytes']!r}, length {length!r}")
     _require(isinstance(seen, list) and all(_is_int_list(each, len(seen)) for each in (seen, kept)), "seen and kept")
     _require(all(k <= s <= length for k, s in zip(kept, seen, strict=True)), f"kept {kept}, seen {seen} of {length}")

@@ -14,7 +14,6 @@ from functools import partial
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from kvkeep.cache import draft_pool
 from kvkeep.cache.cache import Cache
@@ -189,7 +188,11 @@ class Driver:
             self.run([Request(config, ids, Generation(2))], 1)
             if on_gpu:
                 _prefill_in_chunks(config)
-                _ask(context, ids[:-2])
+                sequence = context.new_sequence()
+                sequence.prefill(ids[:-2])
+                question = sequence.fork()
+                question.cache.tracker.mark_context()
+                question.forward(ids[:2])
             if draft := config.method.draft:
                 kept = budget if isinstance(budget, int) else USUAL_BUDGET
                 longest = draft.kept(kept, context_length(config.model))
@@ -214,15 +217,6 @@ def _prefill_in_chunks(config: SequenceConfig) -> None:
     if len(ids) <= context_length(config.model) and sequence.defer_eviction(len(ids)):
         for size in WARMUP_CHUNKS:
             sequence.forward(sequence.next_chunk(ids, size))
-
-
-def _ask(config: SequenceConfig, ids: Tensor) -> None:
-    """Read a text, and ask about it."""
-    sequence = config.new_sequence()
-    sequence.prefill(ids)
-    fork = sequence.fork()
-    fork.cache.tracker.mark_context()
-    fork.forward(ids[:2])
 
 
 def _stop(reference: weakref.ReferenceType[Driver]) -> None:

@@ -160,6 +160,7 @@ class HeldRequests:
 
     def fail(self, request: Request, error: Exception) -> None:
         """End a request; out of memory beside others, have it try again when some of them are done."""
+        self.check_alike(error)
         others = self.num_rows - (request in self.first_tokens)
         if isinstance(error, OUT_OF_MEMORY) and (others or any(each is not request for each in self.begun)):
             self.row_limit = others or 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,13 +32,18 @@ class Abandoned(Exception):
     """All requests of a forward pass were cancelled while the model ran again over their prompts."""
 
 
+@dataclass(eq=False)
 class Prefilling:
-    def __init__(
-        self, model: Any, held: HeldRequests, memory: HeldMemory, decoding: Decoding, first_tokens: FirstTokens
-    ) -> None:
-        self.held, self.memory, self.decoding, self.first_tokens = held, memory, decoding, first_tokens
-        self.forward = PackedForward(model)
-        self.attention_cost, self.device = attention_cost(model), execution_device(model).type
+    model: Any
+    held: HeldRequests
+    memory: HeldMemory
+    decoding: Decoding
+    first_tokens: FirstTokens
+
+    def __post_init__(self) -> None:
+        self.forward = PackedForward(self.model)
+        self.attention_cost = attention_cost(self.model)
+        self.device = execution_device(self.model).type
 
     def next_chunks(self) -> Iterator[Chunk]:
         """Give the next chunks of the prompts whose turn it is, as many as fit into one forward pass."""
@@ -88,7 +94,6 @@ class Prefilling:
                 return False
             request.start()
         except Exception as error:
-            self.held.check_alike(error)
             self.held.fail(request, error)
             return False
         return True

@@ -131,17 +131,14 @@ class PrefixStore:
 
     def config_of(self, owner: str, id: str) -> SequenceConfig:
         """The config of a sequence that `get` copies, which is in memory then."""
-        entry = self.entry(owner, id)
-        self._load(entry)
-        if entry.sequence is None:
+        if not (sequence := self._load(self.entry(owner, id))):
             raise KeyError(id)
-        return entry.sequence.config
+        return sequence.config
 
     def prepare(self, owner: str, config: SequenceConfig, ids: Tensor, cuts: Seq[int]) -> None:
         """Load what `longest` will copy, in the thread that submits a request: steps wait for no disk."""
         for entry in self._matching(owner, config, ids, cuts) if self.folder else ():
-            self._load(entry)
-            if entry.sequence:
+            if self._load(entry):
                 return
 
     def entry(self, owner: str, id: str) -> Entry:
@@ -240,11 +237,10 @@ class PrefixStore:
 
     def _copy(self, entry: Entry) -> Sequence | None:
         """Fork an entry. -> None: it could not be read from disk"""
-        self._load(entry)
-        if entry.sequence is None:
+        if not (sequence := self._load(entry)):
             return None
         self.entries.move_to_end(entry.id)
-        return entry.sequence.fork()
+        return sequence.fork()
 
     # on disk
 
@@ -280,21 +276,21 @@ class PrefixStore:
                     return self.entries.setdefault(id, entry)
         raise KeyError(id)
 
-    def _load(self, entry: Entry) -> None:
+    def _load(self, entry: Entry) -> Sequence | None:
         """Load what is on disk alone; drop it if it is damaged. Others wait only while it is copied to the device."""
-        if entry.sequence is not None:
-            return
-        assert self.folder is not None
-        try:
-            saved = checkpoint.read(self.folder / entry.id)
-            with self.device_lock, self.lock:
-                entry.sequence = entry.sequence or self._sequence_of(entry, *saved)
-                entry.nbytes = nbytes_of(entry.sequence)  # whatever the file says
-        except BadCacheFile as error:
-            warnings.warn(f"a stored prefix is skipped: {error}", stacklevel=2)
-            with self.lock:
-                if entry.id in self.entries:
-                    self._drop(entry)
+        if entry.sequence is None:
+            assert self.folder is not None
+            try:
+                saved = checkpoint.read(self.folder / entry.id)
+                with self.device_lock, self.lock:
+                    entry.sequence = entry.sequence or self._sequence_of(entry, *saved)
+                    entry.nbytes = nbytes_of(entry.sequence)  # whatever the file says
+            except BadCacheFile as error:
+                warnings.warn(f"a stored prefix is skipped: {error}", stacklevel=2)
+                with self.lock:
+                    if entry.id in self.entries:
+                        self._drop(entry)
+        return entry.sequence
 
     def _sequence_of(self, entry: Entry, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Sequence:
         config = self.config
@@ -321,11 +317,10 @@ class PrefixStore:
             warnings.warn(f"a prefix could not be saved: {error}", stacklevel=1)
 
     def _write(self, entry: Entry) -> None:
-        self._load(entry)  # its owners may have changed since a restart
-        if entry.sequence is None:
+        if not (sequence := self._load(entry)):  # its owners may have changed since a restart
             return
         assert self.folder is not None
-        cache = entry.sequence.cache
+        cache = sequence.cache
         about = {name: getattr(entry, name) for name in SAVED} | {"frozen": cache.tracker.frozen}
         about |= {"owners": list(entry.owners)}
         with self.device_lock:

@@ -60,14 +60,15 @@ class Constraint(Protocol):
         """Take a token of the answer; the one that ends it is not told."""
 
 
+@dataclass
 class ConstraintState:
     """A constraint and the tokens it knows. What it raises ends its own answer alone."""
 
-    def __init__(self, make: Callable[[], Constraint]) -> None:
-        self.make, self.known = make, 0
-        self.constraint: Constraint | None = None
-        self.error: BaseException | None = None
-        self.over = False  # no token may follow
+    make: Callable[[], Constraint]
+    known: int = 0
+    constraint: Constraint | None = None
+    error: BaseException | None = None
+    over: bool = False  # no token may follow
 
     def allowed(self, ids: Sequence[int]) -> Tensor:
         """The tokens allowed after these, the first of which it may know. -> [vocabulary], or [1] if all is allowed"""

@@ -36,17 +36,17 @@ class Piece:
         return bool(self.text or self.calls or self.logprobs or self.finish)
 
 
+@dataclass(eq=False)
 class Answer:
     """A request of the engine, read by the event loop."""
 
-    def __init__(
-        self, index: int, request: Request, parser: ToolParser | None, context: str | None = None, echo: str = ""
-    ) -> None:
-        """echo: what its text begins with"""
-        self.index, self.request, self.parser, self.context = index, request, parser, context
-        self.echo = echo
-        self.read = 0  # tokens whose logprobs were taken
-        self.complete = False
+    index: int
+    request: Request
+    parser: ToolParser | None
+    context: str | None = None
+    echo: str = ""  # what its text begins with
+    read: int = 0  # tokens whose logprobs were taken
+    complete: bool = False
 
     def take(self) -> Piece:
         """What is new; raises what the request failed with."""

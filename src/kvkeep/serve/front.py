@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from kvkeep.serve.failure import BUSY, Failure
+from kvkeep.serve.job import beginning
 from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import FrontMetrics
 from kvkeep.serve.middleware import RequestMiddleware
@@ -28,7 +29,6 @@ RESPONSE_ID = re.compile(rb'"id": ?"(resp_[0-9a-f]+)"')
 ID_WITHIN = 200  # bytes of a response, or of the first event of its stream
 ALL_S = 10.0  # until all replicas have said what they are asked
 EVENTS = b"text/event-stream"
-LONG = 4000  # characters of a beginning that requests have in common
 MOST_SESSIONS = 100_000  # of contexts and responses, that are remembered
 SCOPE = {
     "type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "root_path", "client",
@@ -134,19 +134,6 @@ class Front:
         """Ask all replicas. -> what those say that answer"""
         found = await self.handle.broadcast(method, *given).results_async(timeout_s=ALL_S, return_exceptions=True)
         return [each for each in found if not isinstance(each, BaseException)]
-
-
-def beginning(asked: dict[str, Any]) -> str:
-    """What a request has in common with those of its conversation, or about its long text: the first LONG characters
-    of all that comes up to the first message of the user."""
-    found = ""
-    given = [asked.get(name) for name in ("instructions", "input", "messages", "prompt", "text")]
-    parts = [part for each in given for part in (each if isinstance(each, list) else [each]) if part is not None]
-    for part in parts[:LONG]:
-        found += json.dumps(part, ensure_ascii=False)
-        if len(found) >= LONG or (isinstance(part, dict) and part.get("role") == "user"):
-            break
-    return found[:LONG]
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 import traceback
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 from weakref import WeakValueDictionary
@@ -50,11 +51,13 @@ def owner_of(keys: Keys, headers: dict[bytes, bytes]) -> str:
     return found
 
 
+@dataclass(eq=False)
 class RequestMiddleware:
-    def __init__(self, app: Any, requests: Counter, keys: Keys, max_body: int) -> None:
-        """requests: by path and status"""
-        self.app, self.requests, self.keys, self.max_body = app, requests, keys, max_body
-        self.turns = Turns()
+    app: Any
+    requests: Counter  # by path and status
+    keys: Keys
+    max_body: int
+    turns: Turns = field(default_factory=Turns)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -103,6 +106,7 @@ def _line(scope: Any, status: int) -> str:
     return f"{scope['method']} {path} {status} key={state.get('owner') or '-'} tokens={tokens} {seconds:.3f}s"
 
 
+@dataclass(eq=False)
 class LimitedBody:
     """The body of one request, as it comes in. Large ones of one client are parsed one at a time.
 
@@ -110,13 +114,14 @@ class LimitedBody:
     comes after a pause of the same length, in which others are served.
     """
 
-    def __init__(self, scope: Any, receive: Any, max_body: int, turns: Turns) -> None:
-        """turns: of all clients"""
-        self.scope, self.source, self.max_body, self.turns = scope, receive, max_body, turns
-        self.parts: list[bytes] = []
-        self.size = 0
-        self.turn: asyncio.Lock | None = None  # while it is ours
-        self.began = 0.0
+    scope: Any
+    source: Any  # of its messages
+    max_body: int
+    turns: Turns  # of all clients
+    parts: list[bytes] = field(default_factory=list)
+    size: int = 0
+    turn: asyncio.Lock | None = None  # while it is ours
+    began: float = 0.0
 
     async def receive(self) -> Any:
         self.end_turn()

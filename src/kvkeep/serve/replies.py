@@ -52,7 +52,9 @@ def _lines(events: Iterable[Object]) -> str:
 class CompletionReply:
     """text_completion"""
 
-    kind, chunk_kind, prefix, done = "text_completion", "text_completion", "cmpl", "data: [DONE]\n\n"
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+    done = "data: [DONE]\n\n"
 
     def __init__(self, body: Body, answers: Answers, bytes_of: TokenBytes) -> None:
         self.body, self.answers, self.bytes_of = body, answers, bytes_of
@@ -109,7 +111,9 @@ class CompletionReply:
 class ChatReply(CompletionReply):
     """chat.completion, and chat.completion.chunk in a stream"""
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def begin(self) -> Iterator[Object]:
         first = {"role": "assistant", "content": ""}

@@ -96,7 +96,9 @@ class ResponseReply:
         return {None: "in_progress", "length": "incomplete"}.get(piece.finish, "completed")
 
     def _response(self, piece: Piece) -> Object:
-        status, body, used = self._status(piece), self.body, self.answers.usage
+        status = self._status(piece)
+        body = self.body
+        used = self.answers.usage
         usage = {
             "input_tokens": used.prompt,
             "input_tokens_details": {"cached_tokens": used.cached, "cache_write_tokens": 0},

@@ -66,13 +66,15 @@ class ToolCall:
         return None
 
 
+@dataclass
 class ToolParser:
     """Parts text from calls while an answer is decoded. What may become a call is held back until that is known."""
 
-    def __init__(self, form: ToolFormat, parallel: bool = True) -> None:
-        """parallel: several calls; else all but the first are left out"""
-        self.form, self.held, self.shown = form, "", False
-        self.parallel, self.called = parallel, 0
+    form: ToolFormat
+    parallel: bool = True  # several calls; else all but the first are left out
+    held: str = ""
+    shown: bool = False
+    called: int = 0
 
     def feed(self, text: str, done: bool) -> tuple[str, list[ToolCall]]:
         """Take more text. -> text to show, and calls that are complete"""
