@@ -70,7 +70,7 @@ def check_packages() -> None:
 def run(options: Options, plan: Plan, say: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT: then answers under way are finished, and new ones refused."""
     check_packages()
-    from kvkeep.serve.keys import Keys
+    from kvkeep.serve.access import Keys
 
     keys = Keys.load(options.keys)
     check_access(options, bool(keys))
@@ -138,7 +138,7 @@ def _engine(options: Options, plan: Plan, say: Callable[[str], None], tp_plan: L
 
 
 def make_server(options: Options, plan: Plan, keys: Any, say: Callable[[str], None] = lambda text: None) -> Any:
-    from kvkeep.serve.limits import Limits
+    from kvkeep.serve.access import Limits
     from kvkeep.serve.server import Server
 
     limits = Limits(

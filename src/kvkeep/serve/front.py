@@ -16,9 +16,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from kvkeep.serve.access import Keys
 from kvkeep.serve.failure import BUSY, Failure
 from kvkeep.serve.job import beginning
-from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import FrontMetrics
 from kvkeep.serve.middleware import RequestMiddleware
 from kvkeep.serve.replica import Message

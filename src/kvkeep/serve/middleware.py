@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary
 from prometheus_client import Counter
 from starlette.requests import ClientDisconnect
 
+from kvkeep.serve.access import Keys
 from kvkeep.serve.failure import Failure, failure_of
-from kvkeep.serve.keys import Keys
 
 log = logging.getLogger("kvkeep.serve")
 access = logging.getLogger("kvkeep.access")  # a line for every request, once somebody wants to see them

@@ -7,8 +7,9 @@ import hashlib
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -24,19 +25,17 @@ from kvkeep.engine.prompts import ChatIds, check_ids, only_text, prompt_ids
 from kvkeep.engine.request import Request
 from kvkeep.errors import BadInput, UnknownName
 from kvkeep.model.hf_cache import context_length
+from kvkeep.serve.access import Keys, Limits
 from kvkeep.serve.answers import Answer, Answers
 from kvkeep.serve.chat_schemas import TokenizeRequest
 from kvkeep.serve.failure import Failure, no_context, shortened
 from kvkeep.serve.followers import Followers
 from kvkeep.serve.grammar import Grammars
 from kvkeep.serve.job import Job, Prompt, texts_of
-from kvkeep.serve.keys import Keys
-from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.response_reply import ResponseStore
 from kvkeep.serve.schemas import DetokenizeRequest
 from kvkeep.serve.tools import ToolParser, tool_format
-from kvkeep.serve.turns import TurnThread
 
 LONG = 32_768  # characters that take so long to tokenize that short prompts do not wait for them
 PER_TOKEN = 8  # characters: texts have fewer, as a rule
@@ -269,3 +268,37 @@ def context_object(entry: Entry) -> dict[str, Any]:
         "public": entry.public,
         "kvkeep": {"method": entry.method, "budget": entry.budget},
     }
+
+
+class TurnThread:
+    """Runs one piece of work of every owner, then the next of every owner. What is cancelled before is skipped."""
+
+    def __init__(self, name: str) -> None:
+        self.by_owner: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # the owner whose turn it is first
+        self.lock = threading.Lock()
+        self.thread = ThreadPoolExecutor(1, name)
+
+    def submit(self, owner: str, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self.lock:
+            self.by_owner.setdefault(owner, deque()).append((future, work))
+        self.thread.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        """Do the first work of the owner whose turn it is, which then is the last one."""
+        with self.lock:
+            owner = next(iter(self.by_owner))
+            queue = self.by_owner.pop(owner)
+            future, work = queue.popleft()
+            if queue:
+                self.by_owner[owner] = queue
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """Wait until all that was submitted is done."""
+        self.thread.shutdown()
