@@ -174,7 +174,9 @@ def _check_hf_layers(
     cache: CacheState, facts: Mapping[str, Any], tensors: Tensors, widths: Mapping[int, tuple[int, int]]
 ) -> set[str]:
     """Layers left to transformers, each of which has seen every token."""
-    rows, seen, lengths = len(facts["seen"]), facts["padded_length"], facts["hf_layers"]
+    rows = len(facts["seen"])
+    seen = facts["padded_length"]
+    lengths = facts["hf_layers"]
     left = [str(i) for i in range(len(cache.layers)) if i not in cache.compressed_layers]
     _require(set(lengths) == set(left if rows else ()), f"layers of transformers {', '.join(lengths)[:80]}")
     for i, length in lengths.items():

@@ -79,18 +79,24 @@ class Usage:
     kept: dict[str, Any]  # what is left of the prompts after compression, as replies show it
 
 
+@dataclass(eq=False)
 class Answers:
     """The answers to one job. `close` when the client has them, or is gone."""
 
-    def __init__(self, owner: str, count: int, on_close: Callable[[Answers], None]) -> None:
-        self.owner, self.count, self.on_close = owner, count, on_close
-        self.answers: list[Answer] = []
-        self.num_prompts = 0
-        self.created, self.began = int(time.time()), time.perf_counter()
-        self.fingerprint = ""  # of the server
-        self.observe: Callable[[Piece], None] = lambda piece: None
-        self.late = False
-        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
+    owner: str
+    count: int
+    on_close: Callable[[Answers], None]
+    fingerprint: str = ""  # of the server
+    answers: list[Answer] = field(default_factory=list)
+    num_prompts: int = 0
+    observe: Callable[[Piece], None] = lambda piece: None
+    late: bool = False
+
+    def __post_init__(self) -> None:
+        self.created = int(time.time())
+        self.began = time.perf_counter()
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
 
     def begin(self, answers: list[Answer], num_prompts: int, max_seconds: float) -> None:
         self.answers, self.num_prompts = answers, num_prompts

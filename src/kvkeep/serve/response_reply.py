@@ -19,18 +19,23 @@ MOST_RESPONSES = 1000  # of one key
 MOST_BYTES = 32_000_000  # the same
 
 
+@dataclass(eq=False)
 class ResponseReply:
     """One answer: its text is the first output item, each call is one of its own."""
 
     done = ""  # the last event says it
 
-    def __init__(self, body: ResponseRequest, answers: Answers, bytes_of: TokenBytes, keep: Keep) -> None:
-        """keep: told of the response when it is complete, and of its conversation"""
-        self.keep = keep
-        self.body, self.answers, self.bytes_of = body, answers, bytes_of
-        self.id, self.message_id = f"resp_{secrets.token_hex(12)}", f"msg_{secrets.token_hex(12)}"
+    body: ResponseRequest
+    answers: Answers
+    bytes_of: TokenBytes
+    keep: Keep  # told of the response when it is complete, and of its conversation
+
+    def __post_init__(self) -> None:
+        self.id = f"resp_{secrets.token_hex(12)}"
+        self.message_id = f"msg_{secrets.token_hex(12)}"
         self.place = {"item_id": self.message_id, "output_index": 0, "content_index": 0}  # of the message's text
-        self.sequence, self.so_far = 0, Piece(0)
+        self.sequence = 0
+        self.so_far = Piece(0)
 
     def whole(self, pieces: list[Piece]) -> Object:
         return self._complete(pieces[0])

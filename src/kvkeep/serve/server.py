@@ -117,8 +117,7 @@ class Server:
         """A place among those under way, within the limits."""
         self.check_model(job.model)
         self.limits.check(job, sum(each.count for each in self.live if each.owner == owner))
-        answers = Answers(owner, job.num_answers, self._close)
-        answers.fingerprint = self.fingerprint
+        answers = Answers(owner, job.num_answers, self._close, self.fingerprint)
         self.live.add(answers)
         return answers
 
