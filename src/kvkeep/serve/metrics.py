@@ -80,7 +80,7 @@ class Metrics:
             self.answer_tokens.inc(usage.answer)
 
     def _total(self, measured: Callable[[Request], float]) -> Callable[[], float]:
-        """A function that adds up what the requests under way measure."""
+        """Give a function that adds up what is measured of the requests under way."""
 
         def count() -> float:
             requests = [each.request for answers in list(self.live) for each in answers.answers]

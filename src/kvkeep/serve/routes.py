@@ -33,7 +33,7 @@ router = APIRouter()
 
 
 class Caller:
-    """Who sends a request, and the server that is asked."""
+    """Says who sends a request, and has the server that is asked."""
 
     def __init__(self, request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> None:
         """_: for the OpenAPI page; the middleware checks the key"""
