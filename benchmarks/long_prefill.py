@@ -108,7 +108,7 @@ def state(engine: Any, weights: int) -> dict:
 def profile(engine: Any) -> None:
     """Three measurements that do not disturb each other: wall time, the device's kernels, Python."""
     window, layers = engine.method.retrieval.window or 256, engine.model.config.num_hidden_layers
-    chunk = engine.sequence.chunk_size(1024)  # tokens of one pass
+    chunk = engine.config.chunk_size(1024)  # tokens of one pass
     ids = noise(engine, chunk * sum(CHUNKS.values())).split(chunk)
     steps = {part: count * -(-chunk // window) * layers for part, count in CHUNKS.items()}  # layers × retrieval windows
     warm, timed, kernels = CHUNKS["warm"], CHUNKS["timed"], CHUNKS["kernels"]

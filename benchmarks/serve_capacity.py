@@ -32,7 +32,7 @@ from user_paths import Characters, text
 import kvkeep
 from kvkeep.cli.inputs import byte_count
 from kvkeep.model.random_models import random_model
-from kvkeep.serve.limits import Limits
+from kvkeep.serve.access import Limits
 from kvkeep.serve.routes import create_app
 from kvkeep.serve.server import Server
 

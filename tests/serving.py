@@ -82,8 +82,7 @@ def thread(engine, keys=(), connections="auto", **limits):
     import uvicorn
 
     from kvkeep.cli.serve import bind
-    from kvkeep.serve.keys import Keys
-    from kvkeep.serve.limits import Limits
+    from kvkeep.serve.access import Keys, Limits
     from kvkeep.serve.routes import create_app
     from kvkeep.serve.server import Server
 

@@ -81,6 +81,6 @@ def test_turns_are_the_rotations(interleaved, kind, seed):
         assert shift.rotate(layer, vectors, first).equal(turn.rotate(vectors, where))
         twice = turn.rotate(turn.rotate(vectors, -where), torch.full((n,), 7))
         assert shift.rotate_to(layer, vectors, first, 7).equal(twice)
-    assert len(shift.angles) == 3 and shift.unrotate(2, vectors, first) is vectors
+    assert len(shift.angles_of) == 3 and shift.unrotate(2, vectors, first) is vectors
     shift.begin()
-    assert not shift.angles
+    assert not shift.angles_of

@@ -74,7 +74,7 @@ def test_the_extra_is_named_when_it_is_missing(no_model, monkeypatch):
 
 
 def test_keys_are_read_from_a_file_and_the_environment(tmp_path, monkeypatch):
-    from kvkeep.serve.keys import VARIABLE, Keys
+    from kvkeep.serve.access import VARIABLE, Keys
 
     path = tmp_path / "keys"
     path.write_text("alice  # of Alice\n\n# nobody\nbob\n")

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from kvkeep.engine.detokenizer import IncrementalDetokenizer
+from kvkeep.engine.detokenizer import Answer
 
 
 def sentencepiece():
@@ -32,7 +32,7 @@ KINDS = {"bytes": tiny_chat.tokenizer(), "sentencepiece": sentencepiece(), "word
 
 
 def unfolded(tokenizer, ids):
-    text = IncrementalDetokenizer(tokenizer)
+    text = Answer(tokenizer)
     return [text.add(each) for each in ids] + [text.finish()], text.text
 
 
@@ -89,7 +89,7 @@ def test_a_text_is_held_from_where_a_stop_may_begin():
             at for at in places if at == len(text) or any(s.startswith(text[at:]) and s != text[at:] for s in stops)
         )
 
-    detokenizer, source = IncrementalDetokenizer(None), random.Random(0)
+    detokenizer, source = Answer(None), random.Random(0)
     for _ in range(2000):
         detokenizer.text, *stops = ("".join(source.choices("ab", k=source.randint(1, 7))) for _ in range(4))
         if not any(stop in detokenizer.text for stop in stops):
@@ -100,7 +100,7 @@ def test_a_text_is_held_from_where_a_stop_may_begin():
 def test_a_stop_is_found_where_it_ends_whatever_was_searched_before():
     draw = random.Random(0)
     for _ in range(300):
-        one, stops = IncrementalDetokenizer(None), ["ab", "b\n", " ", "aba"][draw.randrange(4) :]
+        one, stops = Answer(None), ["ab", "b\n", " ", "aba"][draw.randrange(4) :]
         for _ in range(12):
             before = len(one.text)
             one.text += "".join(draw.choice("ab \n") for _ in range(draw.randrange(3)))
@@ -120,7 +120,7 @@ def test_stops_are_searched_for_at_the_end_alone():
             Text.looked += len(self) - start
             return super().find(stop, start)
 
-    one = IncrementalDetokenizer(None)
+    one = Answer(None)
     for _ in range(2000):
         before, one.text = len(one.text), Text(one.text + "word ")
         assert not one.has_stop(["###", "stop"], before)

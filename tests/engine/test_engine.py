@@ -8,7 +8,7 @@ from conftest import EVICTING, RETRIEVING
 import kvkeep
 from kvkeep.cache.decode.row_pool import RowPool
 from kvkeep.compress.parse import parse
-from kvkeep.engine.detokenizer import IncrementalDetokenizer, SentenceBoundaries
+from kvkeep.engine.detokenizer import Answer, SentenceBoundaries
 from kvkeep.engine.sequence import check_length
 from kvkeep.errors import BadInput, BadParameter, StoreFull
 
@@ -183,7 +183,7 @@ def test_a_megabyte_without_a_sentence_end(chat):
 
 def test_characters_of_several_tokens_and_sentence_ends():
     words = tiny_chat.tokenizer()
-    text = IncrementalDetokenizer(words)
+    text = Answer(words)
     assert [text.add(each) for each in words("aé").input_ids] == ["a", "", "é"]
     assert text.finish() == "" and text.text == "aé"
     text.add(words("é").input_ids[0])

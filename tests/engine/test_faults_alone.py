@@ -6,7 +6,7 @@ import torch
 
 import kvkeep
 from kvkeep.cache import serialize
-from kvkeep.engine.fair_queue import FairQueue
+from kvkeep.engine.held_requests import FairQueue
 from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.engine.sequence import Sequence

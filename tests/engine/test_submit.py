@@ -10,7 +10,7 @@ from conftest import EVICTING, RETRIEVING
 import kvkeep
 from kvkeep.engine import memory, prefilling
 from kvkeep.engine.driver import Driver
-from kvkeep.engine.fair_queue import FairQueue
+from kvkeep.engine.held_requests import FairQueue
 from kvkeep.engine.prefilling import Prefilling
 from kvkeep.engine.request import Request, State
 from kvkeep.engine.sampling import Generation

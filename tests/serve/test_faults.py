@@ -19,17 +19,17 @@ from pydantic import ValidationError
 from serving import wait_until
 
 from kvkeep.errors import BadParameter
+from kvkeep.serve.access import Keys
 from kvkeep.serve.answers import Answer, Answers
 from kvkeep.serve.chat_schemas import ChatRequest
 from kvkeep.serve.connections import ConnectionLimits, LimitedProtocol
 from kvkeep.serve.failure import Failure
 from kvkeep.serve.grammar import Grammars
-from kvkeep.serve.keys import Keys
 from kvkeep.serve.metrics import Metrics
 from kvkeep.serve.middleware import RequestMiddleware
 from kvkeep.serve.routes import EventStream
 from kvkeep.serve.schemas import CompletionRequest, ContextRequest
-from kvkeep.serve.turns import TurnThread
+from kvkeep.serve.server import TurnThread
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 LONG = {"model": "tiny", "messages": HELLO, "temperature": 0, "max_tokens": 200}

@@ -11,10 +11,10 @@ import serving
 from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import Response
 
+from kvkeep.serve.access import Limits
 from kvkeep.serve.chat_schemas import Message
 from kvkeep.serve.job import Job
-from kvkeep.serve.limits import Limits
-from kvkeep.serve.response_store import ResponseStore
+from kvkeep.serve.response_reply import ResponseStore
 from kvkeep.serve.tools import ToolFormat
 
 HELLO = [{"role": "user", "content": "Hello there, what is the time?"}]

@@ -14,7 +14,7 @@ from serving import wait_until
 
 if any(find_spec(name) is None for name in ("ray", "grpc", "mmh3")):
     pytest.skip("needs ray[serve]", allow_module_level=True)
-from kvkeep.serve.affinity import beginning
+from kvkeep.serve.job import beginning
 
 TEXT = "The keeper of the lighthouse counted geese over the calm grey sea. " * 6
 COLD = {"model": "tiny", "temperature": 0, "max_tokens": 10}

@@ -104,14 +104,11 @@ class KeyReach:
         first = {row: n + room - self.context_length for row, n in enumerate(seen)}
         for index, layer in self.store.items():
             rotation = self.rotations[index]
-            rows = enumerate(layer.all_rows())
-            layer.fill([[moved(head, first[row], rotation) for head in heads] for row, heads in rows])
+            layer.fill([
+                [placed(head, move_within(head.parts["rope_positions"], first[row]), rotation) for head in heads]
+                for row, heads in enumerate(layer.all_rows())
+            ])  # fmt: skip
         self.known = {row: max(self.known[row], lowest + self.context_length) for row, lowest in first.items()}
-
-
-def moved(head: Tokens, lowest: int, rotation: Rotation | None) -> Tokens:
-    """The tokens of a KV head, with keys moved so that none is before `lowest`."""
-    return placed(head, move_within(head.parts["rope_positions"], lowest), rotation)
 
 
 def placed(head: Tokens, positions: Tensor, rotation: Rotation | None) -> Tokens:

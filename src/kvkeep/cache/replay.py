@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache as cache_results
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -107,7 +108,7 @@ class ReplayForward(HFCacheAdapter):
         self.row, self.behind = 0, slice(0)  # the row, and its part that is fed, counted from the row's end
         self.last = model.config.get_text_config(decoder=True).num_hidden_layers - 1
         self.norms: dict[int, Tensor] = {}
-        self.grams: dict[int, Tensor] = {}
+        self.gram = cache_results(lambda index: output_gram(output_weight(model, index)))  # of a layer
         self.scores: LayerRows = {}  # of the tokens fed so far [kv_heads, tokens]
         self.nbytes = 0  # of the keys and values that one layer has of a part, at most
 
@@ -168,14 +169,9 @@ class ReplayForward(HFCacheAdapter):
         first = min(self.memory.sinks, *(len(head.keys[: self.behind.start]) for head in heads))
         keys, values = (torch.stack([getattr(h, n)[self.behind] for h in heads]) for n in ("keys", "values"))
         sinks = torch.stack([head.keys[:first] for head in heads])
-        gram = self._gram(index) if self.memory.needs_output else None
+        gram = self.gram(index) if self.memory.needs_output else None
         norms = self.norms[index][0] if self.memory.needs_output else None
         return Replayed(call.query[0], call.key[0], keys, values, sinks, *call.how, gram, norms)
-
-    def _gram(self, index: int) -> Tensor:
-        if index not in self.grams:
-            self.grams[index] = output_gram(output_weight(self.model, index))
-        return self.grams[index]
 
 
 def replay_scores(cache: CacheState, known: Replays) -> LayerRows:

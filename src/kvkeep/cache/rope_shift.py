@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -12,16 +14,15 @@ Angles = tuple[Tensor, Tensor]
 Shift = tuple[int, int] | Tensor  # positions the first vector is moved by, and how many more each one after it; or each
 
 
+@dataclass(eq=False)
 class RopeShift:
-    def __init__(self, rotations: dict[int, Rotation | None]) -> None:
-        self.rotations = rotations  # layer -> its rotation; None: it has no positions
-        self.on_device: dict[tuple[int, torch.device], Rotation] = {}  # rotations with their frequencies on a device
-        self.angles_of: dict[tuple, Angles] = {}  # of one shift
-        self.angles: dict[tuple, tuple[list[Angles], bool]] = {}  # of consecutive shifts, and whether the kernel fits
+    rotations: dict[int, Rotation | None]  # layer -> its rotation; None: it has no positions
+    on_device: dict[tuple[int, torch.device], Rotation] = field(default_factory=dict)  # with frequencies on a device
+    angles_of: dict[tuple, Angles] = field(default_factory=dict)  # of one shift
 
     def begin(self) -> None:
         """A forward pass begins: angles of the last one are of no use."""
-        self.angles_of, self.angles = {}, {}
+        self.angles_of = {}
 
     def unrotate(self, layer: int, vectors: Tensor, first: int) -> Tensor:
         """Vectors at positions first, first + 1, … without their rotation. [heads, n, dim]"""
@@ -47,15 +48,10 @@ class RopeShift:
 
     def _shift(self, layer: int, vectors: Tensor, *shifts: Shift) -> Tensor:
         rotation = self.rotations.get(layer)
-        _, n, dim = vectors.shape
-        if rotation is None or not n:
+        if rotation is None or not vectors.shape[1]:
             return vectors
-        name = id(rotation), shifts, n, dim, vectors.device
-        if name not in self.angles:
-            made = [self._shift_angles(rotation, shift, vectors) for shift in shifts]
-            self.angles[name] = made, is_whole(rotation, vectors.shape[-1])
-        angles, whole = self.angles[name]
-        if whole:
+        angles = [self._shift_angles(rotation, shift, vectors) for shift in shifts]
+        if is_whole(rotation, vectors.shape[-1]):
             return rotate(vectors, *angles)
         for each in angles:
             vectors = rotation.apply(vectors, *each)

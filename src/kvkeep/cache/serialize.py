@@ -49,7 +49,12 @@ def describe(cache: CacheState, **more: Any) -> tuple[dict[str, Tensor], dict[st
         raise CacheMisuse("a forward pass on this cache was cut short; reset() it, or go on with it, before saving.")
     if cache.method.retrieval:
         raise CacheMisuse(f"a cache of '{cache.method.name}' cannot be saved yet: offloaded tokens are not written.")
-    _check_named(cache.method)
+    if not is_named(cache.method):
+        raise CacheMisuse(
+            f"'{cache.method.name}' is not a named method, so a file could not say how to go on; use a named one, or "
+            "name yours: kvkeep.register_method. Its parts must be equal whenever it is made: no function inside a "
+            "function."
+        )
     cache.backend.query_buffer.merge_steps()
     tensors = {
         f"layer.{i}.{name}": part
@@ -102,15 +107,6 @@ def is_named(method: Method) -> bool:
         return False
 
 
-def _check_named(method: Method) -> None:
-    """Refuse a method that its name and parameters do not make again."""
-    if not is_named(method):
-        raise CacheMisuse(
-            f"'{method.name}' is not a named method, so a file could not say how to go on; use a named one, or name "
-            "yours: kvkeep.register_method. Its parts must be equal whenever it is made: no function inside a function."
-        )
-
-
 def _alike(one: Any, other: Any) -> bool:
     """Equal; parts whose class does not say when two are equal, if all they hold is."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -123,12 +119,13 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def load(kind: Callable[..., C], path: str | Path, model: Any) -> C:
-    return load_with_facts(kind, path, model)[0]
+    return restored(kind, path, model, *checkpoint.read(path))
 
 
 def load_context(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
     """A cache of a context, and the context."""
-    cache, facts = load_with_facts(kind, path, model)
+    tensors, facts = checkpoint.read(path)
+    cache = restored(kind, path, model, tensors, facts)
     if "context" not in facts:
         raise BadCacheFile(f"{path} is a cache without its text; load it with Cache.load(path, model).")
     try:
@@ -136,12 +133,6 @@ def load_context(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[
     except (AttributeError, LookupError, TypeError, ValueError) as e:
         raise BadCacheFile(f"{path} does not describe a context ({e}); save it again.") from e
     return cache, facts["context"]
-
-
-def load_with_facts(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
-    """A cache, and all that was saved about it."""
-    tensors, facts = checkpoint.read(path)
-    return restored(kind, path, model, tensors, facts), facts
 
 
 def restored(kind: Callable[..., C], path: str | Path, model: Any, tensors: dict[str, Tensor], facts: Any) -> C:

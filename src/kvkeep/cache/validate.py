@@ -28,12 +28,13 @@ def check(cache: CacheState, tensors: Tensors, facts: Mapping[str, Any]) -> None
     _require(facts["schedule"] is None or type(facts["schedule"]) is int, f"schedule {facts['schedule']!r}")
     _check_counts(facts, tensors.get("attention_mask"))
     layers, quantized = facts["layers"], facts.get("quantized", {})
-    _require(set(layers) == {str(i) for i in cache.compressed_layers}, f"layers {', '.join(layers)[:80]}")
-    expected = {str(i) for i in cache.compressed_layers} if cache.backend.bits and facts["seen"] else set()
+    compressed = {str(i) for i in cache.compressed_layers}
+    _require(set(layers) == compressed, f"layers {', '.join(layers)[:80]}")
+    expected = compressed if cache.backend.bits and facts["seen"] else set()
     _require(isinstance(quantized, dict) and set(quantized) == expected, "codes")
     used, widths = {"attention_mask"} & set(tensors), kv_widths(cache.model)
     for i in cache.compressed_layers:
-        used |= _check_layer(cache, i, layers[str(i)], quantized.get(str(i)), tensors, facts["seen"], widths.get(i))
+        used |= _check_layer(cache, i, facts, tensors, widths.get(i))
     used |= _check_hf_layers(cache, facts, tensors, widths)
     used |= _check_queries(cache, facts, tensors)
     _require(used == set(tensors), f"tensors {', '.join(sorted(used ^ set(tensors)))[:80]}")
@@ -65,14 +66,16 @@ def _require(valid: bool, what: str) -> None:
         raise ValueError(f"{what}: invalid")
 
 
-def _is_int_list(values: Any, count: int, least: int = 0) -> bool:
-    """A list of `count` integers, none below `least`."""
-    return isinstance(values, list) and len(values) == count and all(type(n) is int and n >= least for n in values)
+def _is_int_list(values: Any, count: int) -> bool:
+    """A list of `count` integers, none below 0."""
+    return isinstance(values, list) and len(values) == count and all(type(n) is int and n >= 0 for n in values)
 
 
 def _check_counts(facts: Mapping[str, Any], mask: Tensor | None) -> None:
     """Tokens seen and kept by each row, and their length with padding."""
-    seen, kept, length = facts["seen"], facts["kept"], facts["padded_length"]
+    seen = facts["seen"]
+    kept = facts["kept"]
+    length = facts["padded_length"]
     _require(_is_int_list([facts["peak_bytes"], length], 2), f"peak_bytes {facts['peak_bytes']!r}, length {length!r}")
     _require(isinstance(seen, list) and all(_is_int_list(each, len(seen)) for each in (seen, kept)), "seen and kept")
     _require(all(k <= s <= length for k, s in zip(kept, seen, strict=True)), f"kept {kept}, seen {seen} of {length}")
@@ -87,15 +90,10 @@ def _check_counts(facts: Mapping[str, Any], mask: Tensor | None) -> None:
 
 
 def _check_layer(
-    cache: CacheState,
-    i: int,
-    shape: dict[str, Any],
-    groups: dict[str, Any] | None,
-    tensors: Tensors,
-    seen: list[int],
-    widths: tuple[int, int] | None,
+    cache: CacheState, i: int, facts: Mapping[str, Any], tensors: Tensors, widths: tuple[int, int] | None
 ) -> set[str]:
     """widths: of a token's keys and values in all heads, where the model's code tells. -> names of the tensors used"""
+    shape, seen = facts["layers"][str(i)], facts["seen"]
     _require(set(shape) == set(SHAPE), f"layer {i} with {', '.join(shape)[:80]}")
     rows, kv_heads, starts, lengths, room = (shape[name] for name in SHAPE)
     counts = _is_int_list([rows, kv_heads], 2) and rows == len(seen) and bool(kv_heads) == bool(rows)
@@ -114,11 +112,15 @@ def _check_layer(
     expected |= {"rope_positions": (None, slots)} if method.placement else {}
     expected |= {"token_state": (torch.float32, slots, method.memory.width)} if method.memory else {}
     if bits := cache.backend.bits:
+        groups = facts["quantized"][str(i)]
         expected |= _quantized_tensors(rows, lengths, groups, bits, kv_dtype, dim, value_dim)
     else:
         expected |= {"keys": (kv_dtype, slots, dim), "values": (kv_dtype, slots, value_dim)}
     for name, (dtype, *sizes) in expected.items():
-        _check_tensor(f"layer.{i}.{name}", tensors, dtype, sizes)
+        tensor = tensors[f"layer.{i}.{name}"]
+        fits = tensor.dtype in ((torch.int32, torch.int64) if dtype is None else (dtype,))  # None: integers
+        what = f"layer.{i}.{name} of {tensor.dtype} and shape {list(tensor.shape)}"
+        _require(fits and list(tensor.shape) == sizes, what)
     _check_positions(i, tensors, starts, lengths, [n for n in seen for _ in range(kv_heads)])
     return {f"layer.{i}.{name}" for name in expected}
 
@@ -158,13 +160,6 @@ def _quantized_tensors(
     return scales | codes | {"tail_keys": (kv_dtype, *segments, dim), "tail_values": (kv_dtype, *segments, value_dim)}
 
 
-def _check_tensor(name: str, tensors: Tensors, dtype: torch.dtype | None, sizes: Sequence[int]) -> None:
-    """dtype None: integers"""
-    tensor = tensors[name]
-    fits = tensor.dtype in (torch.int32, torch.int64) if dtype is None else tensor.dtype == dtype
-    _require(fits and list(tensor.shape) == list(sizes), f"{name} of {tensor.dtype} and shape {list(tensor.shape)}")
-
-
 def _check_positions(i: int, tensors: Tensors, starts: list[int], lengths: list[int], seen: list[int]) -> None:
     """Kept tokens have ascending positions below the tokens seen, and keys without NaN."""
     positions, keys = tensors[f"layer.{i}.token_positions"], tensors.get(f"layer.{i}.keys")
@@ -179,7 +174,9 @@ def _check_hf_layers(
     cache: CacheState, facts: Mapping[str, Any], tensors: Tensors, widths: Mapping[int, tuple[int, int]]
 ) -> set[str]:
     """Layers left to transformers, each of which has seen every token."""
-    rows, seen, lengths = len(facts["seen"]), facts["padded_length"], facts["hf_layers"]
+    rows = len(facts["seen"])
+    seen = facts["padded_length"]
+    lengths = facts["hf_layers"]
     left = [str(i) for i in range(len(cache.layers)) if i not in cache.compressed_layers]
     _require(set(lengths) == set(left if rows else ()), f"layers of transformers {', '.join(lengths)[:80]}")
     for i, length in lengths.items():

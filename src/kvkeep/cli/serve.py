@@ -34,7 +34,7 @@ def check_packages() -> None:
 def run(options: ServeOptions, plan: Plan, say: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT: then answers under way are finished, and new ones refused."""
     check_packages()
-    from kvkeep.serve.keys import Keys
+    from kvkeep.serve.access import Keys
 
     keys = Keys.load(options.keys)
     check_access(options, bool(keys))
@@ -103,7 +103,7 @@ def _engine(
 
 
 def make_server(options: ServeOptions, plan: Plan, keys: Any, say: Callable[[str], None] = lambda text: None) -> Any:
-    from kvkeep.serve.limits import Limits
+    from kvkeep.serve.access import Limits
     from kvkeep.serve.server import Server
 
     sizes = {"max_body": byte_count("--max-body", options.max_body), "max_context_bytes": _context_bytes(options, keys)}

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,15 +19,15 @@ from torch import Tensor
 from kvkeep.arguments import check_value
 from kvkeep.cache import serialize
 from kvkeep.cache.cache import Cache
+from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.report import Report
-from kvkeep.cache.rewind import check_can_rewind, rewind
-from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
+from kvkeep.engine.detokenizer import Answer
 from kvkeep.engine.driver import Driver, Handle
 from kvkeep.engine.progress import ProgressCallback, ProgressOption, watch
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.sequence import Sequence, SequenceConfig
-from kvkeep.errors import BadCacheFile, QueryAwareWarning
+from kvkeep.errors import BadCacheFile, CacheMisuse, QueryAwareWarning
 from kvkeep.model.chat import check_text
 
 
@@ -39,7 +39,7 @@ class Context:
         sequence.cache.tracker.mark_context()
         self._driver, self._sequence, self.text = driver, sequence, text
         self.known_questions, self._warned = known_questions, False
-        self.answer = Answer(IncrementalDetokenizer(sequence.config.tokenizer), 0)  # to the last question
+        self.answer = Answer(sequence.config.tokenizer)  # to the last question
         self._report = sequence.cache.report()
 
     @classmethod
@@ -54,13 +54,17 @@ class Context:
             check_text("question", question)
             sequence.set_question(question, len(ids))
             if sequence.config.method.query_aware:
-                check_can_rewind(sequence.cache)
+                if sequence.cache.hf_layers:  # which cannot return to an earlier state
+                    raise CacheMisuse(
+                        f"{sequence.cache.name} has layers that cannot remove a question again; use "
+                        "engine.generate(text, question=…)."
+                    )
                 rest = sequence.config.question_ids(text, question, ids)
         whole = sequence.config, torch.tensor(ids + rest), Generation(1), sequence
         with watch(progress, len(whole[1])) as report:
             driver.prefill(Request(*whole, progress=report, prefill_only=True, keeps_cache=True))
         if rest:
-            rewind(sequence.cache, len(ids))
+            _rewind(sequence.cache, len(ids))
         sequence.token_ids = ids
         return cls(driver, sequence, text, frozenset({question.strip()} if question else ()))
 
@@ -155,3 +159,14 @@ class Context:
 
     def __repr__(self) -> str:
         return repr(self._sequence.cache).replace("kvkeep.Cache", "kvkeep.Context", 1)
+
+
+def _rewind(cache: Cache, end: int) -> None:
+    """Remove the tokens from position `end` on; what was evicted for them stays evicted."""
+    backend, tracker = cast(EvictingBackend, cache.backend), cache.tracker
+    for layer in backend.store.values():
+        layer.fill([[head[: int((head.token_positions < end).sum())] for head in layer.row(0)]])
+    tracker.seen, tracker.prompt, tracker.padded_length = [end], [end], end
+    tracker.kept = [min(tracker.kept[0], end)]
+    backend.query_buffer.merge_steps()
+    backend.query_buffer.queries.clear()

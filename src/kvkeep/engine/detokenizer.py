@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,18 +18,20 @@ def overlap(text: str, mark: str) -> int:
     return next(size for size in range(min(len(text), len(mark) - 1), -1, -1) if text.endswith(mark[:size]))
 
 
-class IncrementalDetokenizer:
-    """The text of tokens one by one. An incomplete character is held back until it is complete.
+@dataclass(eq=False)
+class Answer:
+    """The tokens of an answer one by one, and their text. An incomplete character is held back until it is complete.
 
     Only the newest tokens are decoded, after the last returned ones: a text's first token may lose its leading blank.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        self.text = ""
-        self.first = self.returned = 0  # the text of ids[:returned] was returned
-        self.prefix = ""  # the text of ids[first:returned], decoded alone
+    tokenizer: Any
+    prompt_tokens: int = 0
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    first: int = 0
+    returned: int = 0  # the text of ids[:returned] was returned
+    prefix: str = ""  # the text of ids[first:returned], decoded alone
 
     def add(self, token: int) -> str:
         """Take a token. -> the text it adds"""
@@ -71,28 +73,12 @@ class IncrementalDetokenizer:
         return self.tokenizer.decode(self.ids[first:], skip_special_tokens=True)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The tokens generated last, and their text."""
-
-    detokenizer: IncrementalDetokenizer
-    prompt_tokens: int
-
-    @property
-    def text(self) -> str:
-        return self.detokenizer.text
-
-    @property
-    def ids(self) -> list[int]:
-        return self.detokenizer.ids
-
-
+@dataclass
 class SentenceBoundaries:
     """Tell which tokens end a sentence, by their own text."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.ends: dict[int, bool] = {}
+    tokenizer: Any
+    ends: dict[int, bool] = field(default_factory=dict)
 
     def mark_ends(self, ids: Tensor) -> Tensor:
         """Mark the tokens that end a sentence with 1. ids [n] -> [n] float"""

@@ -10,10 +10,10 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.decode import draft_pool
@@ -82,8 +82,8 @@ class Driver:
     def wait(self, request: Request) -> None:
         """Step, or wait for who does, until a request has new text or is done."""
         while not (request.deltas or request.done):
-            if self._lets_others_pass:
-                self.start()  # whoever is in a long pass cannot read what it lets pass
+            if self.scheduler.device == "cuda" and self.scheduler.held.num_requests > 1:
+                self.start()  # decode steps pass in the middle of prefill: whoever is in that cannot read them
             elif self.lock.acquire(blocking=False):
                 try:
                     self.step()
@@ -92,11 +92,6 @@ class Driver:
                 continue
             with self.stepped:
                 self.stepped.wait(POLL_S)
-
-    @property
-    def _lets_others_pass(self) -> bool:
-        """Whether decode steps of several requests are launched in the middle of prefill passes."""
-        return self.scheduler.device == "cuda" and self.scheduler.held.num_requests > 1
 
     def run(self, requests: list[Request], rows: int) -> None:
         """Step until all of these are done, at most `rows` of them at a time."""
@@ -185,20 +180,25 @@ class Driver:
     ) -> None:
         """Answer one prompt, then allocate and capture for up to `rows` of them. context: of texts that are read"""
         with self.lock:
-            progress("compiling" if config.model.device.type == "cuda" else "warming up")
-            evicted = config.budget if isinstance(config.budget, int) and config.model.device.type == "cuda" else 0
+            on_gpu, budget = config.model.device.type == "cuda", config.budget
+            progress("compiling" if on_gpu else "warming up")
+            evicted = budget if isinstance(budget, int) and on_gpu else 0
             tokens = min(evicted + WARMUP_TOKENS, context_length(config.model) - 2)  # so that tokens are evicted
             ids = torch.arange(tokens) % vocabulary_size(config.model)
             self.run([Request(config, ids, Generation(2))], 1)
-            if config.model.device.type == "cuda":
+            if on_gpu:
                 _prefill_in_chunks(config)
-                _ask(context, ids[:-2])
+                sequence = context.new_sequence()
+                sequence.prefill(ids[:-2])
+                question = sequence.fork()
+                question.cache.tracker.mark_context()
+                question.forward(ids[:2])
             if draft := config.method.draft:
-                kept = config.budget if isinstance(config.budget, int) else USUAL_BUDGET
+                kept = budget if isinstance(budget, int) else USUAL_BUDGET
                 longest = draft.kept(kept, context_length(config.model))
                 draft_pool.warmup(config.model, rows, longest, self.scheduler.memory.draft_room())
             for batch in self.scheduler.held.batches.values():
-                batch.warmup(config.budget, rows, progress)
+                batch.warmup(budget, rows, progress)
 
     def close(self) -> None:
         """Cancel all requests, and free the pool."""
@@ -217,15 +217,6 @@ def _prefill_in_chunks(config: SequenceConfig) -> None:
     if len(ids) <= context_length(config.model) and sequence.defer_eviction(len(ids)):
         for size in WARMUP_CHUNKS:
             sequence.forward(sequence.next_chunk(ids, size))
-
-
-def _ask(config: SequenceConfig, ids: Tensor) -> None:
-    """Read a text, and ask about it."""
-    sequence = config.new_sequence()
-    sequence.prefill(ids)
-    fork = sequence.fork()
-    fork.cache.tracker.mark_context()
-    fork.forward(ids[:2])
 
 
 def _stop(reference: weakref.ReferenceType[Driver]) -> None:
@@ -285,11 +276,7 @@ class Handle:
 
     async def __aiter__(self) -> AsyncIterator[str]:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-
-        def notify() -> None:
-            loop.call_soon_threadsafe(news.set)
-
-        self.request.notify = notify
+        self.request.notify = partial(loop.call_soon_threadsafe, news.set)
         self._driver.start()
         try:
             while not self._is_over():

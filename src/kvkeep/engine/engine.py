@@ -19,7 +19,7 @@ from kvkeep.compress.defaults import BUDGET, CONTEXT_METHODS, PROMPT_METHODS
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.context import Context
-from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
+from kvkeep.engine.detokenizer import Answer
 from kvkeep.engine.driver import Driver, Handle
 from kvkeep.engine.lockstep import Follower, Leader
 from kvkeep.engine.prefix_store import PrefixStore, cuts_of
@@ -170,7 +170,7 @@ class Engine:
     @property
     def answer(self) -> Answer:
         """The last answer of `stream` or `chat`, with its token ids."""
-        return self._last.answer if self._last else Answer(IncrementalDetokenizer(self.tokenizer), 0)
+        return self._last.answer if self._last else Answer(self.tokenizer)
 
     @overload
     def generate(self, prompt: str, **options: Any) -> str: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,15 @@ from kvkeep.engine.sampling import SamplingRows
 from kvkeep.storage.upload import upload
 
 
+@dataclass(eq=False)
 class FirstTokens:
     """The end of a prefill may wait for the next pass: the device has that to do meanwhile."""
 
-    def __init__(
-        self, model: Any, eos_token_ids: set[int], held: HeldRequests, memory: HeldMemory, decoding: Decoding
-    ) -> None:
-        self.model, self.eos_token_ids = model, eos_token_ids
-        self.held, self.memory, self.decoding = held, memory, decoding
+    model: Any
+    eos_token_ids: set[int]
+    held: HeldRequests
+    memory: HeldMemory
+    decoding: Decoding
 
     def begin(self, request: Request, logits: Tensor, at_once: bool = False) -> None:
         """Sample the first token of a prompt that is prefilled. logits [vocabulary]
@@ -86,7 +88,6 @@ class FirstTokens:
                     request.reserved = 0
                     request.move(State.SAMPLED)
                 except Exception as error:
-                    self.held.check_alike(error)
                     self.held.fail(request, error)
 
     def _end(self, request: Request) -> None:

@@ -72,8 +72,13 @@ class HeldMemory:
 
     def store_prefix(self, request: Request) -> None:
         """Store what its sequence is after a part of the prompt, if there is memory for a copy."""
-        if self.store is None or (self.cap and not self._room_for_copy(nbytes_of(request.sequence))):
+        if self.store is None:
             return
+        if self.cap:  # only older copies make room for this one
+            size = nbytes_of(request.sequence)
+            while self.cap.left < size:
+                if not self.store.evict_oldest():
+                    return
         try:
             self.store.add(request.owner, request.sequence.fork())
         except torch.OutOfMemoryError as error:
@@ -86,13 +91,6 @@ class HeldMemory:
         sequence = request.sequence
         sequence.cache.tracker.mark_context()
         return self.store.add(request.owner, sequence, True, public=pin.public, text=pin.text)
-
-    def _room_for_copy(self, size: int) -> bool:
-        """Evict older copies, and nothing else. -> whether so many bytes are left"""
-        assert self.cap is not None and self.store is not None
-        while self.cap.left < size and self.store.evict_oldest():
-            pass
-        return self.cap.left >= size
 
     def has_room(self, request: Request, batch: DecodeBatch, between_steps: bool) -> bool:
         """Whether a batch has room for a prefilled request. -> False: others have to end first

@@ -111,12 +111,8 @@ def _join(scheduler: Scheduler, store: PrefixStore | None, seed: bytes, agree: C
     """Join the other processes. seed: of the names of stored texts, which are the same in all of them"""
     scheduler.agree, scheduler.held.check_alike = agree, _check_alike
     if store is not None:
-        numbers = count()
-        store.new_id = lambda: _named(seed + next(numbers).to_bytes(8, "big"))
-
-
-def _named(source: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(source).digest()[:24]).decode()
+        sources = (hashlib.sha256(seed + number.to_bytes(8, "big")) for number in count())
+        store.new_id = lambda: base64.urlsafe_b64encode(next(sources).digest()[:24]).decode()
 
 
 def _check_alike(error: Exception) -> None:

@@ -42,9 +42,11 @@ class PackedForward(HFCacheAdapter):
             return [sequence.forward(ids, keep) for sequence, ids in chunks]
         ends = list(accumulate((len(ids) for _, ids in chunks), initial=0))
         spans = [slice(*span) for span in pairwise(ends)]
-        shown = [span if keep == 0 or sequence.needs_all_logits else slice(span.stop - keep, span.stop)
-                 for (sequence, _), span in zip(chunks, spans, strict=True)]  # fmt: skip
         self.spans = [(sequence, span) for (sequence, _), span in zip(chunks, spans, strict=True)]
+        shown = [
+            span if keep == 0 or sequence.needs_all_logits else slice(span.stop - keep, span.stop)
+            for sequence, span in self.spans
+        ]
         self.after_layer = after_layer
         try:
             logits = self._forward(chunks, torch.cat([torch.arange(span.start, span.stop) for span in shown]))

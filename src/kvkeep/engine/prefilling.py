@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,13 +32,18 @@ class Abandoned(Exception):
     """All requests of a forward pass were cancelled while the model ran again over their prompts."""
 
 
+@dataclass(eq=False)
 class Prefilling:
-    def __init__(
-        self, model: Any, held: HeldRequests, memory: HeldMemory, decoding: Decoding, first_tokens: FirstTokens
-    ) -> None:
-        self.held, self.memory, self.decoding, self.first_tokens = held, memory, decoding, first_tokens
-        self.forward = PackedForward(model)
-        self.attention_cost, self.device = attention_cost(model), execution_device(model).type
+    model: Any
+    held: HeldRequests
+    memory: HeldMemory
+    decoding: Decoding
+    first_tokens: FirstTokens
+
+    def __post_init__(self) -> None:
+        self.forward = PackedForward(self.model)
+        self.attention_cost = attention_cost(self.model)
+        self.device = execution_device(self.model).type
 
     def next_chunks(self) -> Iterator[Chunk]:
         """Give the next chunks of the prompts whose turn it is, as many as fit into one forward pass."""
@@ -51,7 +57,9 @@ class Prefilling:
                     self.first_tokens.begin(request, request.logits, at_once=True)
                 continue
             cost = self._cost(request)
-            in_parts = beside or request.is_split or (request.is_submitted and self.device == "cpu")
+            is_split = len(request.sequence.token_ids) > request.num_cached
+            is_submitted = request.interactive and not request.keeps_cache  # others may come meanwhile
+            in_parts = beside or is_split or (is_submitted and self.device == "cpu")
             whole = request.next_chunk(None)
             ids = request.next_chunk(chunk_size(limit / cost)) if in_parts else whole
             if not first and not (request.packs and len(ids) == len(whole) and len(ids) * cost <= limit):
@@ -86,7 +94,6 @@ class Prefilling:
                 return False
             request.start()
         except Exception as error:
-            self.held.check_alike(error)
             self.held.fail(request, error)
             return False
         return True
@@ -99,7 +106,11 @@ class Prefilling:
         meanwhile = partial(self._between_passes, requests, active)
         try:
             passing = self._decode_between_layers(chunks, active)
-            ends = [self._pass_end(request, ids, meanwhile) for request, ids in chunks]
+            ends = []
+            for request, ids in chunks:  # what may wait after a prompt's last chunk is left to `FirstTokens`
+                last = request.ends_with(ids)
+                later = last and request.can_settle_later, last and request.can_draft_later
+                ends.append(PassEnd(*later, meanwhile, self.memory.draft_room))
             with ending([request.sequence.cache for request in requests], ends):
                 logits = self.forward([(request.sequence, ids) for request, ids in chunks], 1, passing)
         except Exception as error:
@@ -113,12 +124,6 @@ class Prefilling:
             for request, after in zip(requests, logits, strict=True):
                 with self.held.fails_alone(request):
                     self._advance(request, after[-1])
-
-    def _pass_end(self, request: Request, ids: Tensor, meanwhile: Callable[[], None]) -> PassEnd:
-        """How a pass over these ids ends; what may wait after a prompt's last chunk is left to `FirstTokens`."""
-        last = request.ends_with(ids)
-        later = last and request.can_settle_later, last and request.can_draft_later
-        return PassEnd(*later, meanwhile, self.memory.draft_room)
 
     def _between_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
         """Let others decode. Raise `Abandoned` where nobody waits for any of the requests: the next step drops them."""

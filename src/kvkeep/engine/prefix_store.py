@@ -22,12 +22,12 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import torch
@@ -95,8 +95,7 @@ class PrefixStore:
         self.lock = threading.RLock()
         self.config: SequenceConfig | None = None
         self.device_lock: AbstractContextManager[Any] = nullcontext()
-        self.to_save: Queue[str] = Queue()  # ids: who is dropped meanwhile is not held
-        self.writer: threading.Thread | None = None
+        self.writer = ThreadPoolExecutor(1, "kvkeep-prefixes")
         self.num_unsaved = 0  # that could not be written
         self.new_id: Callable[[], str] = partial(secrets.token_urlsafe, 24)
 
@@ -132,17 +131,14 @@ class PrefixStore:
 
     def config_of(self, owner: str, id: str) -> SequenceConfig:
         """The config of a sequence that `get` copies, which is in memory then."""
-        entry = self.entry(owner, id)
-        self._load(entry)
-        if entry.sequence is None:
+        if not (sequence := self._load(self.entry(owner, id))):
             raise KeyError(id)
-        return entry.sequence.config
+        return sequence.config
 
     def prepare(self, owner: str, config: SequenceConfig, ids: Tensor, cuts: Seq[int]) -> None:
         """Load what `longest` will copy, in the thread that submits a request: steps wait for no disk."""
         for entry in self._matching(owner, config, ids, cuts) if self.folder else ():
-            self._load(entry)
-            if entry.sequence:
+            if self._load(entry):
                 return
 
     def entry(self, owner: str, id: str) -> Entry:
@@ -241,11 +237,10 @@ class PrefixStore:
 
     def _copy(self, entry: Entry) -> Sequence | None:
         """Fork an entry. -> None: it could not be read from disk"""
-        self._load(entry)
-        if entry.sequence is None:
+        if not (sequence := self._load(entry)):
             return None
         self.entries.move_to_end(entry.id)
-        return entry.sequence.fork()
+        return sequence.fork()
 
     # on disk
 
@@ -281,21 +276,21 @@ class PrefixStore:
                     return self.entries.setdefault(id, entry)
         raise KeyError(id)
 
-    def _load(self, entry: Entry) -> None:
+    def _load(self, entry: Entry) -> Sequence | None:
         """Load what is on disk alone; drop it if it is damaged. Others wait only while it is copied to the device."""
-        if entry.sequence is not None:
-            return
-        assert self.folder is not None
-        try:
-            saved = checkpoint.read(self.folder / entry.id)
-            with self.device_lock, self.lock:
-                entry.sequence = entry.sequence or self._sequence_of(entry, *saved)
-                entry.nbytes = nbytes_of(entry.sequence)  # whatever the file says
-        except BadCacheFile as error:
-            warnings.warn(f"a stored prefix is skipped: {error}", stacklevel=2)
-            with self.lock:
-                if entry.id in self.entries:
-                    self._drop(entry)
+        if entry.sequence is None:
+            assert self.folder is not None
+            try:
+                saved = checkpoint.read(self.folder / entry.id)
+                with self.device_lock, self.lock:
+                    entry.sequence = entry.sequence or self._sequence_of(entry, *saved)
+                    entry.nbytes = nbytes_of(entry.sequence)  # whatever the file says
+            except BadCacheFile as error:
+                warnings.warn(f"a stored prefix is skipped: {error}", stacklevel=2)
+                with self.lock:
+                    if entry.id in self.entries:
+                        self._drop(entry)
+        return entry.sequence
 
     def _sequence_of(self, entry: Entry, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Sequence:
         config = self.config
@@ -310,34 +305,22 @@ class PrefixStore:
 
     def _save_later(self, entry: Entry) -> None:
         """Have a thread save it: nobody's answer waits for a disk."""
-        if self.folder is None or not (entry.saved or (entry.sequence and serialize.can_save(entry.sequence.cache))):
-            return
-        with self.lock:
-            if self.writer is None:
-                self.writer = threading.Thread(target=self._write_all, name="kvkeep-prefixes", daemon=True)
-                self.writer.start()
-        self.to_save.put(entry.id)
+        if self.folder and (entry.saved or (entry.sequence and serialize.can_save(entry.sequence.cache))):
+            self.writer.submit(self._try_to_write, entry.id)  # by id: one that is dropped meanwhile is not held
 
-    def _write_all(self) -> None:
-        while True:
-            id = self.to_save.get()
-            try:
-                self._write(id)
-            except Exception as error:  # such as a full disk: it is in memory all the same
-                self.num_unsaved += 1
-                warnings.warn(f"a prefix could not be saved: {error}", stacklevel=1)
-            finally:
-                self.to_save.task_done()
+    def _try_to_write(self, id: str) -> None:
+        try:
+            if entry := self.entries.get(id):
+                self._write(entry)
+        except Exception as error:  # such as a full disk: it is in memory all the same
+            self.num_unsaved += 1
+            warnings.warn(f"a prefix could not be saved: {error}", stacklevel=1)
 
-    def _write(self, id: str) -> None:
-        entry = self.entries.get(id)
-        if entry is None:
-            return
-        self._load(entry)  # its owners may have changed since a restart
-        if entry.sequence is None:
+    def _write(self, entry: Entry) -> None:
+        if not (sequence := self._load(entry)):  # its owners may have changed since a restart
             return
         assert self.folder is not None
-        cache = entry.sequence.cache
+        cache = sequence.cache
         about = {name: getattr(entry, name) for name in SAVED} | {"frozen": cache.tracker.frozen}
         about |= {"owners": list(entry.owners)}
         with self.device_lock:
@@ -351,7 +334,7 @@ class PrefixStore:
 
     def flush(self) -> None:
         """Wait until all is saved."""
-        self.to_save.join()
+        self.writer.submit(int).result()  # the last one
 
 
 def _described(path: Path, config: SequenceConfig) -> Entry | None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from kvkeep.cache.decode.draft_pool import draft_tokens
-from kvkeep.engine.detokenizer import Answer, IncrementalDetokenizer
+from kvkeep.engine.detokenizer import Answer
 from kvkeep.engine.logit_edits import Edit
 from kvkeep.engine.progress import Progress, ProgressCallback
 from kvkeep.engine.sampling import ConstraintState, Generation, TokenLogprobs
@@ -48,10 +48,6 @@ NEXT = {
 }
 
 
-def nothing_stored() -> Sequence | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Pin:
     """A text that is stored when it is prefilled, for requests to come."""
@@ -77,7 +73,7 @@ class Request:
     owner: str = ""  # whose it is
     client: str = ""  # who asks: clients take turns in the queue; empty: its owner
     cuts: tuple[int, ...] = ()  # ends of parts of the prompt, each of which is evicted from by itself
-    find_stored: Callable[[], Sequence | None] = nothing_stored  # a copy of a stored sequence to go on with
+    find_stored: Callable[[], Sequence | None] | None = None  # a copy of a stored sequence to go on with
     pin: Pin | None = None  # the prompt is a text to be stored
     logits: Tensor | None = None  # after the prompt, if the sequence has seen it to the end [vocabulary]
 
@@ -99,11 +95,11 @@ class Request:
         self.kept_tokens, self.kept_bytes = 0.0, 0  # of its cache when the prompt was prefilled, per KV head; in all
         self.finish_reason = ""  # "stop": of its own accord, or at a stop text; "length", "cancelled", "error"
         self.streamed = 0  # characters of the answer in deltas so far
-        self.notify: Callable[[], None] = lambda: None  # called after new text, and when the request is done
+        self.notify: Callable[[], object] = lambda: None  # called after new text, and when the request is done
         self._begin_answer()
 
     def _begin_answer(self) -> None:
-        self.answer = Answer(IncrementalDetokenizer(self.config.tokenizer), len(self.ids))
+        self.answer = Answer(self.config.tokenizer, len(self.ids))
         self.logprobs: list[TokenLogprobs] = []  # of every token, if they are wanted
         self._constraint = ConstraintState(self.how.constraint) if self.how.constraint else None
         self.steps = 0  # decode steps so far: tokens of the answer that went through the model
@@ -138,7 +134,8 @@ class Request:
 
     def start(self) -> None:
         """Make its sequence, with the question's queries captured, before the first chunk."""
-        sequence = self.continues or self.find_stored() or self.config.new_sequence()
+        stored = self.find_stored() if self.find_stored and not self.continues else None
+        sequence = self.continues or stored or self.config.new_sequence()
         if self.question is not None:
             sequence.set_question(self.question, len(self.ids))
         self._sequence = sequence
@@ -174,11 +171,6 @@ class Request:
         return len(self.ids) - self.num_cached
 
     @property
-    def is_split(self) -> bool:
-        """Whether a chunk of its prompt is prefilled already."""
-        return len(self.sequence.token_ids) > self.num_cached
-
-    @property
     def is_prefilled(self) -> bool:
         return len(self.sequence.token_ids) == len(self.ids)
 
@@ -193,11 +185,6 @@ class Request:
         return not (self.interactive or self.prefill_only or method.retrieval or method.needs_passes)
 
     @property
-    def is_submitted(self) -> bool:
-        """Whether it came by `Engine.submit`: others may come while its prompt is prefilled."""
-        return self.interactive and not self.keeps_cache
-
-    @property
     def can_draft_later(self) -> bool:
         """Whether a draft after this prompt may wait: for its first token, and for drafts after the next prompts."""
         if self.config.method.draft is None or self.prefill_only or self.pin is not None:
@@ -206,8 +193,8 @@ class Request:
 
     def goes_on_after(self, token: int) -> bool:
         """Whether the answer surely does not end with this token, its first."""
-        more = self.how.max_new_tokens > 1 and token not in self._ends
-        return more and not self.how.stop and not self.how.constraint
+        how = self.how
+        return how.max_new_tokens > 1 and token not in self._ends and not (how.stop or how.constraint)
 
     @property
     def _ends(self) -> set[int]:
@@ -289,7 +276,7 @@ class Request:
         if self._constraint and self._constraint.error:
             return self.finish(self._constraint.error)
         self.first_token_s = self.first_token_s or time.perf_counter() - self.created_s
-        answer, stop, before = self.answer.detokenizer, self.how.stop, len(self.text)
+        answer, stop, before = self.answer, self.how.stop, len(self.text)
         ends = token in self._ends or bool(self._constraint and self._constraint.over)
         if not ends:
             answer.add(token)

@@ -50,19 +50,6 @@ def check_range(name: str, value: Any, least: float, most: float) -> None:
         raise BadParameter(f"{name}={value!r}: use a number from {least} to {most}.")
 
 
-def check_sampling(temperature: float, top_p: float, top_k: int = 0) -> None:
-    for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
-            raise BadParameter(f"{name}={value!r} is not a finite number.")
-    if not (temperature >= 0 and 0 < top_p <= 1):
-        raise BadParameter(f"temperature={temperature}, top_p={top_p}: use 0 or more, and a number in (0, 1].")
-    check_count("top_k", top_k, 0, "use a whole number of tokens to sample from, or 0 for all of them")
-
-
-def check_new_tokens(max_new_tokens: int) -> None:
-    check_count("max_new_tokens", max_new_tokens, 1, "an answer has at least one; give a whole number")
-
-
 class Constraint(Protocol):
     """What one answer may say, token by token: a grammar."""
 
@@ -73,14 +60,15 @@ class Constraint(Protocol):
         """Take a token of the answer; the one that ends it is not told."""
 
 
+@dataclass
 class ConstraintState:
     """A constraint and the tokens it knows. What it raises ends its own answer alone."""
 
-    def __init__(self, make: Callable[[], Constraint]) -> None:
-        self.make, self.known = make, 0
-        self.constraint: Constraint | None = None
-        self.error: BaseException | None = None
-        self.over = False  # no token may follow
+    make: Callable[[], Constraint]
+    known: int = 0
+    constraint: Constraint | None = None
+    error: BaseException | None = None
+    over: bool = False  # no token may follow
 
     def allowed(self, ids: Sequence[int]) -> Tensor:
         """The tokens allowed after these, the first of which it may know. -> [vocabulary], or [1] if all is allowed"""
@@ -134,8 +122,15 @@ class Generation:
     ignore_eos: bool = False  # EOS does not end an answer, unless a constraint has it
 
     def __post_init__(self) -> None:
-        check_new_tokens(self.max_new_tokens)
-        check_sampling(self.temperature, self.top_p, self.top_k)
+        check_count("max_new_tokens", self.max_new_tokens, 1, "an answer has at least one; give a whole number")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
+                raise BadParameter(f"{name}={value!r} is not a finite number.")
+        if not (self.temperature >= 0 and 0 < self.top_p <= 1):
+            given = f"temperature={self.temperature}, top_p={self.top_p}"
+            raise BadParameter(f"{given}: use 0 or more, and a number in (0, 1].")
+        check_count("top_k", self.top_k, 0, "use a whole number of tokens to sample from, or 0 for all of them")
         check_count("seed", self.seed, 0, "use a whole number, 0 or more, below 2**63")
         if self.logprobs is not None:
             check_count("logprobs", self.logprobs, 0, "use the number of likeliest tokens to show, 0 or more, or None")
@@ -218,14 +213,14 @@ class SamplingRows:
         self.hows[row] = how
         self.edits.set(row, edit)
         self.temperature[row].fill_(float(how.temperature) if how else 0.0)  # an assignment would wait for the device
-        if how is not None and how.temperature:
+        if how and how.temperature:
             self.top_p[row].fill_(how.top_p)
             self.min_p[row].fill_(how.min_p)
             self.top_k[row], self.seed[row] = how.top_k, how.seed
 
     def samples(self, rows: int) -> bool:
         """Whether any of the first rows is not greedy."""
-        return any(how is not None and how.temperature for how in self.hows[:rows])
+        return any(how and how.temperature for how in self.hows[:rows])
 
     def is_greedy(self, rows: int) -> bool:
         """Whether the next token of each of the first rows is the model's likeliest."""
@@ -234,16 +229,15 @@ class SamplingRows:
     @property
     def constrained(self) -> bool:
         """Whether what a row may say next depends on what it has said."""
-        return any(how is not None and how.constraint is not None for how in self.hows)
+        return any(how and how.constraint for how in self.hows)
 
     def logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
         """The sampled token, then the likeliest, and their logprobs, of the rows that want them.
 
         logits [rows, vocabulary], tokens [rows] -> [rows that want them, 2, 1 + the most that one wants], or None
         """
-        counts = {
-            row: how.logprobs for row, how in enumerate(self.hows[: len(logits)]) if how and how.logprobs is not None
-        }
+        hows = self.hows[: len(logits)]
+        counts = {row: how.logprobs for row, how in enumerate(hows) if how and how.logprobs is not None}
         if not counts:
             return None
         rows = upload(list(counts), logits.device)
@@ -260,21 +254,18 @@ class SamplingRows:
         allowed: by row, the tokens its constraint allows, on the host
         """
         logits = self.edits.apply(logits)
-        tokens = self._sample(_mask(logits, allowed) if allowed else logits, positions)
+        if allowed:
+            logits = _mask(logits, allowed)
+        rows, tokens = len(logits), logits.argmax(-1)
+        if self.samples(rows):
+            temperature = self.temperature[:rows]
+            scaled = logits.float() / temperature.clamp_min(1e-5)[:, None]
+            if any(how and how.filters for how in self.hows[:rows]):
+                scaled = _filter(scaled, self.top_p[:rows], self.top_k[:rows], self.min_p[:rows])
+            sampled = (scaled + gumbel(self.seed[:rows], positions, logits.shape[1])).argmax(-1)
+            tokens = torch.where(temperature > 0, sampled, tokens)
         self.edits.count(tokens)
         return tokens
-
-    def _sample(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Sample from logits that are final."""
-        rows, greedy = len(logits), logits.argmax(-1)
-        if not self.samples(rows):
-            return greedy
-        temperature = self.temperature[:rows]
-        scaled = logits.float() / temperature.clamp_min(1e-5)[:, None]
-        if any(how is not None and how.filters for how in self.hows[:rows]):
-            scaled = _filter(scaled, self.top_p[:rows], self.top_k[:rows], self.min_p[:rows])
-        sampled = (scaled + gumbel(self.seed[:rows], positions, logits.shape[1])).argmax(-1)
-        return torch.where(temperature > 0, sampled, greedy)
 
 
 def _mask(logits: Tensor, allowed: Mapping[int, Tensor]) -> Tensor:

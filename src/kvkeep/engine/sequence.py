@@ -18,13 +18,15 @@ from kvkeep.compress.method import Method
 from kvkeep.engine.detokenizer import SentenceBoundaries
 from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, row_bytes
 from kvkeep.engine.progress import Progress, ProgressCallback
-from kvkeep.engine.question_queries import capture_question_queries
 from kvkeep.errors import BadInput
+from kvkeep.kernels.torch.retrieval_units import concat_heads
+from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.chat import context_ids, encode, question_ids
 from kvkeep.model.chunked_mlp import long_prompt
 from kvkeep.model.fused import fused_ops
 from kvkeep.model.head_shards import agree_on_least
-from kvkeep.model.hf_cache import context_length, execution_device
+from kvkeep.model.hf_attention import AttentionCall
+from kvkeep.model.hf_cache import HFCacheAdapter, context_length, execution_device
 from kvkeep.model.user_text import UserText
 from kvkeep.storage.offload.host import HostMemoryBudget
 from kvkeep.storage.offload.malloc_trim import trim
@@ -157,7 +159,7 @@ class Sequence:
 
     def next_chunk(self, ids: Tensor, limit: int | None = None) -> Tensor:
         """The ids that the next forward pass prefills. limit: at most so many, where that changes nothing"""
-        start, size = len(self.token_ids), min(self.chunk_size(len(ids)), self.cache.chunk_limit)
+        start, size = len(self.token_ids), min(self.config.chunk_size(len(ids)), self.cache.chunk_limit)
         if limit and self.defers:
             size = min(size, limit)
             size += -(start + size) % getattr(self.config.method.memory, "chunk", 1)  # not within a method's own chunk
@@ -168,7 +170,7 @@ class Sequence:
         """Evict at the end of a prefill of so many alone, if the method and memory allow. -> whether they do"""
         config, self.defers = self.config, False
         too_long = config.method.extends_context and tokens > self.cache.context_length
-        if config.method.retrieval or too_long or self.chunk_size(tokens) < tokens - len(self.token_ids):
+        if config.method.retrieval or too_long or config.chunk_size(tokens) < tokens - len(self.token_ids):
             return False
         free = free_device_bytes(config.device)
         size = row_bytes(config.model, tokens)
@@ -178,14 +180,10 @@ class Sequence:
             self.cache.defer_eviction(tokens)
         return self.defers
 
-    def chunk_size(self, tokens: int) -> int:
-        """Tokens of one forward pass of a prefill of so many."""
-        return self.config.chunk_size(tokens)
-
     def extend(self, ids: Tensor, keep: int = 1) -> Tensor:
         """Append tokens. ids [q] -> logits of the last `keep` of them, 0: of all [keep, vocabulary]"""
         self.has_prefill = True
-        size, logits = self.chunk_size(len(ids)), []
+        size, logits = self.config.chunk_size(len(ids)), []
         while len(ids):
             chunk, ids = ids.tensor_split([min(size, self.cache.chunk_limit)])
             logits.append(self.forward(chunk, keep))
@@ -237,3 +235,34 @@ class Sequence:
         if len(rows):
             surprise = -rows.log_softmax(-1).gather(1, ids[-len(rows) :, None].to(rows.device))[:, 0]
         return torch.cat([surprise.new_zeros(len(ids) - len(surprise)), surprise]).cpu()
+
+
+class QueryCapture(HFCacheAdapter):
+    """Records every layer's attention call, and caches nothing."""
+
+    seen = 0
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.calls: dict[int, AttentionCall] = {}
+
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        self.calls[index] = call
+        return call.hf_attention()
+
+
+def capture_question_queries(
+    model: Any, ids: Tensor, rotations: dict[int, Rotation | None], edge: int
+) -> dict[int, Tensor]:
+    """The question's queries as they meet offloaded keys. ids [1, x] -> layer: [x, kv_heads * dim]"""
+    capture = QueryCapture(model)
+    with torch.inference_mode():
+        model(ids, past_key_values=capture, logits_to_keep=1)
+    found = {}
+    for index, call in capture.calls.items():
+        query, rotation = call.query[0], rotations.get(index)
+        if rotation is not None:
+            positions = torch.arange(query.shape[1], device=query.device)
+            query = rotation.rotate(query, edge - positions)
+        found[index] = concat_heads(query, call.key.shape[1])
+    return found

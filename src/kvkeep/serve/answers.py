@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvkeep.engine.request import Request
@@ -36,24 +36,26 @@ class Piece:
         return bool(self.text or self.calls or self.logprobs or self.finish)
 
 
+@dataclass(eq=False)
 class Answer:
     """A request of the engine, read by the event loop."""
 
-    def __init__(
-        self, index: int, request: Request, parser: ToolParser | None, context: str | None = None, echo: str = ""
-    ) -> None:
-        """echo: what its text begins with"""
-        self.index, self.request, self.parser, self.context = index, request, parser, context
-        self.echo = echo
-        self.read = 0  # tokens whose logprobs were taken
-        self.complete = False
+    index: int
+    request: Request
+    parser: ToolParser | None
+    context: str | None = None
+    echo: str = ""  # what its text begins with
+    read: int = 0  # tokens whose logprobs were taken
+    complete: bool = False
 
     def take(self) -> Piece:
         """What is new; raises what the request failed with."""
         done = self.request.done  # before its text: then all of it is there
         text = "".join(self.request.deltas.popleft() for _ in range(len(self.request.deltas)))
         if done and self.request.error is not None:
-            raise self._error(self.request.error)
+            if self.context and isinstance(self.request.error, KeyError | UnknownName):  # deleted while it waited
+                raise no_context(self.context)
+            raise self.request.error
         if done and self.request.finish_reason == "cancelled":
             raise Failure(503, "the server is stopping.", "stopping")
         logprobs = self.request.logprobs[self.read :]
@@ -66,23 +68,6 @@ class Answer:
         reason = "tool_calls" if self.parser and self.parser.called else self.request.finish_reason
         return Piece(self.index, text, calls, logprobs, reason if done else None)
 
-    def _error(self, error: BaseException) -> BaseException:
-        """A context may be deleted while the request waits."""
-        return no_context(self.context) if self.context and isinstance(error, KeyError | UnknownName) else error
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What is left of the prompts of a job after compression."""
-
-    method: str
-    budget: int | float | None
-    kept_tokens: float  # per KV head
-    kept_bytes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Usage:
@@ -91,21 +76,27 @@ class Usage:
     prompt: int
     answer: int
     cached: int  # of the prompts, those that were in the prefix store
-    kept: Kept
+    kept: dict[str, Any]  # what is left of the prompts after compression, as replies show it
 
 
+@dataclass(eq=False)
 class Answers:
     """The answers to one job. `close` when the client has them, or is gone."""
 
-    def __init__(self, owner: str, count: int, on_close: Callable[[Answers], None]) -> None:
-        self.owner, self.count, self.on_close = owner, count, on_close
-        self.answers: list[Answer] = []
-        self.num_prompts = 0
-        self.created, self.began = int(time.time()), time.perf_counter()
-        self.fingerprint = ""  # of the server
-        self.observe: Callable[[Piece], None] = lambda piece: None
-        self.late = False
-        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
+    owner: str
+    count: int
+    on_close: Callable[[Answers], None]
+    fingerprint: str = ""  # of the server
+    answers: list[Answer] = field(default_factory=list)
+    num_prompts: int = 0
+    observe: Callable[[Piece], None] = lambda piece: None
+    late: bool = False
+
+    def __post_init__(self) -> None:
+        self.created = int(time.time())
+        self.began = time.perf_counter()
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
 
     def begin(self, answers: list[Answer], num_prompts: int, max_seconds: float) -> None:
         self.answers, self.num_prompts = answers, num_prompts
@@ -153,12 +144,16 @@ class Answers:
     def usage(self) -> Usage:
         requests = [answer.request for answer in self.answers]
         prompts = requests[:: len(requests) // self.num_prompts]
-        tokens, size = sum(each.kept_tokens for each in prompts), sum(each.kept_bytes for each in prompts)
         return Usage(
             prompt=sum(len(each.ids) for each in prompts),
             answer=sum(len(each.answer.ids) for each in requests),
             cached=sum(each.num_cached for each in prompts),
-            kept=Kept(requests[0].config.method.name, requests[0].config.budget, tokens, size),
+            kept={
+                "method": requests[0].config.method.name,
+                "budget": requests[0].config.budget,
+                "kept_tokens": sum(each.kept_tokens for each in prompts),  # per KV head
+                "kept_bytes": sum(each.kept_bytes for each in prompts),
+            },
         )
 
     def close(self) -> None:

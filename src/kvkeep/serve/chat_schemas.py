@@ -1,14 +1,14 @@
-"""The body of a chat: messages, tools and formats of answers, which the responses API has, too."""
+"""The bodies of chats and of the responses API, which has input items in the place of messages, and flat tools."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, TypeAdapter, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvkeep.serve.job import Job
-from kvkeep.serve.schemas import MAX_ITEMS, Count, Lenient, Sampled, Several, Strict, check_unicode, from_json
+from kvkeep.serve.schemas import MAX_ITEMS, Body, Count, Lenient, Sampled, Several, Strict, check_unicode, from_json
 
 
 def _check_json(text: str) -> str:
@@ -125,20 +125,16 @@ class ChatRequest(Sampled):
 
     def job(self) -> Job:
         choice = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-        options = self.options() | ({"logprobs": self.top_logprobs or 0} if self.logprobs else {})
-        return Job(
-            model=self.model,
-            prompts=[[message.as_template() for message in self.messages]],
+        return self.job_of(
+            [[message.as_template() for message in self.messages]],
+            (self.top_logprobs or 0) if self.logprobs else None,
             n=self.n or 1,
-            stream=bool(self.stream),
             max_tokens=self.max_completion_tokens or self.max_tokens,
             seed=self.seed,
-            options=options,
             schema=self.response_format.json_schema() if self.response_format else None,
             tools=[tool.function.as_template() for tool in self.tools or ()],
             tool_choice=choice or "auto",
             parallel_calls=self.parallel_tool_calls is not False,
-            context=self.kvkeep.context,
         )
 
 
@@ -158,3 +154,95 @@ class TokenizeRequest(Strict):
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("prompt", "give a prompt, or messages")
         return self
+
+
+class InputMessage(Lenient):
+    """A message of the responses API."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+    def as_message(self) -> Message:
+        return Message(role=self.role, content=self.content)
+
+
+class InputCall(Lenient):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: JsonText
+
+    def as_message(self) -> Message:
+        call = CalledTool(id=self.call_id, function=CalledFunction(name=self.name, arguments=self.arguments))
+        return Message(role="assistant", tool_calls=[call])
+
+
+class InputCallOutput(Lenient):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+    def as_message(self) -> Message:
+        return Message(role="tool", content=self.output, tool_call_id=self.call_id)
+
+
+class FlatSchemaFormat(NamedSchema):
+    type: Literal["json_schema"]
+
+    def json_schema(self) -> dict[str, Any] | None:
+        return self.schema_
+
+
+class TextOptions(Lenient):
+    format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+
+
+class FlatTool(Function):
+    type: Literal["function"]
+
+
+class FlatNamedTool(NamedFunction):
+    type: Literal["function"]
+
+
+InputItem = InputMessage | InputCall | InputCallOutput
+ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+
+
+class ResponseRequest(Body):
+    """POST /v1/responses, of text."""
+
+    input: str | Several[InputItem]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    tool_choice: Choice | FlatNamedTool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    _before: list[Message] = PrivateAttr(default_factory=list)
+
+    def go_on_after(self, messages: list[Message]) -> None:
+        """Continue the conversation of the previous response; its instructions are not part of it."""
+        self._before = messages
+
+    def conversation(self, output: list[Any] | None = None) -> list[Message]:
+        """What was said before, what is said now, and what was answered: output items as they are sent."""
+        said = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        return self._before + [item.as_message() for item in (*said, *ITEMS.validate_python(output or []))]
+
+    def job(self) -> Job:
+        choice = self.tool_choice.name if isinstance(self.tool_choice, FlatNamedTool) else self.tool_choice
+        first = [Message(role="system", content=self.instructions)] if self.instructions else []
+        return self.job_of(
+            [[message.as_template() for message in first + self.conversation()]],
+            self.top_logprobs,
+            max_tokens=self.max_output_tokens,
+            schema=self.text.format.json_schema() if self.text and self.text.format else None,
+            tools=[tool.as_template() for tool in self.tools or ()],
+            tool_choice=choice or "auto",
+            parallel_calls=self.parallel_tool_calls is not False,
+        )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from kvkeep.errors import KvkeepError, ModelUnavailable, QueueFull, StoreFull
 
@@ -28,6 +29,9 @@ class Failure(HTTPException):
     def as_dict(self) -> dict[str, Any]:
         kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.as_dict(), self.status_code, self.headers)
 
 
 def shortened(text: str, most: int = 100) -> str:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, cast
 
 LENGTH = 8  # bytes before a message that tell its size
 GRACE_S = 3.0  # for the server's own error, if all processes fail alike
@@ -43,16 +43,14 @@ class Followers:
             self.send_to(rank, message)
 
     def send_to(self, rank: int, message: bytes) -> None:
-        pipe = self.processes[rank - 1].stdin
-        assert pipe is not None
+        pipe = cast(IO[bytes], self.processes[rank - 1].stdin)
         pipe.write(len(message).to_bytes(LENGTH, "big") + message)
         pipe.flush()
 
     def close(self) -> None:
         self.closing.set()
         for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.close()
+            cast(IO[bytes], process.stdin).close()
         for process in self.processes:
             try:
                 process.wait(END_S)

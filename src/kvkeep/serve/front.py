@@ -13,12 +13,12 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from kvkeep.serve.affinity import beginning
+from kvkeep.serve.access import Keys
 from kvkeep.serve.failure import BUSY, Failure
-from kvkeep.serve.keys import Keys
+from kvkeep.serve.job import beginning
 from kvkeep.serve.metrics import FrontMetrics
 from kvkeep.serve.middleware import RequestMiddleware
 from kvkeep.serve.replica import Message
@@ -64,7 +64,7 @@ class Front:
         await reply(scope, receive, send)
 
     async def _forward(self, scope: Any, receive: Any, send: Any) -> None:
-        owner, body = scope.get("state", {}).get("owner", ""), await _whole(receive)
+        owner, body = scope.get("state", {}).get("owner", ""), await Request(scope, receive).body()
         asked = _object(body)
         session = self._session_of(owner, scope["path"], asked)
         request = {name: value for name, value in scope.items() if name in SCOPE}
@@ -134,16 +134,6 @@ class Front:
         """Ask all replicas. -> what those say that answer"""
         found = await self.handle.broadcast(method, *given).results_async(timeout_s=ALL_S, return_exceptions=True)
         return [each for each in found if not isinstance(each, BaseException)]
-
-
-async def _whole(receive: Any) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    return body
 
 
 def _object(body: bytes) -> dict[str, Any]:

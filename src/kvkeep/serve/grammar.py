@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -47,11 +48,12 @@ def check_cost(grammar: str) -> None:
         raise BadParameter(f"{size} and takes too long to compile; give fewer properties or alternatives.")
 
 
+@dataclass(eq=False)
 class JsonConstraint:
     """A `Constraint` of the engine: the grammar's state after the tokens so far."""
 
-    def __init__(self, matcher: Any, size: int) -> None:
-        self.matcher, self.size = matcher, size
+    matcher: Any
+    size: int
 
     def allowed(self) -> Tensor:
         """The tokens that may follow [vocabulary]; after the JSON, EOS alone. BadParameter: the grammar went too far"""
@@ -64,13 +66,14 @@ class JsonConstraint:
         self.matcher.consume_token(token)
 
 
+@dataclass(eq=False)
 class Grammars:
     """Makes grammars for one tokenizer; its tables are made for the first of them."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, eos: list[int]) -> None:
-        """vocabulary: how many logits the model has"""
-        self.tokenizer, self.vocabulary, self.eos = tokenizer, vocabulary, eos
-        self.matchers: dict[str, Any] = {}  # by grammar, before their first token
+    tokenizer: Any
+    vocabulary: int  # how many logits the model has
+    eos: list[int]
+    matchers: dict[str, Any] = field(default_factory=dict)  # by grammar, before their first token
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any) -> Grammars:

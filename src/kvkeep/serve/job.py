@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kvkeep.errors import BadParameter
 
 Prompt = str | list[int] | list[dict[str, Any]]  # a text as it is, token ids, or the messages of a chat
+LONG_BEGINNING = 4000  # characters that requests have in common
 
 
 def texts_of(prompt: Prompt) -> list[str]:
@@ -63,3 +64,18 @@ class Job:
         given |= {name: name in self.options for name in ("method", "budget")}
         if wrong := sorted(name for name, is_given in given.items() if is_given):
             raise BadParameter(f"{', '.join(wrong)} cannot be given with a context, which has its own; leave it out.")
+
+
+def beginning(asked: dict[str, Any]) -> str:
+    """What a request has in common with those of its conversation, or about its long text.
+
+    It is the first LONG_BEGINNING characters of all that comes up to the first message of the user.
+    """
+    found = ""
+    given = [asked.get(name) for name in ("instructions", "input", "messages", "prompt", "text")]
+    parts = [part for each in given for part in (each if isinstance(each, list) else [each]) if part is not None]
+    for part in parts[:LONG_BEGINNING]:
+        found += json.dumps(part, ensure_ascii=False)
+        if len(found) >= LONG_BEGINNING or (isinstance(part, dict) and part.get("role") == "user"):
+            break
+    return found[:LONG_BEGINNING]

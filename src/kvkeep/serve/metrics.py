@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from kvkeep.engine.prefix_store import PrefixStore
-from kvkeep.serve.answers import Answer, Answers, Piece
+from kvkeep.engine.request import Request
+from kvkeep.serve.answers import Answers, Piece
 
 SECONDS = tuple(round(0.001 * 1.5**power, 4) for power in range(33))  # 1 ms to 7 minutes
 
@@ -30,18 +31,25 @@ class Metrics:
             "kvkeep_first_token_seconds", "From a request to its first text.", buckets=SECONDS, **how
         )
         self.between = Histogram("kvkeep_between_tokens_seconds", "From text to text.", buckets=SECONDS, **how)
+        total = self._total
         gauges = {
-            "kvkeep_answers_waiting": ("Answers without a first token.", lambda: self._count(False)),
-            "kvkeep_answers_running": ("Answers that are decoded.", lambda: self._count(True)),
-            "kvkeep_kept_bytes": ("Keys and values kept of the prompts under way.", lambda: self._kept_bytes()),
-            "kvkeep_kept_tokens": ("The same in tokens per KV head.", lambda: self._kept_tokens()),
+            "kvkeep_answers_waiting": ("Answers without a first token.", total(lambda each: not each.first_token_s)),
+            "kvkeep_answers_running": ("Answers that are decoded.", total(lambda each: bool(each.first_token_s))),
+            "kvkeep_kept_bytes": (
+                "Keys and values kept of the prompts under way.",
+                total(lambda each: each.kept_bytes),
+            ),
+            "kvkeep_kept_tokens": ("The same in tokens per KV head.", total(lambda each: each.kept_tokens)),
             "kvkeep_prefix_bytes": ("Compressed prefixes in the store.", lambda: prefixes.nbytes if prefixes else 0),
             "kvkeep_prefixes": ("How many these are.", lambda: len(prefixes) if prefixes else 0),
             "kvkeep_unsaved_prefixes": (
                 "Prefixes that could not be saved, as on a full disk.",
                 lambda: prefixes.num_unsaved if prefixes else 0,
             ),
-            "kvkeep_seen_tokens": ("Tokens of these prompts.", lambda: self._seen_tokens()),
+            "kvkeep_seen_tokens": (
+                "Tokens of these prompts.",
+                total(lambda each: each.first_token_s and len(each.ids)),
+            ),
         }
         for name, (text, count) in gauges.items():
             Gauge(name, text, **how).set_function(count)
@@ -71,20 +79,14 @@ class Metrics:
             self.cached_tokens.inc(usage.cached)
             self.answer_tokens.inc(usage.answer)
 
-    def _running(self) -> list[Answer]:
-        return [each for answers in list(self.live) for each in answers.answers if not each.request.done]
+    def _total(self, measured: Callable[[Request], float]) -> Callable[[], float]:
+        """Give a function that adds up what is measured of the requests under way."""
 
-    def _count(self, running: bool) -> int:
-        return sum(bool(each.request.first_token_s) == running for each in self._running())
+        def count() -> float:
+            requests = [each.request for answers in list(self.live) for each in answers.answers]
+            return sum(measured(each) for each in requests if not each.done)
 
-    def _kept_bytes(self) -> int:
-        return sum(each.request.kept_bytes for each in self._running())
-
-    def _kept_tokens(self) -> float:
-        return sum(each.request.kept_tokens for each in self._running())
-
-    def _seen_tokens(self) -> int:
-        return sum(len(each.request.ids) for each in self._running() if each.request.first_token_s)
+        return count
 
 
 class FrontMetrics:

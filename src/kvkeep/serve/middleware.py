@@ -1,32 +1,36 @@
-"""What every HTTP request gets: an id, a check of its key and size, a place in /metrics, errors without traces."""
+"""What every HTTP request gets: an id, a check of its key and size, a place in /metrics, errors without traces.
+
+To parse a large body keeps the interpreter, in any thread, and all others wait: so large ones take turns.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import time
 import traceback
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
+from weakref import WeakValueDictionary
 
 from prometheus_client import Counter
 from starlette.requests import ClientDisconnect
 
-from kvkeep.serve.bodies import LimitedBody, Turns
+from kvkeep.serve.access import Keys
 from kvkeep.serve.failure import Failure, failure_of
-from kvkeep.serve.keys import Keys
 
 log = logging.getLogger("kvkeep.serve")
 access = logging.getLogger("kvkeep.access")  # a line for every request, once somebody wants to see them
-Scope = Any
 SEND_S = 60.0  # who takes nothing of an answer for so long is gone
 CLIENT_GONE = 499  # in /metrics alone, as nginx has it
 NEED_KEY = "/v1/", "/tokenize", "/detokenize"
 MOST_PATH = 200  # characters in the log
 UNKNOWN = "unknown"  # paths we do not have are counted as one
+LARGE = 100_000  # bytes
+Turns = WeakValueDictionary[str, asyncio.Lock]  # by key, or by address where there are no keys
+MOST_CONTAINERS = 50_000  # objects and lists of a body: a million takes a second to parse
 
 
 def report(error: BaseException) -> Failure:
@@ -47,13 +51,15 @@ def owner_of(keys: Keys, headers: dict[bytes, bytes]) -> str:
     return found
 
 
+@dataclass(eq=False)
 class RequestMiddleware:
-    def __init__(self, app: Any, requests: Counter, keys: Keys, max_body: int) -> None:
-        """requests: by path and status"""
-        self.app, self.requests, self.keys, self.max_body = app, requests, keys, max_body
-        self.turns = Turns()
+    app: Any
+    requests: Counter  # by path and status
+    keys: Keys
+    max_body: int
+    turns: Turns = field(default_factory=Turns)
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         request_id, status = secrets.token_hex(12), 0
@@ -81,7 +87,7 @@ class RequestMiddleware:
         except Exception as error:
             failure = report(error)
             if not status:
-                await _send(failure, named)
+                await failure.response()(scope, body.receive, named)
         finally:
             body.end_turn()
             path = getattr(scope.get("route"), "path", UNKNOWN)
@@ -90,7 +96,7 @@ class RequestMiddleware:
                 access.info(_line(scope, status))
 
 
-def _line(scope: Scope, status: int) -> str:
+def _line(scope: Any, status: int) -> str:
     """Who asked for what, how it ended, tokens read and written, and seconds. Nothing of a prompt or a key."""
     state = scope["state"]
     answers = state.get("answers")
@@ -100,12 +106,50 @@ def _line(scope: Scope, status: int) -> str:
     return f"{scope['method']} {path} {status} key={state.get('owner') or '-'} tokens={tokens} {seconds:.3f}s"
 
 
-async def _send(failure: Failure, send: Any) -> None:
-    body = json.dumps(failure.as_dict()).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **(failure.headers or {})}
-    await send({"type": "http.response.start", "status": failure.status_code, "headers": _encoded(headers)})
-    await send({"type": "http.response.body", "body": body})
+@dataclass(eq=False)
+class LimitedBody:
+    """The body of one request, as it comes in. Large ones of one client are parsed one at a time.
+
+    Its turn lasts from the end of the body until the app answers, or listens whether the client has gone. The next one
+    comes after a pause of the same length, in which others are served.
+    """
+
+    scope: Any
+    source: Any  # of its messages
+    max_body: int
+    turns: Turns  # of all clients
+    parts: list[bytes] = field(default_factory=list)
+    size: int = 0
+    turn: asyncio.Lock | None = None  # while it is ours
+    began: float = 0.0
+
+    async def receive(self) -> Any:
+        self.end_turn()
+        message = await self.source()
+        part = message.get("body", b"")
+        self.size += len(part)
+        if self.size > self.max_body:
+            raise Failure(413, f"the body has more than {self.max_body} bytes; send less.", "body_too_large")
+        self.parts.append(part)
+        if self.size > LARGE and message["type"] == "http.request" and not message.get("more_body"):
+            client = self.scope["state"].get("owner") or (self.scope.get("client") or [""])[0]
+            turn = self.turns.setdefault(client, asyncio.Lock())
+            await turn.acquire()
+            self.turn, self.began = turn, time.perf_counter()
+            check_containers(b"".join(self.parts))
+            self.parts.clear()
+        return message
+
+    def end_turn(self) -> None:
+        if self.turn is not None:
+            asyncio.get_running_loop().call_later(time.perf_counter() - self.began, self.turn.release)
+            self.turn = None
 
 
-def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+def check_containers(body: bytes) -> None:
+    """Refuse JSON with too many objects and lists; those within texts do not count."""
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    outside = b"".join(unescaped.split(b'"')[::2])
+    if outside.count(b"[") + outside.count(b"{") > MOST_CONTAINERS:
+        said = f"the body has more than {MOST_CONTAINERS} objects and lists; send fewer."
+        raise Failure(400, said, "body_too_large")

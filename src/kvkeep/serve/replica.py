@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+
 from kvkeep.errors import BadInput
-from kvkeep.serve import contexts
 from kvkeep.serve.routes import create_app
 from kvkeep.serve.server import Server
 
@@ -31,39 +34,28 @@ class Deployment:
 
     def start(self, make: Callable[[], Server]) -> Any:
         """Wait until the replicas are ready. -> the application's handle"""
-        from ray import serve
-
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled")
+        scales = {"min_replicas": self.replicas, "initial_replicas": self.replicas, **self.autoscaling}
+        router: Any = {"request_router_class": ConsistentHashRouter}
         try:
-            return serve.run(self._application(make), name=self.name, route_prefix=None)
+            deployment = serve.deployment(
+                name="kvkeep",
+                **({"autoscaling_config": scales} if self.autoscaling else {"num_replicas": self.replicas}),
+                max_ongoing_requests=self.max_ongoing,
+                max_queued_requests=self.max_queued,
+                graceful_shutdown_timeout_s=self.drain_seconds,
+                ray_actor_options=self.resources,
+                request_router_config=RequestRouterConfig(**router),
+            )
+            return serve.run(deployment(Replica).bind(make), name=self.name, route_prefix=None)
         except (RuntimeError, ValueError) as error:  # of a replica, or of Ray Serve about its settings
             known = serve.status().applications.get(self.name)
             said = [each.message for each in known.deployments.values()] if known else []
             raise BadInput(f"no replica could be started: {' '.join([str(error), *said])[-LAST:]}") from error
 
-    def _application(self, make: Callable[[], Server]) -> Any:
-        from ray import serve
-        from ray.serve.config import RequestRouterConfig
-        from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
-
-        scales = {"min_replicas": self.replicas, "initial_replicas": self.replicas, **self.autoscaling}
-        router: Any = {"request_router_class": ConsistentHashRouter}
-        made = serve.deployment(
-            name="kvkeep",
-            **({"autoscaling_config": scales} if self.autoscaling else {"num_replicas": self.replicas}),
-            max_ongoing_requests=self.max_ongoing,
-            max_queued_requests=self.max_queued,
-            graceful_shutdown_timeout_s=self.drain_seconds,
-            ray_actor_options=self.resources,
-            request_router_config=RequestRouterConfig(**router),
-        )
-        return made(Replica).bind(make)
-
     def stop(self) -> None:
         """Replicas finish what they have."""
-        from ray import serve
-
         serve.delete(self.name)
 
 
@@ -97,12 +89,10 @@ class Replica:
 
     async def metrics(self) -> tuple[int, str]:
         """The replica's number, and its page."""
-        from ray import serve
-
         return serve.get_replica_context().rank.rank, self.server.metrics.page().decode()
 
     async def contexts(self, owner: str) -> list[dict[str, Any]]:
-        return contexts.visible(self.server, owner)
+        return self.server.contexts(owner)
 
     def __del__(self) -> None:
         """Ray Serve calls it when the replica has drained."""

@@ -6,6 +6,7 @@ import json
 import secrets
 from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -49,16 +50,22 @@ def _lines(events: Iterable[Object]) -> str:
     return "".join(f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n" for name, event in named)
 
 
+@dataclass(eq=False)
 class CompletionReply:
     """text_completion"""
 
-    kind, chunk_kind, prefix, done = "text_completion", "text_completion", "cmpl", "data: [DONE]\n\n"
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+    done = "data: [DONE]\n\n"
 
-    def __init__(self, body: Body, answers: Answers, bytes_of: TokenBytes) -> None:
-        self.body, self.answers, self.bytes_of = body, answers, bytes_of
+    body: Body
+    answers: Answers
+    bytes_of: TokenBytes
+
+    def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self.offsets = [0] * len(answers.answers)  # characters of each answer so far
-        self.calls = [0] * len(answers.answers)  # tool calls of each answer so far
+        self.offsets = [0] * len(self.answers.answers)  # characters of each answer so far
+        self.calls = [0] * len(self.answers.answers)  # tool calls of each answer so far
 
     def whole(self, pieces: list[Piece]) -> Object:
         return self._object(self.kind, [self._choice(piece) for piece in pieces], usage=usage(self.answers))
@@ -109,7 +116,9 @@ class CompletionReply:
 class ChatReply(CompletionReply):
     """chat.completion, and chat.completion.chunk in a stream"""
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def begin(self) -> Iterator[Object]:
         first = {"role": "assistant", "content": ""}
@@ -164,5 +173,5 @@ def usage(answers: Answers) -> Object:
         "completion_tokens": found.answer,
         "total_tokens": found.prompt + found.answer,
         "prompt_tokens_details": {"cached_tokens": found.cached},
-        "kvkeep": found.kept.as_dict(),
+        "kvkeep": found.kept,
     }

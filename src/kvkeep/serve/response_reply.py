@@ -1,32 +1,41 @@
-"""OpenAI's responses API: a response whose output items are messages and function calls."""
+"""OpenAI's responses API: a response whose output items are messages and function calls, stored to be continued."""
 
 from __future__ import annotations
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.serve.answers import Answers, Piece
-from kvkeep.serve.chat_schemas import Message
+from kvkeep.serve.chat_schemas import Message, ResponseRequest
 from kvkeep.serve.failure import Failure
 from kvkeep.serve.replies import Object, TokenBytes, logprobs_of
-from kvkeep.serve.response_schemas import ResponseRequest
 from kvkeep.serve.tools import ToolCall
 
 Keep = Callable[[Object, list[Message]], None]
+MOST_RESPONSES = 1000  # of one key
+MOST_BYTES = 32_000_000  # the same
 
 
+@dataclass(eq=False)
 class ResponseReply:
     """One answer: its text is the first output item, each call is one of its own."""
 
     done = ""  # the last event says it
 
-    def __init__(self, body: ResponseRequest, answers: Answers, bytes_of: TokenBytes, keep: Keep) -> None:
-        """keep: told of the response when it is complete, and of its conversation"""
-        self.keep = keep
-        self.body, self.answers, self.bytes_of = body, answers, bytes_of
-        self.id, self.message_id = f"resp_{secrets.token_hex(12)}", f"msg_{secrets.token_hex(12)}"
-        self.sequence, self.so_far = 0, Piece(0)
+    body: ResponseRequest
+    answers: Answers
+    bytes_of: TokenBytes
+    keep: Keep  # told of the response when it is complete, and of its conversation
+
+    def __post_init__(self) -> None:
+        self.id = f"resp_{secrets.token_hex(12)}"
+        self.message_id = f"msg_{secrets.token_hex(12)}"
+        self.place = {"item_id": self.message_id, "output_index": 0, "content_index": 0}  # of the message's text
+        self.sequence = 0
+        self.so_far = Piece(0)
 
     def whole(self, pieces: list[Piece]) -> Object:
         return self._complete(pieces[0])
@@ -47,7 +56,7 @@ class ResponseReply:
         self.so_far += piece
         if piece.text:
             logprobs = logprobs_of(piece.logprobs, self.bytes_of)
-            yield self._event("response.output_text.delta", **self._part_place, delta=piece.text, logprobs=logprobs)
+            yield self._event("response.output_text.delta", **self.place, delta=piece.text, logprobs=logprobs)
         if piece.finish and self.so_far.text:
             yield from self._end_message()
         if piece.finish:
@@ -66,20 +75,16 @@ class ResponseReply:
         self.sequence += 1
         return {"type": kind, "sequence_number": self.sequence - 1, **fields}
 
-    @property
-    def _part_place(self) -> Object:
-        return {"item_id": self.message_id, "output_index": 0, "content_index": 0}
-
     def _begin_message(self) -> Iterator[Object]:
         empty = self._message(Piece(0), "in_progress") | {"content": []}
         yield self._event("response.output_item.added", output_index=0, item=empty)
-        yield self._event("response.content_part.added", **self._part_place, part=self._part(Piece(0)))
+        yield self._event("response.content_part.added", **self.place, part=self._part(Piece(0)))
 
     def _end_message(self) -> Iterator[Object]:
         part = self._part(self.so_far)
         fields = {"text": part["text"], "logprobs": part["logprobs"]}
-        yield self._event("response.output_text.done", **self._part_place, **fields)
-        yield self._event("response.content_part.done", **self._part_place, part=part)
+        yield self._event("response.output_text.done", **self.place, **fields)
+        yield self._event("response.content_part.done", **self.place, part=part)
         item = self._message(self.so_far, self._status(self.so_far))
         yield self._event("response.output_item.done", output_index=0, item=item)
 
@@ -96,8 +101,17 @@ class ResponseReply:
         return {None: "in_progress", "length": "incomplete"}.get(piece.finish, "completed")
 
     def _response(self, piece: Piece) -> Object:
-        status, body = self._status(piece), self.body
-        choice = body.tool_choice if isinstance(body.tool_choice, str) else "auto"
+        status = self._status(piece)
+        body = self.body
+        used = self.answers.usage
+        usage = {
+            "input_tokens": used.prompt,
+            "input_tokens_details": {"cached_tokens": used.cached, "cache_write_tokens": 0},
+            "output_tokens": used.answer,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": used.prompt + used.answer,
+            "kvkeep": used.kept,
+        }
         return {
             "id": self.id,
             "object": "response",
@@ -113,10 +127,10 @@ class ResponseReply:
             "previous_response_id": body.previous_response_id,
             "store": body.store is not False,
             "temperature": body.options()["temperature"],
-            "tool_choice": choice,
+            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else "auto",
             "tools": [{"strict": False, "parameters": None, **tool.model_dump()} for tool in body.tools or ()],
             "top_p": body.options()["top_p"],
-            "usage": self._usage() if piece.finish else None,
+            "usage": usage if piece.finish else None,
         }
 
     def _output(self, piece: Piece, status: str) -> list[Object]:
@@ -131,18 +145,43 @@ class ResponseReply:
         logprobs = logprobs_of(piece.logprobs, self.bytes_of)
         return {"type": "output_text", "text": piece.text, "annotations": [], "logprobs": logprobs}
 
-    def _usage(self) -> Object:
-        found = self.answers.usage
-        return {
-            "input_tokens": found.prompt,
-            "input_tokens_details": {"cached_tokens": found.cached, "cache_write_tokens": 0},
-            "output_tokens": found.answer,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": found.prompt + found.answer,
-            "kvkeep": found.kept.as_dict(),
-        }
-
 
 def _call_item(call: ToolCall) -> Object:
     fields = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
     return {"type": "function_call", "id": call.id.replace("call_", "fc_"), **fields}
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    response: dict[str, Any]  # as it was sent
+    messages: list[Message]  # of the conversation up to it, its own output included
+    nbytes: int
+
+
+class ResponseStore:
+    """Keeps responses in memory, for the event loop's thread."""
+
+    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
+        self.most, self.most_bytes = most, most_bytes
+        self.by_owner: dict[str, OrderedDict[str, StoredResponse]] = {}
+
+    def put(self, owner: str, response: dict[str, Any], messages: list[Message]) -> None:
+        """Store it, and drop those that were not asked for the longest, until the rest is within the limits."""
+        nbytes = sum(len(message.model_dump_json()) for message in messages) + len(repr(response))
+        found = self.by_owner.setdefault(owner, OrderedDict())
+        found[response["id"]] = StoredResponse(response, messages, nbytes)
+        while len(found) > self.most or sum(each.nbytes for each in found.values()) > self.most_bytes:
+            found.popitem(last=False)
+
+    def get(self, owner: str, id: str, param: str | None = None) -> StoredResponse:
+        """Find a response. param: the field that names it, if one does"""
+        found = self.by_owner.get(owner, OrderedDict())
+        if id not in found:
+            said = f"there is no response {id!r}, or it is not yours; it may have expired: send the whole conversation."
+            raise Failure(404, said, "response_not_found", param)
+        found.move_to_end(id)
+        return found[id]
+
+    def remove(self, owner: str, id: str) -> None:
+        self.get(owner, id)
+        del self.by_owner[owner][id]

@@ -17,39 +17,33 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
 import kvkeep
-from kvkeep.errors import KvkeepError
-from kvkeep.serve import contexts, tokens
+from kvkeep.errors import KvkeepError, UnknownName
 from kvkeep.serve.answers import Answers
-from kvkeep.serve.chat_schemas import ChatRequest, TokenizeRequest
+from kvkeep.serve.chat_schemas import ChatRequest, ResponseRequest, TokenizeRequest
 from kvkeep.serve.failure import Failure, failure_of, invalid
 from kvkeep.serve.middleware import RequestMiddleware, report
 from kvkeep.serve.replies import ChatReply, CompletionReply, Reply, stream
 from kvkeep.serve.response_reply import ResponseReply
-from kvkeep.serve.response_schemas import ResponseRequest
 from kvkeep.serve.schemas import CompletionRequest, ContextRequest, DetokenizeRequest
-from kvkeep.serve.server import Server
+from kvkeep.serve.server import Server, context_object
 
 T = TypeVar("T")
 LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 router = APIRouter()
 
 
-def _server(request: Request) -> Server:
-    return request.app.state.server
+class Caller:
+    """Says who sends a request, and has the server that is asked."""
+
+    def __init__(self, request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> None:
+        """_: for the OpenAPI page; the middleware checks the key"""
+        self.server: Server = request.app.state.server
+        self.owner: str = request.state.owner  # whose key the request has
+        self.client = request.client.host if request.client else ""  # the address it comes from
+        self.receive, self.state = request.receive, request.state
 
 
-def _client(request: Request) -> str:
-    """The address it comes from."""
-    return request.client.host if request.client else ""
-
-
-def _owner(request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> str:
-    """The owner that the middleware found; the bearer is for the OpenAPI page."""
-    return request.state.owner
-
-
-ServerOf = Annotated[Server, Depends(_server)]
-Owner = Annotated[str, Depends(_owner)]  # whose key the request has
+From = Annotated[Caller, Depends()]
 
 
 def create_app(server: Server, local_only: bool = False) -> FastAPI:
@@ -63,9 +57,9 @@ def create_app(server: Server, local_only: bool = False) -> FastAPI:
     if local_only:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     for kind in (HTTPException, KvkeepError):
-        app.add_exception_handler(kind, lambda request, error: _error(failure_of(error)))
+        app.add_exception_handler(kind, lambda request, error: failure_of(error).response())
     app.add_exception_handler(
-        RequestValidationError, lambda request, error: _error(invalid(error.errors(), error.body))
+        RequestValidationError, lambda request, error: invalid(error.errors(), error.body).response()
     )
     return app
 
@@ -77,88 +71,117 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(request: Request, server: ServerOf, owner: Owner, body: ChatRequest) -> Response:
-    return await _answer(request, server, owner, body, ChatReply)
+async def chat_completions(caller: From, body: ChatRequest) -> Response:
+    return await _answer(caller, body, ChatReply)
 
 
 @router.post("/v1/completions")
-async def completions(request: Request, server: ServerOf, owner: Owner, body: CompletionRequest) -> Response:
-    return await _answer(request, server, owner, body, CompletionReply)
+async def completions(caller: From, body: CompletionRequest) -> Response:
+    return await _answer(caller, body, CompletionReply)
 
 
 @router.post("/v1/responses")
-async def responses(request: Request, server: ServerOf, owner: Owner, body: ResponseRequest) -> Response:
+async def responses(caller: From, body: ResponseRequest) -> Response:
+    server, owner = caller.server, caller.owner
     if body.previous_response_id is not None:
         before = server.responses.get(owner, body.previous_response_id, "previous_response_id")
         body.go_on_after(before.messages)
     keep = partial(server.responses.put, owner)
-    return await _answer(request, server, owner, body, partial(ResponseReply, keep=keep))
+    return await _answer(caller, body, partial(ResponseReply, keep=keep))
 
 
 @router.get("/v1/responses/{name}")
-async def response(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
-    return server.responses.get(owner, name).response
+async def response(caller: From, name: str) -> dict[str, Any]:
+    return caller.server.responses.get(caller.owner, name).response
 
 
 @router.delete("/v1/responses/{name}")
-async def delete_response(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
-    server.responses.remove(owner, name)
+async def delete_response(caller: From, name: str) -> dict[str, Any]:
+    caller.server.responses.remove(caller.owner, name)
     return {"id": name, "object": "response", "deleted": True}
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, server: ServerOf, owner: Owner, body: TokenizeRequest) -> dict[str, Any]:
-    return await server.tokenizing(owner or _client(request), tokens.tokenize, body)
+async def tokenize(caller: From, body: TokenizeRequest) -> dict[str, Any]:
+    return await caller.server.tokenizing(caller.owner or caller.client, caller.server.tokenize, body)
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request, server: ServerOf, owner: Owner, body: DetokenizeRequest) -> dict[str, Any]:
-    return await server.tokenizing(owner or _client(request), tokens.detokenize, body)
+async def detokenize(caller: From, body: DetokenizeRequest) -> dict[str, Any]:
+    return await caller.server.tokenizing(caller.owner or caller.client, caller.server.detokenize, body)
 
 
-async def _answer(request: Request, server: Server, owner: str, body: Any, kind: Any) -> Response:
+async def _answer(caller: Caller, body: Any, kind: Any) -> Response:
     """The life of a job: its answers under way, in the words of one API, to whoever still listens."""
     job = body.job()
-    answers = await unless_gone(request.receive, server.submit(owner, job, _client(request)))
-    answers.began, request.state.answers = request.state.began, answers
-    reply: Reply = kind(body, answers, server.grammars.bytes_of)
+    answers = await unless_gone(caller.receive, caller.server.submit(caller.owner, job, caller.client))
+    answers.began, caller.state.answers = caller.state.began, answers
+    reply: Reply = kind(body, answers, caller.server.grammars.bytes_of)
     if job.stream:
         return EventStream(answers, reply)
     try:
-        return JSONResponse(reply.whole(await unless_gone(request.receive, answers.whole())))
+        return JSONResponse(reply.whole(await unless_gone(caller.receive, answers.whole())))
     finally:
         answers.close()
 
 
 @router.post("/v1/contexts")
-async def create_context(request: Request, server: ServerOf, owner: Owner, body: ContextRequest) -> dict[str, Any]:
-    return await unless_gone(request.receive, contexts.create(server, owner, body, _client(request)))
+async def create_context(caller: From, body: ContextRequest) -> dict[str, Any]:
+    return await unless_gone(caller.receive, _create_context(caller, body))
+
+
+async def _create_context(caller: Caller, body: ContextRequest) -> dict[str, Any]:
+    """Prefill a text and store it; the work takes turns with the answers under way, and counts as one of them.
+
+    A key's limits are checked again when the size of the text is known: others may have been made meanwhile. Nothing is
+    stored for a client that leaves before.
+    """
+    server, owner = caller.server, caller.owner
+    server.limits.check_contexts([*(each.nbytes for each in server.store().pinned_by(owner)), 0])
+    answers = await server.submit(owner, body.job(), caller.client)
+    request = answers.answers[0].request
+    try:
+        await answers.whole()
+        made = server.find_context(owner, request.pinned)
+        server.limits.check_contexts([each.nbytes for each in server.store().pinned_by(owner)])
+    except BaseException:
+        server.cancel(request)
+        raise
+    finally:
+        answers.close()
+    return context_object(made)
 
 
 @router.get("/v1/contexts")
-async def list_contexts(server: ServerOf, owner: Owner) -> dict[str, Any]:
-    return {"object": "list", "data": contexts.visible(server, owner)}
+async def list_contexts(caller: From) -> dict[str, Any]:
+    return {"object": "list", "data": caller.server.contexts(caller.owner)}
 
 
 @router.get("/v1/contexts/{name}")
-async def context(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
-    return contexts.find(server, owner, name)
+async def context(caller: From, name: str) -> dict[str, Any]:
+    return context_object(caller.server.find_context(caller.owner, name))
 
 
 @router.delete("/v1/contexts/{name}")
-async def delete_context(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
-    return await asyncio.to_thread(contexts.remove, server, owner, name)
+async def delete_context(caller: From, name: str) -> dict[str, Any]:
+    server, owner = caller.server, caller.owner
+    await asyncio.to_thread(server.find_context, owner, name)
+    try:
+        await asyncio.to_thread(server.engine.unpin, name, owner=owner)
+    except UnknownName:
+        raise Failure(403, f"the context {name!r} is public, and not yours to remove.", "not_owner") from None
+    return {"id": name, "object": "context.deleted", "deleted": True}
 
 
 @router.get("/v1/models")
-async def models(server: ServerOf, owner: Owner) -> dict[str, Any]:
-    return {"object": "list", "data": [server.model_object()]}
+async def models(caller: From) -> dict[str, Any]:
+    return {"object": "list", "data": [caller.server.model_object()]}
 
 
 @router.get("/v1/models/{name:path}")
-async def model(server: ServerOf, owner: Owner, name: str) -> dict[str, Any]:
-    server.check_model(name)
-    return server.model_object()
+async def model(caller: From, name: str) -> dict[str, Any]:
+    caller.server.check_model(name)
+    return caller.server.model_object()
 
 
 @router.get("/health")
@@ -172,12 +195,8 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/metrics")
-async def metrics(server: ServerOf) -> Response:
-    return Response(server.metrics.page(), media_type="text/plain; version=0.0.4")
-
-
-def _error(failure: Failure) -> JSONResponse:
-    return JSONResponse(failure.as_dict(), failure.status_code, failure.headers)
+async def metrics(request: Request) -> Response:
+    return Response(request.app.state.server.metrics.page(), media_type="text/plain; version=0.0.4")
 
 
 class EventStream(StreamingResponse):

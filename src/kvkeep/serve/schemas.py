@@ -1,6 +1,6 @@
 """The bodies of requests, as OpenAI's API has them, and the job each asks for: what all have, texts and contexts.
 
-Chats are in chat_schemas.py, the responses API in response_schemas.py.
+Chats and the responses API are in chat_schemas.py.
 
 A field that nobody knows is refused by name, as OpenAI does. One that OpenAI knows and we do not is ignored where that
 changes no answer (IGNORED), else refused unless it has its default value (NEUTRAL).
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvkeep.engine.sampling import MAX_BIAS, RANGES
-from kvkeep.serve.job import Job
+from kvkeep.serve.job import Job, Prompt
 
 IGNORED = {
     "client_metadata", "include", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key",
@@ -43,10 +43,6 @@ Budget = Annotated[float, Field(gt=0, le=2**31, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Penalty = Annotated[float, Field(ge=RANGES["frequency_penalty"][0], le=RANGES["frequency_penalty"][1])]
 Repetition = Annotated[float, Field(ge=RANGES["repetition_penalty"][0], le=RANGES["repetition_penalty"][1])]
-SAMPLING = (  # fields that are options of an answer by the same name
-    "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p", "min_tokens",
-    "stop_token_ids", "ignore_eos",
-)  # fmt: skip
 
 
 def check_unicode(value: Any) -> Any:
@@ -151,6 +147,11 @@ class Body(Strict):
         top_p = 1.0 if self.top_p is None else max(self.top_p, MIN_TOP_P)
         return {"temperature": temperature, "top_p": top_p, **self.kvkeep.options()}
 
+    def job_of(self, prompts: list[Prompt], logprobs: int | None, **more: Any) -> Job:
+        """The job of these prompts, with the fields that all APIs have. logprobs: as of `Generation`"""
+        options = self.options() | ({} if logprobs is None else {"logprobs": logprobs})
+        return Job(self.model, prompts, stream=bool(self.stream), options=options, context=self.kvkeep.context, **more)
+
 
 class Sampled(Body):
     """What chat and text completions have beyond that: OpenAI's, then what vLLM adds."""
@@ -170,7 +171,8 @@ class Sampled(Body):
     ignore_eos: bool | None = None
 
     def options(self) -> dict[str, Any]:
-        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        others = {"n", "seed", "stop", "max_tokens"}  # the rest are options of an answer by the same name
+        given = self.model_dump(include=Sampled.__annotations__.keys() - others, exclude_none=True)
         if self.top_k == -1:
             given["top_k"] = 0
         return super().options() | {"stop": self.stop or ()} | given
@@ -192,17 +194,8 @@ class CompletionRequest(Sampled):
     def job(self) -> Job:
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         prompts: Any = [self.prompt] if single else self.prompt
-        return Job(
-            model=self.model,
-            prompts=prompts,
-            n=self.n or 1,
-            stream=bool(self.stream),
-            max_tokens=self.max_tokens or 16,  # OpenAI's default
-            seed=self.seed,
-            options=self.options() | ({} if self.logprobs is None else {"logprobs": self.logprobs}),
-            context=self.kvkeep.context,
-            echo=bool(self.echo),
-        )
+        most = self.max_tokens or 16  # OpenAI's default
+        return self.job_of(prompts, self.logprobs, n=self.n or 1, max_tokens=most, seed=self.seed, echo=bool(self.echo))
 
 
 class DetokenizeRequest(Strict):

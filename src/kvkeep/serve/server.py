@@ -7,8 +7,9 @@ import hashlib
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,21 +21,21 @@ from kvkeep.compress.parse import parse
 from kvkeep.engine.driver import Handle
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.prefix_store import Entry, PrefixStore
-from kvkeep.engine.prompts import ChatIds, only_text, prompt_ids
+from kvkeep.engine.prompts import ChatIds, check_ids, only_text, prompt_ids
 from kvkeep.engine.request import Request
 from kvkeep.errors import BadInput, UnknownName
 from kvkeep.model.hf_cache import context_length
+from kvkeep.serve.access import Keys, Limits
 from kvkeep.serve.answers import Answer, Answers
+from kvkeep.serve.chat_schemas import TokenizeRequest
 from kvkeep.serve.failure import Failure, no_context, shortened
 from kvkeep.serve.followers import Followers
 from kvkeep.serve.grammar import Grammars
 from kvkeep.serve.job import Job, Prompt, texts_of
-from kvkeep.serve.keys import Keys
-from kvkeep.serve.limits import Limits
 from kvkeep.serve.metrics import Metrics
-from kvkeep.serve.response_store import ResponseStore
+from kvkeep.serve.response_reply import ResponseStore
+from kvkeep.serve.schemas import DetokenizeRequest
 from kvkeep.serve.tools import ToolParser, tool_format
-from kvkeep.serve.turns import TurnThread
 
 LONG = 32_768  # characters that take so long to tokenize that short prompts do not wait for them
 PER_TOKEN = 8  # characters: texts have fewer, as a rule
@@ -83,28 +84,40 @@ class Server:
 
     def _answer(self, number: int, handle: Handle, job: Job) -> Answer:
         parser = ToolParser(self.tool_format, job.parallel_calls) if job.calls_tools and self.tool_format else None
-        echo = self._text(job.prompts[number // job.n]) if job.echo else ""
+        prompt = job.prompts[number // job.n] if job.echo else ""
+        echo = prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
         return Answer(number, handle.request, parser, job.context, echo)
 
-    def _text(self, prompt: Prompt) -> str:
-        """The text of a prompt, which may be token ids."""
-        return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
-
-    async def tokenizing(self, owner: str, work: Callable[[Server, Any], dict[str, Any]], asked: Any) -> Any:
+    async def tokenizing(self, owner: str, work: Callable[[Any], dict[str, Any]], asked: Any) -> dict[str, Any]:
         """The result of what needs the tokenizer, in its thread. It counts as an answer under way."""
         place = self.admit(owner, Job(asked.model or self.name, [""]))
         try:
             thread = self._long if len(asked.model_dump_json()) > LONG else self._short
-            return await asyncio.wrap_future(thread.submit(owner, partial(work, self, asked)))
+            return await asyncio.wrap_future(thread.submit(owner, partial(work, asked)))
         finally:
             place.close()
+
+    def tokenize(self, asked: TokenizeRequest) -> dict[str, Any]:
+        """The tokens of a prompt, in vLLM's words; those of messages as the chat template puts them."""
+        tokenizer, given = self.engine.tokenizer, asked.messages
+        prompt: Any = asked.prompt if given is None else [message.as_template() for message in given]
+        self.check_characters(prompt, Job(self.name, []))
+        if given is None:
+            ids = tokenizer(prompt, add_special_tokens=asked.add_special_tokens, verbose=False).input_ids
+        else:
+            tools = [tool.function.as_template() for tool in asked.tools or ()]
+            ids = prompt_ids(self.engine.config, prompt, tools=tools or None).tolist()
+        texts = tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": texts}
+
+    def detokenize(self, asked: DetokenizeRequest) -> dict[str, Any]:
+        return {"prompt": self.engine.tokenizer.decode(check_ids(self.engine.model, asked.tokens).tolist())}
 
     def admit(self, owner: str, job: Job) -> Answers:
         """A place among those under way, within the limits."""
         self.check_model(job.model)
         self.limits.check(job, sum(each.count for each in self.live if each.owner == owner))
-        answers = Answers(owner, job.num_answers, self._close)
-        answers.fingerprint = self.fingerprint
+        answers = Answers(owner, job.num_answers, self._close, self.fingerprint)
         self.live.add(answers)
         return answers
 
@@ -125,10 +138,20 @@ class Server:
                 return entry
         raise no_context(name)
 
+    def contexts(self, owner: str) -> list[dict[str, Any]]:
+        """The contexts of this owner, and public ones."""
+        found = []
+        for name in list(self.store().entries):
+            with suppress(Failure):
+                found.append(context_object(self.find_context(owner, name)))
+        return found
+
     def _submit_all(self, owner: str, job: Job, answers: Answers) -> list[Handle]:
         """All or none: in a thread where requests are tokenized and submitted."""
-        if job.stores is not None:
-            return [self._submit_text(owner, job, answers.owner)]
+        if job.stores is not None:  # a text without an answer
+            text, public = only_text(job.prompts[0]), job.stores == "public"
+            self.check_characters(text, job)
+            return [self.engine.submit_pin(text, owner=owner, client=answers.owner, public=public, **job.options)]
         if job.context is not None:
             job.check_context()
             self.find_context(owner, job.context)
@@ -145,21 +168,13 @@ class Server:
                         raise ClientDisconnect
                     how = options | {"seed": (first + number) % 2**63, "max_new_tokens": most}
                     handles.append(self.engine.submit(encoded, **how))
-        except (KeyError, UnknownName):
-            _cancel_all(handles)
-            if job.context is not None:  # it was deleted just now
+        except BaseException as error:
+            for handle in handles:
+                handle.request.cancelled = True
+            if job.context is not None and isinstance(error, KeyError | UnknownName):  # it was deleted just now
                 raise no_context(job.context) from None
             raise
-        except BaseException:
-            _cancel_all(handles)
-            raise
         return handles
-
-    def _submit_text(self, owner: str, job: Job, client: str) -> Handle:
-        """A text that is stored without an answer."""
-        text = only_text(job.prompts[0])
-        self.check_characters(text, job)
-        return self.engine.submit_pin(text, owner=owner, client=client, public=job.stores == "public", **job.options)
 
     def _encode(self, prompt: Prompt, job: Job) -> Prompt:
         """Encode a prompt once for all its answers; a question about a context is encoded by the engine."""
@@ -243,6 +258,46 @@ class Server:
             self.followers.close()
 
 
-def _cancel_all(handles: list[Handle]) -> None:
-    for handle in handles:
-        handle.request.cancelled = True
+def context_object(entry: Entry) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "object": "context",
+        "tokens": len(entry.ids),
+        "bytes": entry.nbytes,
+        "public": entry.public,
+        "kvkeep": {"method": entry.method, "budget": entry.budget},
+    }
+
+
+class TurnThread:
+    """Runs one piece of work of every owner, then the next of every owner. What is cancelled before is skipped."""
+
+    def __init__(self, name: str) -> None:
+        self.by_owner: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # the owner whose turn it is first
+        self.lock = threading.Lock()
+        self.thread = ThreadPoolExecutor(1, name)
+
+    def submit(self, owner: str, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self.lock:
+            self.by_owner.setdefault(owner, deque()).append((future, work))
+        self.thread.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        """Do the first work of the owner whose turn it is, which then is the last one."""
+        with self.lock:
+            owner = next(iter(self.by_owner))
+            queue = self.by_owner.pop(owner)
+            future, work = queue.popleft()
+            if queue:
+                self.by_owner[owner] = queue
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """Wait until all that was submitted is done."""
+        self.thread.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,25 +58,23 @@ class ToolCall:
 
     @classmethod
     def parse(cls, text: str) -> ToolCall | None:
-        try:
+        with suppress(ValueError, AttributeError, KeyError, TypeError, RecursionError):
             call = json.loads(text)
             arguments = call.get("arguments", call.get("parameters"))
-            return (
-                cls(str(call["name"]), json.dumps(arguments, ensure_ascii=False))
-                if isinstance(arguments, dict)
-                else None
-            )
-        except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-            return None
+            if isinstance(arguments, dict):
+                return cls(str(call["name"]), json.dumps(arguments, ensure_ascii=False))
+        return None
 
 
+@dataclass
 class ToolParser:
     """Parts text from calls while an answer is decoded. What may become a call is held back until that is known."""
 
-    def __init__(self, form: ToolFormat, parallel: bool = True) -> None:
-        """parallel: several calls; else all but the first are left out"""
-        self.form, self.held, self.shown = form, "", False
-        self.parallel, self.called = parallel, 0
+    form: ToolFormat
+    parallel: bool = True  # several calls; else all but the first are left out
+    held: str = ""
+    shown: bool = False
+    called: int = 0
 
     def feed(self, text: str, done: bool) -> tuple[str, list[ToolCall]]:
         """Take more text. -> text to show, and calls that are complete"""
