@@ -1,4 +1,4 @@
-"""Answers that are JSON: which token may come next, by llguidance, which is imported when somebody asks for one."""
+"""Answers that are JSON: which token may come next, by llguidance."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -65,7 +66,7 @@ class JsonConstraint:
 
 
 class Grammars:
-    """Makes grammars for one tokenizer; its tables are made for the first of them."""
+    """Makes grammars for one tokenizer, with llguidance's tables of it."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: list[int]) -> None:
         """vocabulary: how many logits the model has"""
@@ -74,8 +75,12 @@ class Grammars:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any) -> Grammars:
+        """Make the tables, too: they take a second or more, in which a running server answers nobody."""
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        return cls(tokenizer, vocabulary, sorted(eos_token_ids(model, tokenizer)))
+        made = cls(tokenizer, vocabulary, sorted(eos_token_ids(model, tokenizer)))
+        with suppress(Exception):  # a tokenizer that has none: the first request for JSON says why
+            made.tokens  # noqa: B018
+        return made
 
     @cached_property
     def llguidance(self) -> Any:
