@@ -449,6 +449,22 @@ def test_every_help_is_a_whole_phrase():
     assert not {k: v for k, v in said.items() if not (v and v[0].isupper() and len(v.split()) > 3) or re.match(poor, v)}
 
 
+def test_the_manual_has_the_default_methods_and_budget_of_every_command():
+    manual = Path(__file__).parents[2] / "docs" / "MANUAL.md"
+    table = re.findall(r"^\| `kvkeep (\w+)` \| (.+) \| (\d+) \|$", manual.read_text(), re.MULTILINE)
+    takes_a_method = set()
+    for name, command in typer.main.get_command(app).commands.items():
+        options = {each.name: each for each in command.params}
+        if "budget" in options and (own := options.get("method") or options.get("methods")):
+            takes_a_method.add(name)
+            shown = [
+                each.show_default if isinstance(each.show_default, str) else each.default
+                for each in (own, options["budget"])
+            ]
+            assert (name, shown[0].replace(",", ", "), shown[1]) in table
+    assert takes_a_method == {name for name, _, _ in table}
+
+
 def test_nothing_at_all_shows_the_help():
     done = kvkeep_()
     assert (done.exit_code, done.stderr) == (0, "") and done.stdout == kvkeep_("--help").stdout

@@ -512,6 +512,23 @@ def test_half_open_connections_are_closed_in_time_and_make_room(sent):
                 assert line.recv(1000) == b""
 
 
+def test_a_limit_of_descriptors_that_is_lowered_later_holds(monkeypatch):
+    """The connections that are open by then make room for the next one, all at once."""
+    resource, allowed = pytest.importorskip("resource"), [10_000]
+    limits = ConnectionLimits(header_seconds=60)
+    with serving.thread(serving.engine(), connections=LimitedProtocol.of(limits)) as served, ExitStack() as opened:
+        host, port = served.url.removeprefix("http://").split(":")
+        lines = [opened.enter_context(socket.create_connection((host, int(port)))) for _ in range(30)]
+        assert serving.is_up(served.url)
+        monkeypatch.setattr(resource, "getrlimit", lambda name: (allowed[0],) * 2)
+        allowed[0] = 20  # 10 connections
+        serving.wait_until(lambda: serving.is_up(served.url), 5)
+        for number, line in enumerate(lines):
+            line.settimeout(20 if number < 21 else 0)
+            with suppress(ConnectionResetError, BlockingIOError):
+                assert line.recv(1) == b"" and number < 21
+
+
 def test_connections_of_clients_that_take_nothing_make_room():
     """The answer is given up, but what was written is still on its way: uvicorn waits for that without an end."""
     made = LimitedProtocol.__new__(LimitedProtocol)
@@ -519,6 +536,30 @@ def test_connections_of_clients_that_take_nothing_make_room():
     for ends in (False, True):
         made.transport = SimpleNamespace(is_closing=partial(bool, ends))
         assert made.waits is ends
+
+
+def test_the_first_schema_of_a_server_finds_the_tables_of_its_tokenizer(monkeypatch):
+    """Those of a real tokenizer take a second or more, in which nobody would be answered."""
+    import llguidance.hf
+
+    grammars = Grammars.of(*serving.model())
+    monkeypatch.delattr(llguidance.hf, "from_tokenizer")
+    assert grammars.of_schema({"type": "integer"})().allowed().any() and grammars.bytes_of(50)
+
+
+def test_a_tokenizer_without_tables_is_served_without_json():
+    grammars = Grammars.of(serving.model()[0], Words())
+    with pytest.raises(ValueError, match="fast tokenizers"):
+        grammars.of_schema({"type": "integer"})
+
+
+class Words:
+    """A tokenizer that llguidance does not know."""
+
+    eos_token_id, all_special_ids, chat_template = 1, (), None
+
+    def get_vocab(self):
+        return {}
 
 
 def test_the_cost_of_a_schema_is_measured_when_it_is_asked_for_alone(monkeypatch):

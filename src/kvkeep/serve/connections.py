@@ -32,16 +32,16 @@ class ConnectionLimits:
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection. Where there are too many, a new one closes the oldest that no answer is under way on."""
+    """One connection. Where there are too many, a new one closes the oldest ones that no answer is under way on."""
 
     limits: ClassVar[ConnectionLimits]
-    most: ClassVar[int]
     since = asked = 0.0  # when it was opened or had its last answer; when its last header was complete
+    made_room = False  # it was closed for a new connection
     deadline: TimerHandle | None = None
 
     @classmethod
     def of(cls, limits: ConnectionLimits) -> type[LimitedProtocol]:
-        return type(cls.__name__, (cls,), {"limits": limits, "most": limits.most()})
+        return type(cls.__name__, (cls,), {"limits": limits})
 
     @property
     def waits(self) -> bool:
@@ -52,9 +52,17 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         self.since = self.loop.time()
         self._wait(self.limits.header_seconds)
-        waiting = [each for each in self.connections if isinstance(each, LimitedProtocol) and each.waits]
-        if len(self.connections) > self.most:
-            min(waiting, key=lambda each: each.since).transport.abort()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Close as many connections as are too many. The limit of the system may have changed since the last one."""
+        held = [each for each in self.connections if isinstance(each, LimitedProtocol) and not each.made_room]
+        excess = len(held) - self.limits.most()
+        if excess > 0:
+            waiting = sorted((each for each in held if each.waits), key=lambda each: each.since)
+            for each in waiting[:excess]:
+                each.made_room = True  # it stays among the connections until the loop's next round
+                each.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self.deadline is None and self.conn.their_state is h11.IDLE:

@@ -1,4 +1,4 @@
-"""Answers that are JSON: which token may come next, by llguidance, which is imported when somebody asks for one."""
+"""Answers that are JSON: which token may come next, by llguidance."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -68,7 +69,7 @@ class JsonConstraint:
 
 @dataclass(eq=False)
 class Grammars:
-    """Makes grammars for one tokenizer; its tables are made for the first of them."""
+    """Makes grammars for one tokenizer, with llguidance's tables of it."""
 
     tokenizer: Any
     vocabulary: int  # how many logits the model has
@@ -77,8 +78,12 @@ class Grammars:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any) -> Grammars:
+        """Make the tables, too: they take a second or more, in which a running server answers nobody."""
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        return cls(tokenizer, vocabulary, sorted(eos_token_ids(model, tokenizer)))
+        made = cls(tokenizer, vocabulary, sorted(eos_token_ids(model, tokenizer)))
+        with suppress(Exception):  # a tokenizer that has none: the first request for JSON says why
+            made.tokens  # noqa: B018
+        return made
 
     @cached_property
     def llguidance(self) -> Any:
