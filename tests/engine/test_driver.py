@@ -284,3 +284,13 @@ def test_a_warm_engine_answers_the_same(spec):
         pass
     with pytest.raises(CacheMisuse):
         warm.submit("a")
+
+
+def test_a_thread_that_starts_again_is_stopped_once_at_the_end(monkeypatch):
+    """Old: one more callback for every idle period of a server."""
+    registered, driver = [], kvkeep.Engine(*tiny_chat.sharp(), "snapkv", 40)._driver
+    monkeypatch.setattr("atexit.register", lambda *given: registered.append(given))
+    for _ in range(3):
+        driver.start()
+        driver.thread.join()
+    assert len(registered) == 1

@@ -187,3 +187,15 @@ def test_requests_that_begin_alike_have_the_same_beginning():
     assert beginning({"input": "a", "instructions": "b"}) != beginning({"input": "a"})
     for odd in ({}, {"messages": None}, {"messages": 3}, {"messages": [3, None, "x"]}, {"prompt": [1, 2]}):
         assert isinstance(beginning(odd), str)
+
+
+@pytest.mark.filterwarnings("ignore")  # of ray, when it is imported
+def test_a_stream_of_the_responses_api_that_is_lost_ends_with_an_event_of_type_error():
+    """Old: the error's own type took its place."""
+    from kvkeep.serve.failure import Failure
+    from kvkeep.serve.front import RESPONSES, _last_event
+
+    name, data = _last_event(RESPONSES, Failure(503, "the replica is gone")).decode().strip().split("\n")
+    event = json.loads(data.removeprefix("data: "))
+    assert name == "event: error" and event["type"] == "error" and event["message"] == "the replica is gone"
+    assert event.keys() == {"type", "sequence_number", "code", "message", "param"}

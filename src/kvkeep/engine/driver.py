@@ -42,6 +42,7 @@ class Driver:
         self.closed = False
         self.thread: threading.Thread | None = None
         self.thread_lock = threading.Lock()  # of `thread`
+        self.ends_with_python = False  # whether its thread is stopped before Python ends
         self.submit_lock = threading.Lock()
         self.leader: Leader | None = None  # where other processes share the model, and make the same steps
         self.failed: Callable[[BaseException], None] = lambda error: None  # told of a step that was cut short
@@ -151,8 +152,10 @@ class Driver:
 
     def start(self) -> None:
         with self.thread_lock:
-            if self.thread is None or not self.thread.is_alive():
+            if not self.ends_with_python:
+                self.ends_with_python = True
                 atexit.register(_stop, weakref.ref(self))  # a thread in the middle of a step would crash Python's end
+            if self.thread is None or not self.thread.is_alive():
                 self.thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
                 self.thread.start()
 

@@ -149,5 +149,6 @@ def _last_event(path: str, failure: Failure) -> bytes:
     """The event that ends a stream with a failure, in the words of its API."""
     error = failure.as_dict()["error"]
     if path == RESPONSES:
-        return b"event: error\ndata: " + json.dumps({"type": "error", "sequence_number": 0, **error}).encode() + b"\n\n"
+        said = {name: error[name] for name in ("code", "message", "param")}
+        return b"event: error\ndata: " + json.dumps({"type": "error", "sequence_number": 0, **said}).encode() + b"\n\n"
     return b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n"

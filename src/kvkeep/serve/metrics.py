@@ -44,7 +44,7 @@ class Metrics:
             "kvkeep_prefixes": ("How many these are.", lambda: len(prefixes) if prefixes else 0),
             "kvkeep_unsaved_prefixes": (
                 "Prefixes that could not be saved, as on a full disk.",
-                lambda: prefixes.num_unsaved if prefixes else 0,
+                lambda: 0 if prefixes is None else prefixes.num_unsaved,
             ),
             "kvkeep_seen_tokens": (
                 "Tokens of these prompts.",
