@@ -56,7 +56,7 @@ def process(folder, *options, double=False, env=(), **popen):
     made, tokenizer = model()
     (made.double() if double else made).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    command = [sys.executable, "-m", "kvkeep.cli", "serve", "--model", folder, "--name", "tiny", "--budget", "64"]
+    command = [sys.executable, "-m", "kvkeep", "serve", "--model", folder, "--name", "tiny", "--budget", "64"]
     command += ["--no-access-log"]  # nobody reads it here
     how = {"stderr": subprocess.PIPE, "text": True, "env": {**os.environ, "OMP_NUM_THREADS": "1", **dict(env)}}
     started = subprocess.Popen([*map(str, command), "--port", "0", *options], **how, **popen)

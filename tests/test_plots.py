@@ -7,7 +7,7 @@ import tiny_chat
 import torch
 
 import kvkeep
-from kvkeep.cache.shaded_text import ShadedText
+from kvkeep.cache.report import ShadedText
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.user_text import token_texts
 

@@ -29,7 +29,7 @@ def kvkeep_(*args, stdin=None):
 
 
 def in_a_process(*args, **kwargs):
-    command = [sys.executable, "-m", "kvkeep.cli", *map(str, args)]
+    command = [sys.executable, "-m", "kvkeep", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, **kwargs)
 
 
@@ -484,7 +484,7 @@ def test_an_error_in_a_real_process_is_one_line():
 def test_a_reader_that_stops_early_gets_no_traceback():
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "kvkeep.cli", "models"]
+    command = [sys.executable, "-m", "kvkeep", "models"]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -14,7 +14,7 @@ import tiny_chat
 import torch
 
 import kvkeep
-from kvkeep.engine import independent_batch, memory, pooled_batch, prefilling
+from kvkeep.engine import batch, memory, pooled_batch, prefilling
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse
@@ -74,12 +74,12 @@ def test_no_more_prompts_are_read_than_the_host_can_hold(at_once, monkeypatch):
     one = memory.row_bytes(engine.model, 153 + 3) / 0.8  # three words more than the prompt's, and the answer
     alive = living(monkeypatch)
     at_once.clear()
-    monkeypatch.setattr(independent_batch, "free_host_bytes", lambda: (2 - alive()) * one + 1)
+    monkeypatch.setattr(batch, "free_host_bytes", lambda: (2 - alive()) * one + 1)
     assert engine.generate(PROMPTS, max_new_tokens=3) == want and max(at_once) == 2
-    monkeypatch.setattr(independent_batch, "free_host_bytes", lambda: 0)
+    monkeypatch.setattr(batch, "free_host_bytes", lambda: 0)
     at_once.clear()
     assert engine.generate(PROMPTS, max_new_tokens=3) == want and max(at_once) == 1
-    monkeypatch.setattr(independent_batch, "free_host_bytes", lambda: None)
+    monkeypatch.setattr(batch, "free_host_bytes", lambda: None)
     at_once.clear()
     assert engine.generate(PROMPTS, max_new_tokens=3) == want and max(at_once) == 4
     assert memory.free_host_bytes() is None or 2**20 < memory.free_host_bytes() < 2**50

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_scheduler import WORDS, alone, model, request, run  # noqa: F401
 
-from kvkeep.engine.independent_batch import IndependentBatch
+from kvkeep.engine.batch import IndependentBatch
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.sampling import Generation

@@ -11,8 +11,8 @@ import torch
 from test_scheduler import assert_free
 
 from kvkeep.compress.parse import parse
+from kvkeep.engine.batch import IndependentBatch
 from kvkeep.engine.driver import Driver, Handle
-from kvkeep.engine.independent_batch import IndependentBatch
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request

@@ -12,7 +12,7 @@ from kvkeep.cache.decode.step_pool import StepPool
 from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import METHODS, MODIFIERS
 from kvkeep.compress.step_rule import StepRule
-from kvkeep.engine.independent_batch import IndependentBatch
+from kvkeep.engine.batch import IndependentBatch
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation

@@ -218,6 +218,6 @@ def test_what_cannot_be_split_is_said_before_anything_is_loaded(tmp_path):
         check_split(str(tmp_path), 3, "cpu")
     with pytest.raises(BadParameter, match="takes the first 2 GPUs; use --device cpu"):
         check_split(str(tmp_path), 2, "cpu:0")
-    command = [sys.executable, "-m", "kvkeep.cli", "serve", "--tensor-parallel", "2", "--prefix-folder", str(tmp_path)]
+    command = [sys.executable, "-m", "kvkeep", "serve", "--tensor-parallel", "2", "--prefix-folder", str(tmp_path)]
     done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True)
     assert done.returncode == 2 and "error: --prefix-folder saves whole caches" in done.stderr

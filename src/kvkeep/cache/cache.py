@@ -28,10 +28,9 @@ from kvkeep.cache.padding import BatchLayout, PaddingTracker
 from kvkeep.cache.passes import PassEnd, run_passes
 from kvkeep.cache.reach import budget_within
 from kvkeep.cache.replay import LayerRows, Unreplayed, check_can_replay
-from kvkeep.cache.report import Report, format_bytes, format_kept, kept_by_part
+from kvkeep.cache.report import Report, ShadedText, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.self_check import AttentionCheck
-from kvkeep.cache.shaded_text import ShadedText
 from kvkeep.compress.method import Method, Schedule, as_schedule
 from kvkeep.compress.parse import parse_budget
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError

@@ -10,10 +10,9 @@ from kvkeep.cache.cache import Cache
 from kvkeep.cache.decode.buffered_pool import BufferedPool
 from kvkeep.cache.decode.policy import Policy
 from kvkeep.cache.decode.step_pool import StepPool
-from kvkeep.engine.decode_batch import DecodeBatch
+from kvkeep.engine.batch import DecodeBatch, IndependentBatch
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import OUT_OF_MEMORY, HeldRequests, own_error
-from kvkeep.engine.independent_batch import IndependentBatch
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request, State
 from kvkeep.engine.retrieval_batch import RetrievalBatch

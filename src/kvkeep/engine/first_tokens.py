@@ -10,11 +10,10 @@ from torch import Tensor
 
 from kvkeep.cache.decode.draft_pool import MOST_ROWS, most_held
 from kvkeep.cache.passes import PassEnd, ending, run_passes
-from kvkeep.engine.decode_batch import DecodeBatch
+from kvkeep.engine.batch import DecodeBatch, InflightStep
 from kvkeep.engine.decoding import Decoding
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
-from kvkeep.engine.pooled_batch import InflightStep
 from kvkeep.engine.request import Request, State
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.storage.upload import upload

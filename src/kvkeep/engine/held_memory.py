@@ -10,7 +10,7 @@ import torch
 
 from kvkeep.cache.decode import draft_pool
 from kvkeep.cache.report import format_bytes
-from kvkeep.engine.decode_batch import DecodeBatch
+from kvkeep.engine.batch import DecodeBatch
 from kvkeep.engine.held_requests import HeldRequests
 from kvkeep.engine.memory import MemoryCap, row_bytes
 from kvkeep.engine.pooled_batch import PooledBatch

@@ -10,8 +10,7 @@ from itertools import zip_longest
 
 import torch
 
-from kvkeep.engine.decode_batch import DecodeBatch
-from kvkeep.engine.pooled_batch import InflightStep
+from kvkeep.engine.batch import DecodeBatch, InflightStep
 from kvkeep.engine.request import IN_QUEUE, Request, State
 from kvkeep.errors import StoreFull
 

@@ -9,64 +9,23 @@ from __future__ import annotations
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.decode.row_pool import RowPool
 from kvkeep.cache.decode.runner import Runner
 from kvkeep.cache.report import format_bytes
+from kvkeep.engine.batch import Decoded, InflightStep
 from kvkeep.engine.memory import MEMORY_FRACTION, MemoryCap, free_device_bytes, free_host_bytes, slot_bytes, tail_bytes
 from kvkeep.engine.request import Request
-from kvkeep.engine.sampling import SamplingRows, TokenLogprobs
+from kvkeep.engine.sampling import SamplingRows
 from kvkeep.errors import BadInput
 from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_cache import execution_device, key_shape
 
-Decoded = tuple[Request, int, TokenLogprobs | None]  # its next token, with logprobs if it wants them
 USUAL_ANSWER, USUAL_BUDGET = 256, 2048  # tokens, where a warm-up has no others
-
-
-@dataclass(frozen=True)
-class InflightStep:
-    """A decode step running on the device: its requests, and the tokens it will have sampled."""
-
-    requests: dict[int, Request]  # by row
-    tokens: Tensor  # [rows] on the host
-    logprobs: Tensor | None  # of `SamplingRows.logprobs`, on the host
-    event: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, requests: dict[int, Request], tokens: Tensor, logprobs: Tensor | None = None) -> InflightStep:
-        if tokens.device.type != "cuda":
-            return cls(dict(requests), tokens.clone(), logprobs, None)
-        on_host = _to_host(tokens), None if logprobs is None else _to_host(logprobs)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(tokens.device))
-        return cls(dict(requests), *on_host, event)
-
-    def wait(self) -> list[Decoded]:
-        if self.event:
-            self.event.synchronize()
-        tokens, logprobs = self.tokens.tolist(), self._logprobs()
-        return [(request, tokens[row], logprobs.get(row)) for row, request in self.requests.items()]
-
-    def _logprobs(self) -> dict[int, TokenLogprobs]:
-        """By row."""
-        if self.logprobs is None:
-            return {}
-        counts = {row: each.how.logprobs for row, each in sorted(self.requests.items())}
-        wanted = [(row, most) for row, most in counts.items() if most is not None]
-        return {row: TokenLogprobs.of(each, most) for (row, most), each in zip(wanted, self.logprobs, strict=True)}
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that is complete when the device gets there."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 class PooledBatch:

@@ -10,12 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.cache.passes import PassEnd, ending
-from kvkeep.engine.decode_batch import DecodeBatch
+from kvkeep.engine.batch import DecodeBatch, fits_host
 from kvkeep.engine.decoding import Decoding
 from kvkeep.engine.first_tokens import FirstTokens
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
-from kvkeep.engine.independent_batch import fits_host
 from kvkeep.engine.packed_forward import AfterLayer, PackedForward
 from kvkeep.engine.request import Request
 from kvkeep.model.hf_cache import attention_cost, execution_device

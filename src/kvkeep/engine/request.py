@@ -14,12 +14,12 @@ from torch import Tensor
 from kvkeep.cache.decode.draft_pool import draft_tokens
 from kvkeep.engine.detokenizer import Answer
 from kvkeep.engine.logit_edits import Edit
+from kvkeep.engine.memory import trim
 from kvkeep.engine.progress import Progress, ProgressCallback
 from kvkeep.engine.sampling import ConstraintState, Generation, TokenLogprobs
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadInput
 from kvkeep.model.hf_cache import vocabulary_size
-from kvkeep.storage.offload.malloc_trim import trim
 from kvkeep.storage.ragged import GROWTH
 
 

@@ -16,7 +16,7 @@ from kvkeep.cache.cache import Cache
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.compress.method import Method
 from kvkeep.engine.detokenizer import SentenceBoundaries
-from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, row_bytes
+from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, row_bytes, trim
 from kvkeep.engine.progress import Progress, ProgressCallback
 from kvkeep.errors import BadInput
 from kvkeep.kernels.torch.retrieval_units import concat_heads
@@ -29,7 +29,6 @@ from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, context_length, execution_device
 from kvkeep.model.user_text import UserText
 from kvkeep.storage.offload.host import HostMemoryBudget
-from kvkeep.storage.offload.malloc_trim import trim
 from kvkeep.storage.upload import upload
 from kvkeep.types import Budget
 

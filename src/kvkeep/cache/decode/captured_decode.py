@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
 from kvkeep.cache.decode.policy import Policy, evict_one_rule
-from kvkeep.cache.decode.pool import DecodeRows
-from kvkeep.cache.decode.runner import Runner
+from kvkeep.cache.decode.runner import DecodeRows, Runner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import query_heads, single_device
 from kvkeep.storage.rows import Places, attend_step

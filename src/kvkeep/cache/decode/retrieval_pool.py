@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.decode.policy import retrieval_plan
-from kvkeep.cache.decode.pool import DecodePool
 from kvkeep.cache.decode.retrieval_rows import LayerRows, RowSizes, RowStep
+from kvkeep.cache.decode.runner import DecodePool
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.cuda_graph import CudaGraphRunner

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache.decode.pool import DecodePool
+from kvkeep.cache.decode.runner import DecodePool
 from kvkeep.compress.method import STORAGE
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.model.hf_attention import AttentionCall

@@ -1,20 +1,61 @@
 """Decode steps of a model over rows that a cache of theirs holds: one way to run them, for everybody who decodes.
 
-An engine's batches, `model.generate` on a GPU and drafts differ in what `past_key_values` is (decode_pool.py), not in
+An engine's batches, `model.generate` on a GPU and drafts differ in what `past_key_values` is (`DecodeRows`), not in
 how a step runs: captured in a CUDA graph for every number of rows that was needed so far, or as it is.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.model.cuda_graph import CudaGraphRunner
-from kvkeep.model.hf_cache import execution_device
+from kvkeep.model.hf_cache import HFCacheAdapter, execution_device
 from kvkeep.model.rope import last_position
+
+
+class DecodeRows(HFCacheAdapter):
+    """A cache of many rows, decoded one token at a time: the first rows are those of a forward pass."""
+
+    seen = 1  # not empty; every row has position ids of its own
+
+    @abstractmethod
+    def graph_capture_scratch(self) -> AbstractContextManager[None]:
+        """Within, forward passes change nothing: no row is in use."""
+
+
+class DecodePool(DecodeRows):
+    """Rows of an engine's requests, which come and go."""
+
+    mixed = False  # rows may be of any methods and budgets
+    moves = False  # keys and values of a row are here alone, and not in its cache
+    rows: int
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of its buffers."""
+
+    @abstractmethod
+    def admit(self, row: int, cache: Any, answer: int) -> None:
+        """Copy a cache of one row, with room for so many more tokens."""
+
+    @abstractmethod
+    def complete(self, row: int, cache: Any, count: int) -> None:
+        """Bring the cache of an admitted row to what it is after `count` decoded tokens."""
+
+    @abstractmethod
+    def release(self, row: int) -> None:
+        """Free a row."""
+
+    def begin_step(self) -> bool:
+        """Called before every step. -> whether buffers were replaced, so that captured steps are lost"""
+        return False
 
 
 class Runner:

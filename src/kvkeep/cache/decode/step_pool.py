@@ -9,7 +9,7 @@ from torch import Tensor
 from kvkeep.cache.backend import CacheState
 from kvkeep.cache.decode.evict_one import EvictOne
 from kvkeep.cache.decode.policy import evict_one_rule
-from kvkeep.cache.decode.pool import DecodePool
+from kvkeep.cache.decode.runner import DecodePool
 from kvkeep.errors import CacheMisuse
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import execution_device, key_shape, layer_devices, query_heads

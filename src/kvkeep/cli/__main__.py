@@ -1,5 +1,0 @@
-"""`python -m kvkeep.cli`."""
-
-from kvkeep.cli.app import main
-
-main()
