@@ -33,21 +33,19 @@ class AppendedRows(DecodeRows):
     def __init__(self, cache: CacheState, room: int) -> None:
         super().__init__(cache.model)
         self.store = store = cache.backend.store
-        self.places: dict[int, Places] = {}
-        for i, layer in store.items():
+        for layer in store.values():
             layer.reserve(room)
-            starts, lengths = layer.device_segments
-            self.places[i] = Places(starts.clone(), lengths.clone(), torch.ones_like(lengths[:, :1]))
+        segments = {i: layer.device_segments for i, layer in store.items()}
+        self.active = torch.ones_like(next(iter(segments.values()))[0][:, :1])
+        self.places = {i: Places(first.clone(), n.clone(), self.active) for i, (first, n) in segments.items()}
         self.longest = 1 << (max(max(layer.lengths) for layer in store.values()) + room - 1).bit_length()
         self._remember()
 
     @contextmanager
     def graph_capture_scratch(self) -> Iterator[None]:
-        for places in self.places.values():
-            places.active.zero_()
+        self.active.zero_()
         yield
-        for places in self.places.values():
-            places.active.fill_(1)
+        self.active.fill_(1)
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         flat, step = self.store[index].flat, (call.query, call.key, call.value)
