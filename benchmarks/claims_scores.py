@@ -121,6 +121,12 @@ RUNS = {
         limit=6,
         max_length=8192,
     ),
+    "recall_2k": Run(  # for a small model on a CPU
+        ("niah_single_2", "niah_multikey_1", "niah_multiquery"),
+        each((256,), "protokv", "protokv+recall", "clusterkv", "squeezed", "sentencekv"),
+        length=2048,
+        limit=12,
+    ),
     "actqkv": Run(
         RETRIEVED,
         each(
@@ -230,6 +236,7 @@ PAIRS = (
     *pairs("longbench", (512, 128), *PROTO),
     *pairs("longbench", (2048,), *INTEL),
     *pairs("recall", (512,), *RECALL),
+    *pairs("recall_2k", (256,), *RECALL),
     *pairs("actqkv", (2048,), *ACT),
     *pairs("beyond", (2048,), *ACT[1:3], ACT[-1]),
     *pairs("short", (0.2, 0.04), *(("fig. 4", f"ahead of {other}", "ahakv", other) for other in AHA_OTHERS)),

@@ -128,9 +128,13 @@ def test_the_default_model_answers_as_generate_does():
 
 
 @pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING])
-def test_questions_do_not_disturb_each_other(chat, spec):
-    """Asked again, asked of a fork, asked between two pieces of another answer: always the same."""
-    context = engine(chat, spec, 100, prefill_chunk_size=64).read(TEXT)
+def test_questions_do_not_disturb_each_other(spec):
+    """Asked again, asked of a fork, asked between two pieces of another answer: always the same.
+
+    In float64: the text repeats itself, and rounding, which differs with the rows of a step, breaks ties in float32.
+    """
+    model, words = tiny_chat.sharp()
+    context = kvkeep.Engine(model.double(), words, spec, 100, prefill_chunk_size=64).read(TEXT)
     first = [quietly(context, question) for question in QUESTIONS]
     held = context._sequence.cache.report()
     again = [quietly(context, question) for question in reversed(QUESTIONS)][::-1]
