@@ -135,7 +135,8 @@ def _decode(
         pool = runner.pool
         drafts.prepare(rows)
     pool.load(texts, steps)
-    runner.tokens.zero_(), runner.positions.zero_()
+    runner.tokens.zero_()
+    runner.positions.zero_()
     device = runner.tokens.device
     runner.tokens[: len(group)] = upload([each.text.ids[-1:] for each in group], device)
     runner.positions[: len(group)] = upload([[each.text.position - 1] for each in group], device)

@@ -24,11 +24,11 @@ Decoded = tuple[Request, int, TokenLogprobs | None]  # its next token, with logp
 
 
 class DecodeBatch(Protocol):
-    """`PooledBatch` where decoding appends, or evicts one token of every KV head; `IndependentBatch` elsewhere."""
+    """`IndependentBatch` for `Policy.ALONE`, `RetrievalBatch` for RETRIEVE, `PooledBatch` for the others."""
 
     @property
     def requests(self) -> list[Request]:
-        """Those admitted."""
+        """The requests that are admitted."""
 
     def has_room(self, request: Request, waiting: Iterable[Request]) -> bool:
         """Whether its prefilled sequence and answer fit beside the others; raises BadInput if they would not fit alone.
@@ -84,7 +84,7 @@ class InflightStep:
         return [(request, tokens[row], logprobs.get(row)) for row, request in self.requests.items()]
 
     def _logprobs(self) -> dict[int, TokenLogprobs]:
-        """By row."""
+        """Give the logprobs of the rows that want them, by row."""
         if self.logprobs is None:
             return {}
         counts = {row: each.how.logprobs for row, each in sorted(self.requests.items())}

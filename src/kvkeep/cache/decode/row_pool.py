@@ -57,7 +57,7 @@ class RowPool(DecodePool):
         self._init_queries()
 
     def _init_places(self) -> None:
-        """Places of no tokens; those of all layers on one device are in one tensor."""
+        """Make empty places; those of all layers on one device are in one tensor."""
         self.places: dict[int, Places] = {}
         self.tables: dict[torch.device, Tensor] = {}  # starts and lengths [2, layers, rows, kv_heads]
         for device, layers in self.layers_on.items():
@@ -70,7 +70,7 @@ class RowPool(DecodePool):
             self.places |= {i: Places(starts[n], lengths[n], active) for n, i in enumerate(layers)}
 
     def _init_queries(self) -> None:
-        """Slots for a row's newest queries, for one of a step too many, and for those of rows that are not in use."""
+        """Make slots for each row's newest queries, one for a step too many, and one for rows that are not in use."""
         self.newest: dict[int, Tensor] = {}  # layer -> [rows, window + 2, heads, dim]
         for i, buffer in self.buffers.items() if self.window else ():
             kind, heads = buffer.kind, query_heads(self.model)
@@ -154,7 +154,7 @@ class RowPool(DecodePool):
                 self.buffers[i].put(row, starts[i], target, store[i], (*source, sum(lengths[number])))
 
     def _allocate(self, row: int, count: int, segments: Mapping[int, Segments], room: int) -> dict[int, list[int]]:
-        """-> where the tokens of every row and KV head will begin, by layer"""
+        """Allocate a span for each of `count` rows. -> where the tokens of every row and KV head begin, by layer"""
         starts: dict[int, list[int]] = {i: [] for i in self.compressed_layers}
         for each in range(row, row + count):
             if each in self.allocated:
@@ -187,7 +187,9 @@ class RowPool(DecodePool):
             self.free[i].free(start, size)
         for device, layers in self.layers_on.items():
             starts, lengths = self.tables[device]
-            starts[:, row], lengths[:, row], self.places[layers[0]].active[row] = self.tokens, 0, 0
+            starts[:, row] = self.tokens
+            lengths[:, row] = 0
+            self.places[layers[0]].active[row] = 0
 
     # a step
 
@@ -197,7 +199,9 @@ class RowPool(DecodePool):
         parts = [*self.tables.values(), *(self.places[layers[0]].active for layers in self.layers_on.values())]
         saved = [part.clone() for part in parts]
         for (starts, lengths), active in zip(self.tables.values(), parts[len(self.tables) :], strict=True):
-            starts.fill_(self.tokens), lengths.zero_(), active.zero_()
+            starts.fill_(self.tokens)
+            lengths.zero_()
+            active.zero_()
         try:
             yield
         finally:
@@ -212,7 +216,7 @@ class RowPool(DecodePool):
         return call.to_hf_output(self.buffers[index].step(*step, *call.how))
 
     def _write_queries(self, index: int, query: Tensor) -> None:
-        """In turn to the slots of each row. query [rows, heads, 1, dim]"""
+        """Write the query of each row's new token to the row's next slot. query [rows, heads, 1, dim]"""
         rows, size, newest = len(query), self.window + 1, self.newest[index]
         _, lengths, active = self.places[index].first(rows)
         slots = torch.where(active[:, 0] > 0, lengths[:, 0] % size, size)
