@@ -5,7 +5,7 @@ import tiny_chat
 from conftest import EVICTING
 
 import kvkeep
-from kvkeep.cache import evictor
+from kvkeep.cache import eviction, evictor
 from kvkeep.cache.decode import policy
 from kvkeep.cache.decode.buffered_pool import BufferedPool
 from kvkeep.engine.pooled_batch import PooledBatch
@@ -43,9 +43,10 @@ def test_rows_with_a_buffer_decode_as_each_does_alone(spec, monkeypatch):
 
 @pytest.mark.parametrize(("spec", "selections"), [("rkv", 1), ("snapkv", 1), ("snapkv+adakv", 2)])
 def test_where_heads_are_alike_all_layers_are_selected_from_at_once(spec, selections, monkeypatch):
-    calls, own, together = [], evictor.decide, evictor.compress
-    for name, each in (("decide", own), ("compress", together)):
-        monkeypatch.setattr(evictor, name, lambda *given, each=each: calls.append(given[0]) or each(*given))
+    calls = []
+    for module, name in ((evictor, "decide"), (evictor, "compress"), (eviction, "compress")):
+        each = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, each=each: calls.append(given[0]) or each(*given))
     engine = kvkeep.Engine(tiny_chat.model(), tiny_chat.tokenizer(), spec, 48, schedule=6)
     engine.generate(PROMPTS[3], max_new_tokens=2)
     calls.clear()

@@ -30,7 +30,7 @@ from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
-from kvkeep.types import Budget, Softmax, Tokens
+from kvkeep.types import Budget, Selection, Softmax, Tokens
 
 Held = Callable[[int], tuple[Tokens, list[int]]]  # a layer's tokens, and how many each KV head has
 
@@ -266,12 +266,21 @@ class EvictingBackend:
             observed = self.query_buffer.decoded(index, queries[index], how[index], tokens, lengths, seen)
             return EvictionCandidate(observed, tokens, lengths, True)
 
-        if not (self.evictor.treats_heads_alike and self.evictor.evict_together({i: row(i) for i in self.layers})):
-            for index in self.layers:
-                self.evictor.evict(index, [row(index)], may_wait=True)
+        for index in self.layers:
+            self.evictor.evict(index, [row(index)], may_wait=True)
         self.evictor.store_all()
         self.evictor.end_pass()
         self.query_buffer.commit()
+
+    @torch.no_grad()
+    def select_decoded(self, queries: Tensor, tokens: Tokens, how: Softmax, seen: int) -> Selection | None:
+        """What the one row keeps in all layers, whose KV heads are alike and equally long, as if they were one layer's.
+
+        queries [layers * heads, q, dim] the newest; tokens [layers * kv_heads, n, …]
+        """
+        lengths = [tokens.keys.shape[1]] * len(tokens.keys)
+        observed = self.query_buffer.observation(self.layers[0], queries, how, tokens, lengths, seen, new=1)
+        return compress(observed, self.method, self.budget.tokens(seen))
 
     def fill_decoded(self, held: Held, queries: dict[int, Tensor]) -> None:
         """Bring the tokens of the one row back, which were held elsewhere."""

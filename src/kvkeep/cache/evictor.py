@@ -39,7 +39,6 @@ from kvkeep.model.head_shards import HeadShards
 from kvkeep.storage.ragged import LayerKind, RaggedLayer
 from kvkeep.types import Budget, Observation, Selection, Tokens
 
-PER_HEAD = "queries", "keys", "values", "token_positions"  # of an observation
 SPARE = 2  # times what will be kept: so much is held of layers that compete before the worst of it is evicted
 
 
@@ -188,24 +187,6 @@ class Evictor:
         method = self.method
         part = method.memory or method.placement or method.rerank or self.shards
         return method.per_head and isinstance(method.layers, EqualLayers) and method.reuse == 1 and not part
-
-    def evict_together(self, layers: dict[int, EvictionCandidate]) -> bool:
-        """Evict from one row of all layers in one selection, if their KV heads are equally long. -> whether they are"""
-        rows = list(layers.values())
-        seen = [row.observation for row in rows if row.observation]
-        kinds = {(each.scale, each.softcap, each.sink_logits is None, each.keys.device, *each.lengths) for each in seen}
-        if len(seen) < len(rows) or len(kinds) > 1 or seen[0].is_padded:
-            return False
-        parts: dict[str, Any] = {name: torch.cat([getattr(each, name) for each in seen]) for name in PER_HEAD}
-        if seen[0].sink_logits is not None:
-            parts["sink_logits"] = torch.cat([each.sink_logits for each in seen if each.sink_logits is not None])
-        lengths = tuple(n for each in seen for n in each.lengths)
-        selection = compress(replace(seen[0], **parts, lengths=lengths), self.method, self._tokens(seen[0]))
-        for number, (index, row) in enumerate(layers.items()):
-            heads = slice(number * seen[0].kv_heads, (number + 1) * seen[0].kv_heads)
-            mine = selection and Selection(selection.index[heads], selection.lengths[heads])
-            self.store[index].fill([gather_kept(row.tokens, row.lengths, mine)])
-        return True
 
     def _compete(self, index: int, rows: list[EvictionCandidate]) -> int:
         """Hold the layer's tokens that may be among the best of all layers; after the last one, store them."""

@@ -137,7 +137,7 @@ class QueryBuffer:
             if count > 1 or not layout.seen[row] or self.decoding:
                 queries = self._append(index, row, queries, layout.seen[row])
             observation = replace(
-                self._observation(index, queries, call.how, tokens, lengths, layout.seen[row] + count, count),
+                self.observation(index, queries, call.how, tokens, lengths, layout.seen[row] + count, count),
                 lse=None if lse is None else lse[row], whole=layout.expected,
                 memo=call.memo if len(layout.counts) == 1 else None,
             )  # fmt: skip
@@ -152,7 +152,7 @@ class QueryBuffer:
         if queries is None:
             queries = self.queries.get((index, row), tokens.keys[:0])
         new = 0 if found.scores is None else found.scores.shape[1]
-        seen = self._observation(index, queries, how, tokens, lengths, seq_len, new)
+        seen = self.observation(index, queries, how, tokens, lengths, seq_len, new)
         if found.scores is not None:
             state = seen.token_state.scatter(1, seen.newest[..., None], found.scores[..., None])
             seen, tokens = replace(seen, token_state=state), replace(tokens, token_state=state)
@@ -163,14 +163,14 @@ class QueryBuffer:
     ) -> Observation:
         """The one row of a layer, after a decode step that ran elsewhere. queries [heads, q, dim] the newest"""
         self.keep_decoded({index: queries})
-        return self._observation(index, queries, how, tokens, lengths, seq_len, new=1)
+        return self.observation(index, queries, how, tokens, lengths, seq_len, new=1)
 
     def keep_decoded(self, queries: Mapping[int, Tensor]) -> None:
         """Hold the newest queries of the one row, if a later step is evicted after."""
         if self.decoding:
             self.queries |= {(index, 0): each for index, each in queries.items()}
 
-    def _observation(
+    def observation(
         self, index: int, queries: Tensor, how: Softmax, tokens: Tokens, lengths: Sequence[int], seq_len: int, new: int
     ) -> Observation:
         return Observation(

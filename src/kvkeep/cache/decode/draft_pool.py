@@ -84,19 +84,15 @@ class DraftPool(RowPool):
     def load(self, texts: Sequence[DraftText], steps: int) -> None:
         """Copy what is kept, with room for so many more tokens of every KV head."""
         self.awaiting = None  # of a step that was cut short
-        self.held: list[dict[int, int]] = []  # tokens of each row's first KV head, by layer
         for row in list(self.allocated):
             self.release(row)
         for text in texts:
             segments = {i: text.segments(i) for i in self.compressed_layers}
-            heads = len(segments[self.compressed_layers[0]]) // len(text.rows)
-            first = len(self.held)
-            self.held += [{i: each[row * heads][1] for i, each in segments.items()} for row in range(len(text.rows))]
-            self.put(first, text.store, segments, steps)
+            self.put(len(self.allocated), text.store, segments, steps)
 
     def queries(self, row: int, steps: int) -> dict[int, Tensor]:
         """A row's queries of all steps so far, by layer. [heads, steps, dim]"""
-        return self.newest_queries(row, {i: n + steps for i, n in self.held[row].items()}, steps)
+        return self.newest_queries(row, steps, steps)
 
 
 class Drafts:

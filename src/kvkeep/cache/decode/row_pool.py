@@ -25,6 +25,50 @@ from kvkeep.storage.upload import upload
 Segments = Sequence[tuple[int, int]]  # (first slot, length)
 
 
+class QueryRing:
+    """The newest queries of every row, of the layers on one device: a row's slots are written in turn."""
+
+    def __init__(self, kinds: Mapping[int, LayerKind], rows: int, window: int, heads: int) -> None:
+        """kinds: of the layers; window: queries of a row that are read; there is one slot more for a step too many"""
+        self.kinds, self.heads, self.size = dict(kinds), heads, window + 1
+        kind = next(iter(kinds.values()))
+        shape = len(kinds), rows, self.size + 1, heads, kind.key_dim  # the last slot is written by rows not in use
+        self.queries = torch.zeros(shape, dtype=kind.dtype, device=kind.device)
+        self.written = torch.zeros(rows, dtype=torch.int64, device=kind.device)
+        self.rows = torch.arange(rows, device=kind.device)
+        self.slots = self.written  # of the step under way
+
+    @property
+    def nbytes(self) -> int:
+        return self.queries.nbytes
+
+    def grow(self, rows: int) -> QueryRing:
+        """A ring of more rows, with what this one holds."""
+        larger = QueryRing(self.kinds, rows, self.size - 1, self.heads)
+        larger.queries[:, : len(self.rows)] = self.queries
+        larger.written[: len(self.rows)] = self.written
+        return larger
+
+    def put(self, row: int, queries: Tensor) -> None:
+        """Write a row's first queries. [layers, heads, count, dim]"""
+        self.queries[:, row, : queries.shape[2]] = queries.transpose(1, 2)
+        self.written[row] = queries.shape[2]
+
+    def write(self, index: int, query: Tensor, active: Tensor) -> None:
+        """Write the queries of one step to a layer. query [rows, heads, 1, dim]; active [rows, 1]: rows in use"""
+        number, rows = list(self.kinds).index(index), len(query)
+        if not number:
+            written = self.written[:rows]
+            self.slots = torch.where(active[:, 0] > 0, written % self.size, self.size)
+            written += active[:, 0]
+        self.queries[number, self.rows[:rows], self.slots] = query[:, :, 0].to(self.queries.dtype)
+
+    def newest(self, row: int, written: int, count: int) -> Tensor:
+        """The last `count` of the queries that a row has written, oldest first. [layers, heads, count, dim]"""
+        slots = upload([(written - count + j) % self.size for j in range(count)], self.rows.device)
+        return self.queries[:, row, slots].transpose(1, 2)
+
+
 class RowPool(DecodePool):
     """A cache of many rows of any lengths, decoded one token at a time."""
 
@@ -53,8 +97,13 @@ class RowPool(DecodePool):
         self.free = {i: FreeList(tokens) for i in self.compressed_layers}
         self.allocated: dict[int, list[tuple[int, int]]] = {}  # row -> (start, size) of its span in every layer
         self.room: dict[int, int] = {}  # row -> tokens it may decode
+        heads = query_heads(model)
+        self.rings = {
+            device: QueryRing({i: kinds[i] for i in layers}, rows, window, heads)
+            for device, layers in self.layers_on.items()
+            if window
+        }
         self._init_places()
-        self._init_queries()
 
     def _init_places(self) -> None:
         """Make empty places; those of all layers on one device are in one tensor."""
@@ -69,18 +118,10 @@ class RowPool(DecodePool):
             starts, lengths = table
             self.places |= {i: Places(starts[n], lengths[n], active) for n, i in enumerate(layers)}
 
-    def _init_queries(self) -> None:
-        """Make slots for each row's newest queries, one for a step too many, and one for rows that are not in use."""
-        self.newest: dict[int, Tensor] = {}  # layer -> [rows, window + 2, heads, dim]
-        for i, buffer in self.buffers.items() if self.window else ():
-            kind, heads = buffer.kind, query_heads(self.model)
-            shape = self.rows, self.window + 2, heads, kind.key_dim
-            self.newest[i] = torch.zeros(shape, dtype=kind.dtype, device=kind.device)
-
     @property
     def nbytes(self) -> int:
         buffers = sum(buffer.nbytes for buffer in self.buffers.values())
-        return buffers + sum(queries.nbytes for queries in self.newest.values())
+        return buffers + sum(ring.nbytes for ring in self.rings.values())
 
     # the size of the pool
 
@@ -109,14 +150,12 @@ class RowPool(DecodePool):
             if tokens > self.tokens:
                 self.free[i].free(self.tokens, tokens - self.tokens)
         self.rows, self.tokens, self.longest = rows, tokens, longest
-        tables, queries, used = self.tables, self.newest, sorted(self.allocated)
+        tables, used = self.tables, sorted(self.allocated)
         self._init_places()
-        self._init_queries()
         for device, before in tables.items():
             self.tables[device][:, :, used] = before[:, :, used]
             self.places[self.layers_on[device][0]].active[used] = 1
-        for i, known in queries.items():
-            self.newest[i][: len(known)] = known
+        self.rings = {device: ring.grow(rows) for device, ring in self.rings.items()}
         return True
 
     def fits(self, cache: Any, room: int) -> bool:
@@ -149,6 +188,8 @@ class RowPool(DecodePool):
             numbers = upload([[starts[i] for i in layers], lengths, first, ends], device)
             self.tables[device][:, :, rows] = numbers[:2].unflatten(2, (count, -1))
             active[rows] = 1
+            if self.window:
+                self.rings[device].written[rows] = 0
             for number, i in enumerate(layers):
                 target, _, *source = numbers[:, number]
                 self.buffers[i].put(row, starts[i], target, store[i], (*source, sum(lengths[number])))
@@ -211,27 +252,12 @@ class RowPool(DecodePool):
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """One token for every row; rows not in use write to an unused slot."""
         if self.window:
-            self._write_queries(index, call.query)
+            ring = self.rings[self.buffers[index].kind.device]
+            ring.write(index, call.query, self.places[index].active[: len(call.query)])
         step = call.query, call.key, call.value, self.places[index], self.longest
         return call.to_hf_output(self.buffers[index].step(*step, *call.how))
 
-    def _write_queries(self, index: int, query: Tensor) -> None:
-        """Write the query of each row's new token to the row's next slot. query [rows, heads, 1, dim]"""
-        rows, size, newest = len(query), self.window + 1, self.newest[index]
-        _, lengths, active = self.places[index].first(rows)
-        slots = torch.where(active[:, 0] > 0, lengths[:, 0] % size, size)
-        newest[torch.arange(rows, device=slots.device), slots] = query[:, :, 0].to(newest.dtype)
-
-    def query_slots(self, ends: Mapping[int, int], count: int) -> dict[int, Tensor]:
-        """The slots of a row's newest queries, oldest first, by layer. ends: tokens of its first KV head [count]"""
-        size = self.window + 1
-        slots: dict[int, Tensor] = {}
-        for device, layers in self.layers_on.items():
-            numbers = upload([[(ends[i] - count + j) % size for j in range(count)] for i in layers], device)
-            slots |= dict(zip(layers, numbers, strict=True))
-        return slots
-
-    def newest_queries(self, row: int, ends: Mapping[int, int], count: int) -> dict[int, Tensor]:
-        """A row's newest queries by layer, see `query_slots`. [heads, count, dim]"""
-        slots = self.query_slots(ends, count)
-        return {i: queries[row, slots[i]].transpose(0, 1) for i, queries in self.newest.items()}
+    def newest_queries(self, row: int, written: int, count: int) -> dict[int, Tensor]:
+        """The last `count` of the queries that a row has written, by layer. [heads, count, dim]"""
+        rings = self.rings.values()
+        return {i: mine for ring in rings for i, mine in zip(ring.kinds, ring.newest(row, written, count), strict=True)}
