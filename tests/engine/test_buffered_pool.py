@@ -41,10 +41,10 @@ def test_rows_with_a_buffer_decode_as_each_does_alone(spec, monkeypatch):
     assert answers(spec, True, monkeypatch) == answers(spec, False, monkeypatch)
 
 
-@pytest.mark.parametrize(("spec", "selections"), [("rkv", 1), ("snapkv", 1), ("snapkv+adakv", 2)])
-def test_where_heads_are_alike_all_layers_are_selected_from_at_once(spec, selections, monkeypatch):
+@pytest.mark.parametrize(("spec", "selections"), [("rkv", 1), ("snapkv+adakv", 1), ("kvkeep", 1), ("pyramidkv", 2)])
+def test_where_layers_decide_by_themselves_all_are_selected_from_at_once(spec, selections, monkeypatch):
     calls = []
-    for module, name in ((evictor, "decide"), (evictor, "compress"), (eviction, "compress")):
+    for module, name in ((evictor, "decide"), (evictor, "compress"), (eviction, "decide")):
         each = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, each=each: calls.append(given[0]) or each(*given))
     engine = kvkeep.Engine(tiny_chat.model(), tiny_chat.tokenizer(), spec, 48, schedule=6)

@@ -47,6 +47,27 @@ def test_ranks_counts_and_places(seed):
     assert known.tolist() == pipeline.first(rank.argsort(1), counts.tolist()).tolist()
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5, 8, 9])
+def test_counts_of_many_layers_sorted_at_once(seed, monkeypatch):
+    scores, forced, tokens, member, unit_scores, lengths = drawn(seed)
+    orders = [torch.arange(scores.shape[1], device=DEVICE), *torch.randint(scores.shape[1], (2, scores.shape[1]))]
+    layers = [
+        [given if given is None else given[:, order] for given in (scores, forced, tokens, member)] for order in orders
+    ]
+    total = int(min(tokens.sum() for _, _, tokens, _ in layers)) // 2
+    floor = torch.full((len(scores),), total // len(scores) // 2, dtype=torch.float64, device=DEVICE)
+    drawn_layers, counts = [], []
+    for s, f, t, m in layers:
+        s = s.masked_fill(~t, float("-inf"))
+        rank = ranking.ranks(s, f, t, m, unit_scores)
+        drawn_layers.append((s, rank, floor, m, unit_scores))
+        counts.append(ranking.top_counts(s, rank, floor, total, m, unit_scores))
+    s, rank, floor, m, u = (each[0] if each[0] is None else torch.cat(each) for each in zip(*drawn_layers, strict=True))
+    assert torch.equal(ranking.top_counts_of_layers(3, s, rank, floor, total, m, u), torch.cat(counts))
+    monkeypatch.setattr(ranking, "packs", lambda scores: True)  # as on a GPU
+    assert torch.equal(ranking.top_counts_of_layers(3, s, rank, floor, total, m, u), torch.cat(counts))
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind, width", [("avg", 5), ("avg", 3), ("max", 7)])
 def test_smoothing(kind, width, seed):

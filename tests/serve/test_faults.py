@@ -519,6 +519,7 @@ def test_a_limit_of_descriptors_that_is_lowered_later_holds(monkeypatch):
     limits = ConnectionLimits(header_seconds=60)
     with serving.thread(serving.engine(), connections=LimitedProtocol.of(limits)) as served, ExitStack() as opened:
         host, port = served.url.removeprefix("http://").split(":")
+
         def connect(count):
             return [opened.enter_context(socket.create_connection((host, int(port)))) for _ in range(count)]
 

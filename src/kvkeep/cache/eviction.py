@@ -22,8 +22,9 @@ from kvkeep.cache.reach import KeyReach
 from kvkeep.cache.replay import LayerRows
 from kvkeep.cache.report import Report
 from kvkeep.cache.self_check import AttentionCheck
+from kvkeep.compress.budget.heads import AdaptiveHeads, HeadsOfLayers
 from kvkeep.compress.method import Draft, Method
-from kvkeep.compress.pipeline import compress
+from kvkeep.compress.pipeline import PlacedSelection, compress, decide
 from kvkeep.compress.step_rule import StepRule
 from kvkeep.kernels.dispatch import ragged_attention
 from kvkeep.kernels.torch.rotation import Rotation
@@ -273,14 +274,20 @@ class EvictingBackend:
         self.query_buffer.commit()
 
     @torch.no_grad()
-    def select_decoded(self, queries: Tensor, tokens: Tokens, how: Softmax, seen: int) -> Selection | None:
-        """What the one row keeps in all layers, whose KV heads are alike and equally long, as if they were one layer's.
+    def select_decoded(
+        self, layers: Sequence[int], queries: Tensor, tokens: Tokens, lengths: Sequence[int], how: Softmax, seen: int
+    ) -> PlacedSelection:
+        """What the one row keeps in some layers, after a decode step that ran elsewhere, as if they were one layer.
 
         queries [layers * heads, q, dim] the newest; tokens [layers * kv_heads, n, …]
         """
-        lengths = [tokens.keys.shape[1]] * len(tokens.keys)
-        observed = self.query_buffer.observation(self.layers[0], queries, how, tokens, lengths, seen, new=1)
-        return compress(observed, self.method, self.budget.tokens(seen))
+        method = self.method
+        if isinstance(method.heads, AdaptiveHeads):
+            method = replace(method, heads=HeadsOfLayers(method.heads.alpha, len(layers)))
+        observed = self.query_buffer.observation(layers[0], queries, how, tokens, lengths, seen, new=1)
+        selection = decide(observed, method, self.budget.tokens(seen))
+        assert selection is not None  # the buffer is full
+        return PlacedSelection.at(selection) if isinstance(selection, Selection) else selection
 
     def fill_decoded(self, held: Held, queries: dict[int, Tensor]) -> None:
         """Bring the tokens of the one row back, which were held elsewhere."""

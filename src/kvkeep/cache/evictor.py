@@ -21,7 +21,6 @@ from torch import Tensor
 from kvkeep.cache.gathered_heads import gather_heads, own_heads
 from kvkeep.cache.reach import placed
 from kvkeep.compress.budget.heads import Candidates, best_of, coverage_of
-from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.method import Method
 from kvkeep.compress.pipeline import (
     PlacedSelection,
@@ -180,13 +179,6 @@ class Evictor:
             tokens = [row.tokens for row in rows if row.tokens.keys.untyped_storage().data_ptr() != stored]
             beside += sum(each.keys.nbytes + each.values.nbytes for each in tokens)
         return beside
-
-    @property
-    def treats_heads_alike(self) -> bool:
-        """What a KV head keeps depends on the head alone, in whichever layer it is."""
-        method = self.method
-        part = method.memory or method.placement or method.rerank or self.shards
-        return method.per_head and isinstance(method.layers, EqualLayers) and method.reuse == 1 and not part
 
     def _compete(self, index: int, rows: list[EvictionCandidate]) -> int:
         """Hold the layer's tokens that may be among the best of all layers; after the last one, store them."""

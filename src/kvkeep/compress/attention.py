@@ -95,7 +95,7 @@ def distance_from_end(seen: Observation) -> Tensor:
     index = torch.arange(seen.tokens, device=seen.token_positions.device)
     if len(set(seen.lengths)) == 1:
         return (seen.lengths[0] - 1 - index).expand(seen.kv_heads, -1)
-    return torch.tensor(seen.lengths, device=index.device)[:, None] - 1 - index
+    return token_mask(seen).sum(1, keepdim=True) - 1 - index
 
 
 def mean_and_variance(rows: Tensor) -> tuple[Tensor, Tensor]:

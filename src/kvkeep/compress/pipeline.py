@@ -145,6 +145,18 @@ class PlacedSelection:
     def of(cls, rank: Tensor, counts: Tensor, total: int) -> PlacedSelection:
         return cls(places_of(rank, counts, total), counts)
 
+    @classmethod
+    def at(cls, selection: Selection) -> PlacedSelection:
+        """The places of a selection."""
+        index, lengths = selection.index, selection.lengths
+        counts, most = torch.full((len(lengths),), max(lengths), device=index.device), index.shape[1]
+        heads = torch.arange(len(lengths), device=index.device).repeat_interleave(most)
+        if min(lengths) == most:
+            return cls(torch.stack([heads, index.flatten()]), counts)
+        counts = torch.tensor(lengths, device=index.device)
+        kept = (torch.arange(most, device=index.device) < counts[:, None]).flatten()
+        return cls(torch.stack([heads[kept], index.flatten()[kept]]), counts)
+
     def known(self) -> Selection:
         """Wait for the lengths."""
         lengths = tuple(self.counts.tolist())

@@ -1,16 +1,18 @@
 """A pool of sequences of one method and budget that evict every so many decoded tokens: a buffered schedule.
 
 Between two evictions a row only appends, in the captured steps of all rows. Its tokens are in the pool alone, and so
-are its newest queries, which the method scores with. Where KV heads are treated alike, an eviction selects from all
-layers at once and moves what is kept to the front of each span. For other methods it brings what is kept back to the
-row's cache, which selects as it would have by itself, and admits it again.
+are its newest queries, which the method scores with. Where layers decide by themselves, an eviction selects from many
+layers at once and moves what is kept within the row's spans; the host does not wait for it. For other methods it brings
+what is kept back to the row's cache, which selects as it would have by itself, and admits it again.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +21,38 @@ from torch.nn.functional import pad
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.decode.row_pool import RowPool
 from kvkeep.cache.eviction import EvictingBackend
+from kvkeep.compress.budget.heads import AdaptiveHeads, EqualHeads
+from kvkeep.compress.budget.layers import EqualLayers
+from kvkeep.compress.method import Method
+from kvkeep.compress.pipeline import PlacedSelection
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import key_shape
 from kvkeep.storage.rows import Rows
-from kvkeep.storage.upload import upload
+from kvkeep.storage.upload import download, upload
 from kvkeep.types import NOTHING, PAD_POSITION, Softmax, Tokens
+
+TOGETHER = 2**28  # bytes of keys and values that are gathered for one selection
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an eviction left of a row in some layers; the host has not asked for the lengths yet."""
+
+    layers: Sequence[int]
+    positions: Tensor  # [total] of the tokens, KV head by KV head
+    counts: Tensor  # [layers * kv_heads]
+    on_host: Any  # the counts, when they have come
+
+    def by_layer(self) -> Iterator[tuple[int, list[int], Tensor]]:
+        """-> layer, tokens of each KV head, their positions [kv_heads, longest]"""
+        lengths, device = self.on_host(), self.counts.device
+        longest, each = max(lengths), len(lengths) // len(self.layers)
+        index = torch.arange(longest, device=device)
+        places = ((self.counts.cumsum(0) - self.counts)[:, None] + index).clamp_max(len(self.positions) - 1)
+        positions = self.positions[places].masked_fill(index >= self.counts[:, None], PAD_POSITION)
+        for number, i in enumerate(self.layers):
+            mine = slice(number * each, (number + 1) * each)
+            yield i, lengths[mine], positions[mine]
 
 
 @dataclass
@@ -32,8 +61,9 @@ class BufferedRow:
 
     cache: Cache  # counts the row's tokens, and holds none of them
     answer: int  # tokens it may decode
-    held: dict[int, Tokens] = field(default_factory=dict)  # as it was admitted, but for keys and values, by layer
+    held: dict[int, Tokens] = field(default_factory=dict)  # as it was last evicted, but for keys and values, by layer
     lengths: dict[int, list[int]] = field(default_factory=dict)  # tokens of each KV head then
+    kept: list[Kept] = field(default_factory=list)  # what will take the place of `held` and `lengths`
     new: int = 0  # tokens decoded since that its cache has counted
     queries: int = 0  # that are held of its newest tokens
     written: int = 0  # queries, those it was admitted with included
@@ -49,6 +79,13 @@ class BufferedRow:
     def is_due(self) -> bool:
         return self.decoded > 0 and self.cache.tracker.is_due(0, self.decoded)
 
+    def settle(self) -> None:
+        """Ask for the lengths that the last eviction left."""
+        for part in self.kept:
+            for i, lengths, positions in part.by_layer():
+                self.held[i], self.lengths[i] = Tokens(NOTHING, NOTHING, positions), lengths
+        self.kept = []
+
 
 class BufferedPool(RowPool):
     """A cache of many rows that are evicted from one by one, between two steps of all."""
@@ -62,6 +99,7 @@ class BufferedPool(RowPool):
         most = like.budget + (like.method.schedule.every or 0) if isinstance(like.budget, int) else sys.maxsize
         self.most = most  # tokens of a row per KV head
         self.kv_heads = key_shape(like.model)[0]
+        self.in_place = _decides_by_layer(like.method)
         self.used: dict[int, BufferedRow] = {}
         self.how: dict[int, Softmax] = {}
 
@@ -95,95 +133,60 @@ class BufferedPool(RowPool):
     def _tell(self, row: int, count: int) -> dict[int, Tensor]:
         """Have a row's cache count what it has decoded. -> the newest queries of every layer [heads, q, dim]"""
         mine = self.used[row]
+        mine.settle()
         mine.cache.append_decoded(count, lambda _: None)
         mine.new, mine.decoded, mine.told = mine.new + count, 0, mine.told + count
         mine.written += count
         mine.queries = min(self.window, mine.queries + count)
         return self.newest_queries(row, mine.written, mine.queries)
 
-    def _tokens(self, row: int, index: int) -> tuple[Tokens, list[int]]:
-        """All tokens of a row, once its cache has counted them, [kv_heads, longest, …], and each KV head's number."""
-        mine, buffer = self.used[row], self.buffers[index]
-        assert isinstance(buffer, Rows)  # nothing is quantized
-        before, new, device = mine.lengths[index], mine.new, buffer.keys.device
-        lengths, held = [n + new for n in before], mine.held[index]
-        slots = self.places[index].starts[row][:, None] + torch.arange(max(lengths), device=device)
-        slots = slots.clamp_max(len(buffer.keys) - 1)
-        seen = mine.cache.seen
-        fresh = torch.arange(seen - new, seen, dtype=held.token_positions.dtype, device=device).expand(len(before), -1)
-        if len(set(before)) == 1:
-            positions = torch.cat([held.token_positions, fresh], 1)
+    def _tokens(self, row: int, layers: Sequence[int]) -> tuple[Tokens, list[int]]:
+        """A row's tokens in layers of one device, once its cache has counted them, and each KV head's number.
+
+        [layers * kv_heads, longest, …]
+        """
+        mine, device = self.used[row], self.buffers[layers[0]].kind.device
+        before, new, seen = [n for i in layers for n in mine.lengths[i]], mine.new, mine.cache.seen
+        longest = max(before) + new
+        starts = torch.stack([self.places[i].starts[row] for i in layers])
+        slots = (starts[..., None] + torch.arange(longest, device=device)).clamp_max(self.tokens)
+        keys, values = (
+            torch.stack([getattr(self.buffers[i], name)[mine] for i, mine in zip(layers, slots, strict=True)])
+            for name in ("keys", "values")
+        )
+        held = [mine.held[i] for i in layers]
+        positions = [each.token_positions for each in held]
+        fresh = torch.arange(seen - new, seen, dtype=positions[0].dtype, device=device).expand(len(before), -1)
+        if min(before) == max(before):
+            places = torch.cat([torch.cat(positions), fresh], 1)
         else:
             ends = upload(before, device)[:, None] + torch.arange(new, device=device)
-            positions = pad(held.token_positions, (0, new), value=PAD_POSITION).scatter(1, ends, fresh)
-        state = None if held.token_state is None else pad(held.token_state, (0, 0, 0, new))
-        return Tokens(buffer.keys[slots], buffer.values[slots], positions, None, state), lengths
+            padded = [pad(each, (0, longest - each.shape[1]), value=PAD_POSITION) for each in positions]
+            places = torch.cat(padded).scatter(1, ends, fresh)
+        state = held[0].token_state  # methods that have some are evicted from layer by layer
+        state = None if state is None else pad(state, (0, 0, 0, new))
+        return Tokens(keys.flatten(0, 1), values.flatten(0, 1), places, None, state), [n + new for n in before]
 
     def complete(self, row: int, cache: Cache, count: int) -> None:
         """Move a row's tokens back to its cache, as it is after `count` decoded tokens."""
-        queries = self._tell(row, count - self.used[row].told)
-        if not cache.tracker.is_due(0, 0) or self._evict_in_place(row, queries):
-            self.used[row].backend.fill_decoded(lambda i: self._tokens(row, i), queries)
-        else:
+        queries, backend = self._tell(row, count - self.used[row].told), self.used[row].backend
+        is_due = cache.tracker.is_due(0, 0)
+        if is_due and not self.in_place:
             self._evict_to_cache(row, queries)
+        else:
+            if is_due:
+                self._evict_in_place(row, queries)
+                self.used[row].settle()
+            backend.fill_decoded(lambda i: self._tokens(row, [i]), queries)
         del self.used[row]
-
-    def _evict_to_cache(self, row: int, queries: dict[int, Tensor]) -> None:
-        """Fill a row's cache with what it keeps."""
-        mine = self.used[row]
-        mine.backend.evict_decoded(lambda i: self._tokens(row, i), queries, self.how, mine.cache.seen)
-        mine.cache.tracker.count_evicted([True])
-
-    def _evict_in_place(self, row: int, queries: dict[int, Tensor]) -> bool:
-        """Select from all layers as from one, if their KV heads are alike, and evict here. -> whether they are"""
-        mine, layers = self.used[row], self.compressed_layers
-        before = {n for lengths in mine.lengths.values() for n in lengths}
-        how = self._one_softmax() if mine.backend.evictor.treats_heads_alike and len(before) == 1 else None
-        if how is None:
-            return False
-        held, count = self._spans(row), before.pop() + mine.new
-        places = torch.stack([mine.held[i].token_positions for i in layers]).flatten(0, 1)
-        seen, like = mine.cache.seen, places
-        fresh = torch.arange(seen - mine.new, seen, dtype=like.dtype, device=like.device).expand(len(like), -1)
-        keys, values = (torch.stack([part[:, :count] for part in parts]).flatten(0, 1) for parts in held)
-        tokens = Tokens(keys, values, torch.cat([places, fresh], 1))
-        selection = mine.backend.select_decoded(torch.cat(list(queries.values())), tokens, how, seen)
-        if selection is None:
-            return False
-        kept = tokens[torch.arange(len(like), device=like.device)[:, None], selection.index]
-        kept = kept.map(lambda part: part.unflatten(0, (len(layers), -1)))
-        most = selection.lengths[0]
-        for parts, stays in zip(held, (kept.keys, kept.values), strict=True):
-            for part, new in zip(parts, stays, strict=True):
-                part[:, :most] = new
-        (table,) = self.tables.values()
-        table[1, :, row] = most
-        mine.held = {i: Tokens(NOTHING, NOTHING, each) for i, each in zip(layers, kept.token_positions, strict=True)}
-        mine.lengths, mine.new = dict.fromkeys(layers, [most] * self.kv_heads), 0
-        mine.cache.tracker.count_evicted([True])
-        return True
-
-    def _one_softmax(self) -> Softmax | None:
-        """The softmax of all layers as of one; None where they differ, or are on several devices."""
-        scales, caps, sinks = zip(*(self.how[i] for i in self.compressed_layers), strict=True)
-        learned = [each for each in sinks if each is not None]
-        if len(self.tables) > 1 or len({*zip(scales, caps, strict=True)}) > 1 or len(learned) not in (0, len(sinks)):
-            return None
-        return scales[0], caps[0], torch.cat(learned) if learned else None
-
-    def _spans(self, row: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of a row's keys and of its values, by layer, with all slots. [kv_heads, slots, dim]"""
-        parts = [slice(start, start + size) for start, size in self.allocated[row]]
-        rows = list(zip(self.buffers.values(), parts, strict=True))
-        keys, values = ([getattr(each, name)[part] for each, part in rows] for name in ("keys", "values"))
-        by_head = partial(torch.unflatten, dim=0, sizes=(self.kv_heads, -1))
-        return list(map(by_head, keys)), list(map(by_head, values))
 
     def release(self, row: int) -> None:
         """Free a row. Its cache is emptied, unless it was completed."""
         super().release(row)
         if mine := self.used.pop(row, None):
             mine.cache.reset()
+
+    # eviction
 
     def begin_step(self) -> bool:
         """Evict from the rows whose buffers are full. -> whether the pool's buffers were replaced, too"""
@@ -194,7 +197,8 @@ class BufferedPool(RowPool):
 
     def _evict(self, row: int, mine: BufferedRow) -> bool:
         queries = self._tell(row, mine.decoded)
-        if self._evict_in_place(row, queries):
+        if self.in_place:
+            self._evict_in_place(row, queries)
             return False
         self._evict_to_cache(row, queries)
         super().release(row)
@@ -208,8 +212,73 @@ class BufferedPool(RowPool):
         longest = 1 << (cache.longest_head + room - 1).bit_length()
         return self.grow(self.rows, self.tokens + self.slots_needed(cache, room), max(longest, self.longest))
 
+    def _evict_to_cache(self, row: int, queries: dict[int, Tensor]) -> None:
+        """Fill a row's cache with what it keeps."""
+        mine = self.used[row]
+        mine.backend.evict_decoded(lambda i: self._tokens(row, [i]), queries, self.how, mine.cache.seen)
+        mine.cache.tracker.count_evicted([True])
+
+    @torch.no_grad()
+    def _evict_in_place(self, row: int, queries: dict[int, Tensor]) -> None:
+        """Evict within the row's spans, from many layers at once."""
+        mine = self.used[row]
+        for layers in self._alike(mine):
+            tokens, lengths = self._tokens(row, layers)
+            sinks = [learned for i in layers if (learned := self.how[i][2]) is not None]
+            how = *self.how[layers[0]][:2], torch.cat(sinks) if sinks else None
+            found = torch.cat([queries[i] for i in layers])
+            kept = mine.backend.select_decoded(layers, found, tokens, lengths, how, mine.cache.seen)
+            self._move(row, layers, tokens[tuple(kept.places)], kept)
+        mine.new = 0
+        mine.cache.tracker.count_evicted([True])
+
+    def _alike(self, mine: BufferedRow) -> Iterator[list[int]]:
+        """Consecutive layers of one device and softmax, as many as are gathered for one selection."""
+        longest = max(max(lengths) for lengths in mine.lengths.values()) + mine.new
+        shape = next(iter(self.buffers.values())).kind
+        size = self.kv_heads * longest * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
+        most = max(1, TOGETHER // size)
+
+        def kind(i: int) -> Any:
+            scale, softcap, sinks = self.how[i]
+            return self.buffers[i].kind.device, scale, softcap, sinks is None
+
+        for _, same in groupby(self.compressed_layers, kind):
+            layers = list(same)
+            yield from (layers[first : first + most] for first in range(0, len(layers), most))
+
+    def _move(self, row: int, layers: Sequence[int], tokens: Tokens, kept: PlacedSelection) -> None:
+        """Write what is kept of some layers to the row's spans; the room left is shared by the KV heads equally.
+
+        tokens [total, …], KV head by KV head; every layer keeps as many
+        """
+        numbers = [self.compressed_layers.index(i) for i in layers]
+        firsts, sizes = zip(*(self.allocated[row][number] for number in numbers), strict=True)
+        counts, each = kept.counts.view(len(layers), -1), len(tokens.keys) // len(layers)
+        room = counts + min((size - each) // self.kv_heads for size in sizes)
+        starts = upload(firsts, counts.device)[:, None] + room.cumsum(1) - room
+        heads, before = kept.places[0], kept.counts.cumsum(0) - kept.counts
+        within = torch.arange(len(heads), device=heads.device) - before[heads]
+        slots = (starts.flatten()[heads] + within).view(len(layers), -1)
+        keys, values = (part.unflatten(0, slots.shape) for part in (tokens.keys, tokens.values))
+        for number, i in enumerate(layers):
+            buffer, places = self.buffers[i], self.places[i]
+            assert isinstance(buffer, Rows)  # nothing is quantized
+            buffer.keys.index_copy_(0, slots[number], keys[number])
+            buffer.values.index_copy_(0, slots[number], values[number])
+            places.starts[row], places.lengths[row] = starts[number], counts[number]
+        self.used[row].kept.append(Kept(layers, tokens.token_positions, kept.counts, download(kept.counts)))
+
     # one step
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         self.how[index] = call.how
         return super().attend(index, call)
+
+
+def _decides_by_layer(method: Method) -> bool:
+    """Whether a layer's selection depends on its own tokens alone, and changes none of them."""
+    changes = method.memory or method.placement or method.rerank
+    equal = isinstance(method.layers, EqualLayers) and method.reuse == 1 and not changes
+    heads = type(method.heads) in (EqualHeads, AdaptiveHeads)
+    return equal and heads and replace(method, heads=EqualHeads()).per_head

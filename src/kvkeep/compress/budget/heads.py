@@ -21,7 +21,15 @@ from kvkeep.compress.budget.coverage import Needed, amounts, covered
 from kvkeep.compress.protocols import HeadAllocator
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import top_counts
-from kvkeep.kernels.torch.ranking import INF, Units, all_best_first, inverse, ranked, token_major
+from kvkeep.kernels.torch.ranking import (
+    INF,
+    Units,
+    all_best_first,
+    inverse,
+    ranked,
+    token_major,
+    top_counts_of_layers,
+)
 from kvkeep.types import PAD_POSITION, Tokens
 
 
@@ -74,6 +82,23 @@ class AdaptiveHeads(Checked):
         """Tokens that each head is sure of: forced ones, and its best others. [kv_heads]"""
         count = forced.sum(1, dtype=torch.float64)
         return count + (self.alpha * (budget - count).clamp_min(0)).floor()
+
+
+@dataclass(frozen=True)
+class HeadsOfLayers(AdaptiveHeads):
+    """The KV heads of several layers, one layer after the other: those of each layer compete among themselves."""
+
+    layers: int = 1
+
+    def counts(
+        self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None, rank: Tensor,
+        needed: Needed | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As those of one layer; every layer keeps as many."""
+        assert needed is None  # in decode, the budget alone decides
+        by_unit = (None, None) if units is None else (units.member, units.scores)
+        total = len(lengths) * budget // self.layers
+        return top_counts_of_layers(self.layers, scores, rank, self.sure(forced, budget), total, *by_unit)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,29 @@ def top_counts(
     return (head[:, None] == torch.arange(kv_heads, device=head.device)).sum(0)
 
 
+def top_counts_of_layers(
+    layers: int, scores: Tensor, rank: Tensor, floor: Tensor, total: int, member: Tensor | None,
+    unit_scores: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`top_counts` of each layer's heads, one layer after the other, without a sort for each. [layers * kv_heads]"""
+    heads, size = len(scores) // layers, len(scores) // layers * scores.shape[1]
+    if not packs(scores) or layers > ROWS or size > 2**20:
+        s, r, f = (each.chunk(layers) for each in (scores, rank, floor))
+        m, u = ([None] * layers if each is None else each.chunk(layers) for each in (member, unit_scores))
+        return torch.cat([top_counts(s[i], r[i], f[i], total, m[i], u[i]) for i in range(layers)])
+    reserved = (rank < floor[:, None]) & (scores > -INF)
+
+    def by_layer(values: Tensor) -> Tensor:
+        return values.masked_fill(reserved, INF).view(layers, heads, -1).flip(1).transpose(1, 2).reshape(layers, size)
+
+    order = best_first(by_layer(scores))
+    if member is not None and unit_scores is not None:
+        unit = unit_scores.gather(1, member).masked_fill(scores == -INF, -INF)
+        order = sort_packed(MOST - sortable(by_layer(unit)) << 20 | inverse(order))
+    winner = heads - 1 - order[:, :total] % heads
+    return (winner[..., None] == torch.arange(heads, device=order.device)).sum(1).flatten()
+
+
 def all_best_first(scores: Tensor, reserved: Tensor, member: Tensor | None, unit_scores: Tensor | None) -> Tensor:
     """The tokens of all heads, best first. [kv_heads * n] places in `token_major` order"""
     own = token_major(scores.masked_fill(reserved, INF))
