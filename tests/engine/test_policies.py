@@ -23,6 +23,8 @@ CASES = [  # policy, method, options of its cache
     (Policy.EVICT_ONE, "ahakv", {}),
     (Policy.EVICT_ONE, "tova", {}),
     (Policy.EVICT_ONE, "streamingllm", {}),
+    (Policy.VOTE, "snapkv:window=8", {"schedule": "step"}),
+    (Policy.VOTE, "snapkv:window=8:pooling=max+adakv+sinks", {"schedule": "step"}),
     (Policy.EVICT, "rkv:window=4", {"schedule": 6}),
     (Policy.EVICT, "snapkv+adakv", {"schedule": 6}),
     (Policy.RETRIEVE, "quest", {}),

@@ -58,6 +58,11 @@ class QueryBuffer:
         queries = [row for step in steps for row in ([step] if isinstance(step, Tensor) else step)]
         return sum(query.untyped_storage().nbytes() for query in [*self.queries.values(), *queries])
 
+    def num_held(self, row: int) -> int:
+        """Queries that are held of a row's newest tokens, in every layer."""
+        prompt = {i: self.queries[i, row].shape[1] for i in self.layers if (i, row) in self.queries}
+        return min(prompt.get(i, 0) + sum(step[row].shape[1] for step in self.steps.get(i, ())) for i in self.layers)
+
     def begin(self, counts: Sequence[int]) -> None:
         """Drop the prompt's queries of rows that decode, unless decode steps evict, too."""
         self.commit()

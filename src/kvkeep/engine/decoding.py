@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ import torch
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.decode.buffered_pool import BufferedPool
 from kvkeep.cache.decode.policy import Policy
+from kvkeep.cache.decode.runner import DecodePool
 from kvkeep.cache.decode.step_pool import StepPool
+from kvkeep.cache.decode.vote_pool import VotePool
 from kvkeep.engine.batch import DecodeBatch, IndependentBatch
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import OUT_OF_MEMORY, HeldRequests, own_error
@@ -17,6 +20,12 @@ from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request, State
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.model.hf_cache import execution_device
+
+POOLS: Mapping[Policy, Callable[[Cache], DecodePool]] = {
+    Policy.EVICT_ONE: StepPool,
+    Policy.VOTE: VotePool,
+    Policy.EVICT: BufferedPool,
+}
 
 
 class Decoding:
@@ -143,5 +152,5 @@ class Decoding:
             del self.held.batches[idle]  # its memory is needed
         if policy is Policy.RETRIEVE:
             return RetrievalBatch(cache, *self.pool_sizes)
-        pool = StepPool(cache) if policy is Policy.EVICT_ONE else BufferedPool(cache)
+        pool = POOLS[policy](cache)
         return PooledBatch(self.model, cache.storage, *self.pool_sizes, pool)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.torch import elementwise, quantization, ranking, reference, retrieval_units, scoring, slotted
+from kvkeep.kernels.torch import elementwise, quantization, ranking, reference, retrieval_units, scoring, slotted, votes
 
 NO_SWITCH = nullcontext()
 TWO_PASSES = 2**26  # queries × held keys that are worth a cuDNN plan of their own shape
@@ -116,6 +116,10 @@ def _angles_fit(vectors: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dt
     return shapes_fit and cos.device == vectors.device and cos.is_contiguous() and sin.is_contiguous()
 
 
+def _has_few_kv_heads(keys: Tensor, values: Tensor, order: Tensor, positions: Tensor, starts: Tensor, *_: Any) -> bool:
+    return starts.shape[1] <= 64
+
+
 def _has_backend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> bool:
     return reference.sdpa_backend(queries, keys, values, scale) is not None
 
@@ -180,6 +184,7 @@ smooth = KernelDispatch("smooth", "selection", scoring.smooth, _is_float32)
 ranks = KernelDispatch("ranks", "selection", ranking.ranks)
 places_of = KernelDispatch("places_of", "selection", ranking.places_of)
 top_counts = KernelDispatch("top_counts", "selection", ranking.top_counts)
+evict_voted = KernelDispatch("evict_voted", "votes", votes.evict_voted, _has_few_kv_heads)
 
 # Retrieval of offloaded units
 weighted_query = KernelDispatch("weighted_query", "row_queries", retrieval_units.weighted_query, _dense_last_axis)

@@ -66,7 +66,6 @@ class BufferedRow:
     kept: list[Kept] = field(default_factory=list)  # what will take the place of `held` and `lengths`
     new: int = 0  # tokens decoded since that its cache has counted
     queries: int = 0  # that are held of its newest tokens
-    written: int = 0  # queries, those it was admitted with included
     decoded: int = 0  # tokens that its cache has not counted
     told: int = 0  # tokens that it has, of all that were decoded
 
@@ -123,9 +122,11 @@ class BufferedPool(RowPool):
         window = mine.backend.query_buffer
         window.merge_steps()
         known = {i: queries for (i, _), queries in window.queries.items()}
-        mine.queries = mine.written = min((queries.shape[1] for queries in known.values()), default=0)
-        for ring in self.rings.values() if known else ():
-            ring.put(row, torch.stack([known[i][:, -mine.queries :] for i in ring.kinds]))
+        mine.queries = min((queries.shape[1] for queries in known.values()), default=0)
+        for ring in self.rings.values():
+            ring.written[row] = cache.seen
+            if known:
+                ring.put(row, torch.stack([known[i][:, -mine.queries :] for i in ring.kinds]), cache.seen)
         for i, layer in mine.backend.store.items():
             mine.held[i] = replace(layer.dense(0), keys=NOTHING, values=NOTHING)
             layer.clear()
@@ -136,9 +137,8 @@ class BufferedPool(RowPool):
         mine.settle()
         mine.cache.append_decoded(count, lambda _: None)
         mine.new, mine.decoded, mine.told = mine.new + count, 0, mine.told + count
-        mine.written += count
         mine.queries = min(self.window, mine.queries + count)
-        return self.newest_queries(row, mine.written, mine.queries)
+        return self.newest_queries(row, mine.cache.seen, mine.queries)
 
     def _tokens(self, row: int, layers: Sequence[int]) -> tuple[Tokens, list[int]]:
         """A row's tokens in layers of one device, once its cache has counted them, and each KV head's number.

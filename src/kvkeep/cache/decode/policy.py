@@ -8,7 +8,12 @@ from kvkeep.cache.backend import CacheState
 from kvkeep.cache.decode.retrieval_rows import RetrievalPlan
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.retrieval import RetrievalBackend
+from kvkeep.compress.budget.heads import AdaptiveHeads, EqualHeads
+from kvkeep.compress.budget.layers import EqualLayers
+from kvkeep.compress.guard import effective_window
+from kvkeep.compress.scorers.window import SnapKVScorer
 from kvkeep.compress.step_rule import StepRule
+from kvkeep.kernels.torch.votes import VoteRule
 from kvkeep.model.hf_cache import layer_devices
 
 
@@ -17,6 +22,7 @@ class Policy(Enum):
 
     APPEND = "append"  # nothing
     EVICT_ONE = "evict one"  # it evicts one token of every KV head that is full
+    VOTE = "vote"  # it evicts as many tokens as there are KV heads, those that the newest queries attend to least
     EVICT = "evict"  # nothing, but every so many steps rows are evicted from, between two of them
     RETRIEVE = "retrieve"  # it attends to retrieved tokens; what leaves the near window is offloaded between steps
     ALONE = "alone"  # anything: only the cache itself can do it
@@ -30,6 +36,8 @@ class Policy(Enum):
             return Policy.APPEND
         if evict_one_rule(cache):
             return Policy.EVICT_ONE
+        if vote_rule(cache):
+            return Policy.VOTE
         if _evicts_between_steps(cache):
             return Policy.EVICT
         return Policy.RETRIEVE if retrieval_plan(cache) else Policy.ALONE
@@ -48,6 +56,30 @@ def evict_one_rule(cache: CacheState) -> StepRule | None:
     if tracker.frozen or min(tracker.seen, default=0) <= tracker.whole:
         return None
     return backend.steps.rule if backend.steps.rule.evicts and backend.steps.is_possible() else None
+
+
+def vote_rule(cache: CacheState) -> VoteRule | None:
+    """If each decode step of a full cache evicts by the votes of the newest queries: what is kept."""
+    backend, tracker, method, budget = cache.backend, cache.tracker, cache.method, cache.budget
+    scorer, heads, guard = method.scorer, method.heads, method.guard
+    if not isinstance(backend, EvictingBackend) or cache.shards or not isinstance(budget, int):
+        return None
+    if type(scorer) is not SnapKVScorer or not scorer.window == guard.window == method.observation_window:
+        return None
+    changes = method.group or method.memory or method.rerank or method.placement or method.summary or method.needed
+    equal = isinstance(method.layers, EqualLayers) and method.reuse == 1
+    if changes or not equal or type(heads) not in (EqualHeads, AdaptiveHeads) or method.schedule.every != 1:
+        return None
+    if budget < 2 or tracker.frozen or min(tracker.seen, default=0) <= tracker.whole:
+        return None
+    window, (sinks, recent) = effective_window(scorer.window, budget), guard.sinks_and_recent(budget)
+    if any(sum(layer.lengths) > budget * len(layer.lengths) for layer in backend.store.values()):
+        return None  # more than one step evicts
+    if backend.query_buffer.num_held(0) < min(scorer.window, *tracker.seen):
+        return None
+    alpha = heads.alpha if isinstance(heads, AdaptiveHeads) else 1
+    sure = sinks + recent + int(alpha * (budget - sinks - recent))
+    return VoteRule(budget, sure, window, sinks, recent, scorer.pool, scorer.pooling)
 
 
 def _evicts_between_steps(cache: CacheState) -> bool:

@@ -34,7 +34,7 @@ class QueryRing:
         kind = next(iter(kinds.values()))
         shape = len(kinds), rows, self.size + 1, heads, kind.key_dim  # the last slot is written by rows not in use
         self.queries = torch.zeros(shape, dtype=kind.dtype, device=kind.device)
-        self.written = torch.zeros(rows, dtype=torch.int64, device=kind.device)
+        self.written = torch.zeros(rows, dtype=torch.int64, device=kind.device)  # so many, or the next one's position
         self.rows = torch.arange(rows, device=kind.device)
         self.slots = self.written  # of the step under way
 
@@ -49,24 +49,27 @@ class QueryRing:
         larger.written[: len(self.rows)] = self.written
         return larger
 
-    def put(self, row: int, queries: Tensor) -> None:
-        """Write a row's first queries. [layers, heads, count, dim]"""
-        self.queries[:, row, : queries.shape[2]] = queries.transpose(1, 2)
-        self.written[row] = queries.shape[2]
+    def put(self, row: int, queries: Tensor, seen: int) -> None:
+        """Write the queries of the newest of `seen` tokens. [layers, heads, count, dim]"""
+        self.queries[:, row, self._slots(seen, queries.shape[2])] = queries.transpose(1, 2)
+        self.written[row] = seen
+
+    def _slots(self, written: int, count: int) -> Tensor:
+        """Where the last `count` queries are."""
+        return upload([(written - count + j) % self.size for j in range(count)], self.rows.device)
 
     def write(self, index: int, query: Tensor, active: Tensor) -> None:
         """Write the queries of one step to a layer. query [rows, heads, 1, dim]; active [rows, 1]: rows in use"""
         number, rows = list(self.kinds).index(index), len(query)
         if not number:
-            written = self.written[:rows]
-            self.slots = torch.where(active[:, 0] > 0, written % self.size, self.size)
-            written += active[:, 0]
+            self.slots = torch.where(active[:, 0] > 0, self.written[:rows] % self.size, self.size)
+        if number == len(self.kinds) - 1:
+            self.written[:rows] += active[:, 0]
         self.queries[number, self.rows[:rows], self.slots] = query[:, :, 0].to(self.queries.dtype)
 
     def newest(self, row: int, written: int, count: int) -> Tensor:
         """The last `count` of the queries that a row has written, oldest first. [layers, heads, count, dim]"""
-        slots = upload([(written - count + j) % self.size for j in range(count)], self.rows.device)
-        return self.queries[:, row, slots].transpose(1, 2)
+        return self.queries[:, row, self._slots(written, count)].transpose(1, 2)
 
 
 class RowPool(DecodePool):

@@ -122,7 +122,9 @@ def segment_attention(
     kv_heads = len(segments) // rows
     dtype, queries, values = queries.dtype, queries.to(keys.dtype), values.to(keys.dtype)
     sdpa_suffices = softcap is None and sink_logits is None
-    if sdpa_suffices and (stride := uniform_stride(segments)) and all(count == q for count in new_counts):
+    stride = uniform_stride(segments)
+    fits = stride and segments[-1][0] + stride <= len(keys)
+    if sdpa_suffices and fits and all(count == q for count in new_counts):
         length = segments[0][1]
         dense_keys, dense_values = (
             t[segments[0][0] :][: len(segments) * stride].view(rows, kv_heads, stride, -1)[:, :, :length]

@@ -31,7 +31,7 @@ def column_mass(queries, keys, positions, seq_len, scale, softcap=None, sink_log
     else:
         lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
     mass = floats(queries, kv_heads, n)
-    size, warps, stages = _blocks(q, dim, queries.dtype)
+    size, warps, stages = block_shape(q, dim, queries.dtype)
     _column_mass[cdiv(n, size), kv_heads](
         queries, keys, positions, lse, None if weights is None else weights.float().contiguous(), mass, seq_len - q, q,
         n, *queries.stride()[:2], *keys.stride()[:2], positions.stride(0), heads // kv_heads, dim, scale, softcap,
@@ -55,7 +55,7 @@ def log_sum_exp(
     """
     heads, q, dim = queries.shape
     kv_heads, n, _ = keys.shape
-    size, warps, stages = _blocks(q, dim, queries.dtype)
+    size, warps, stages = block_shape(q, dim, queries.dtype)
     blocks = cdiv(q, size)
     splits = max(1, min(cdiv(n, 4 * size), PROGRAMS // (blocks * heads)))
     parts = floats(queries, splits, heads, q)
@@ -65,7 +65,7 @@ def log_sum_exp(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     lse = floats(queries, heads, q)
-    _merge[heads, cdiv(q, ROWS)](parts, sink_logits, lse, q, splits, ROWS, num_warps=4)
+    merge[heads, cdiv(q, ROWS)](parts, sink_logits, lse, heads, q, splits, ROWS, num_warps=4)
     return lse
 
 
@@ -73,7 +73,7 @@ def _dense_last_axis(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _blocks(q: int, dim: int, kind: torch.dtype) -> tuple[int, int, int]:
+def block_shape(q: int, dim: int, kind: torch.dtype) -> tuple[int, int, int]:
     """Queries and keys per block, warps, pipeline stages."""
     large = q >= 256 and dim <= 128 and kind != torch.float32 and not INTERPRETED
     return (128, 8, 3) if large else (64, 4, 2)
@@ -113,7 +113,8 @@ def _log_sum_exp(
 
 
 @kernel(do_not_specialize=["q", "splits"])
-def _merge(parts, sink_logits, lse, q, splits, ROWS: tl.constexpr):
+def merge(parts, sink_logits, lse, heads, q, splits, ROWS: tl.constexpr):
+    """Log-sum-exps of parts of the keys, of the heads of one row or more, become those of all keys."""
     head, rows = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
@@ -122,7 +123,7 @@ def _merge(parts, sink_logits, lse, q, splits, ROWS: tl.constexpr):
         part = tl.load(where, mask=rows < q, other=float("-inf"))
         row_max, row_sum = _add(part, row_max, row_sum)
     if sink_logits is not None:
-        row_max, row_sum = _add(tl.load(sink_logits + head).to(tl.float32), row_max, row_sum)
+        row_max, row_sum = _add(tl.load(sink_logits + head % heads).to(tl.float32), row_max, row_sum)
     total = tl.where(row_sum == 0, float("inf"), row_max + tl.log(tl.where(row_sum == 0, 1.0, row_sum)))
     tl.store(lse + head * q + rows, total, mask=rows < q)
 
