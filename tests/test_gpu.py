@@ -9,8 +9,9 @@ from conftest import EVICTING, RETRIEVING, make_llama
 
 import kvkeep
 from kvkeep.cache import passes
-from kvkeep.cache.decode import draft_pool
+from kvkeep.cache.decode import draft_pool, policy
 from kvkeep.cache.decode.buffered_pool import BufferedPool
+from kvkeep.cache.decode.vote_pool import VotePool
 from kvkeep.compress.parse import parse
 from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
@@ -76,6 +77,20 @@ def test_a_batch_in_a_graph_says_what_each_says_alone(spec):
     assert engine.generate(prompts, rows=3, max_new_tokens=20) == [
         engine.generate(prompt, max_new_tokens=20) for prompt in prompts
     ]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
+@pytest.mark.parametrize("spec", ["snapkv:window=8", "snapkv", "snapkv+adakv", "snapkv:pooling=max+adakv:alpha=0"])
+def test_rows_that_evict_by_votes_in_a_graph_say_what_each_says_alone(spec, monkeypatch):
+    model, words = tiny_chat.model().to("cuda"), tiny_chat.tokenizer()
+    prompts = ["".join(chr(97 + i * (seed + 2) % 23) for i in range(20 + 40 * seed)) for seed in range(5)]
+    engine = kvkeep.Engine(model, words, spec, 48, schedule="step")
+    together = engine.generate(prompts, rows=3, max_new_tokens=150)
+    (batch,) = engine._driver.scheduler.held.batches.values()
+    assert isinstance(batch.pool, VotePool) and all(runner.graph for runner in batch.runner.graphs.values())
+    monkeypatch.setattr(policy, "vote_rule", lambda cache: None)
+    engine = kvkeep.Engine(model, words, spec, 48, schedule="step")
+    assert together == [engine.generate(prompt, max_new_tokens=150) for prompt in prompts]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns

@@ -66,7 +66,7 @@ def test_the_same_tokens_stay(shape, rule, kind, softcap, learned, monkeypatch):
         torch.manual_seed(rule.budget)
         layers.append(Layer(shape, rule, kind))
     sinks = torch.randn(layers[0].heads, device=DEVICE) if learned else None
-    for _ in range(8):
+    for _ in range(6):
         wanted = (shape[0], shape[2]), (shape[0], shape[3]), (layers[0].heads, shape[2])
         new = [torch.randn(2, *each).to(DEVICE, kind) for each in wanted]
         for layer, function in zip(layers, (torch_votes.evict_voted, triton_votes.evict_voted), strict=True):

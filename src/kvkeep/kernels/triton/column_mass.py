@@ -31,7 +31,7 @@ def column_mass(queries, keys, positions, seq_len, scale, softcap=None, sink_log
     else:
         lse = lse.masked_fill(lse == -torch.inf, torch.inf).contiguous()
     mass = floats(queries, kv_heads, n)
-    size, warps, stages = block_shape(q, dim, queries.dtype)
+    size, warps, stages = _blocks(q, dim, queries.dtype)
     _column_mass[cdiv(n, size), kv_heads](
         queries, keys, positions, lse, None if weights is None else weights.float().contiguous(), mass, seq_len - q, q,
         n, *queries.stride()[:2], *keys.stride()[:2], positions.stride(0), heads // kv_heads, dim, scale, softcap,
@@ -55,7 +55,7 @@ def log_sum_exp(
     """
     heads, q, dim = queries.shape
     kv_heads, n, _ = keys.shape
-    size, warps, stages = block_shape(q, dim, queries.dtype)
+    size, warps, stages = _blocks(q, dim, queries.dtype)
     blocks = cdiv(q, size)
     splits = max(1, min(cdiv(n, 4 * size), PROGRAMS // (blocks * heads)))
     parts = floats(queries, splits, heads, q)
@@ -73,7 +73,7 @@ def _dense_last_axis(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def block_shape(q: int, dim: int, kind: torch.dtype) -> tuple[int, int, int]:
+def _blocks(q: int, dim: int, kind: torch.dtype) -> tuple[int, int, int]:
     """Queries and keys per block, warps, pipeline stages."""
     large = q >= 256 and dim <= 128 and kind != torch.float32 and not INTERPRETED
     return (128, 8, 3) if large else (64, 4, 2)

@@ -12,12 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kvkeep.kernels.triton.column_mass import ROWS, block_shape, merge
+from kvkeep.kernels.triton.column_mass import ROWS, merge
 from kvkeep.kernels.triton.common import cdiv, floats, kernel, padded, pow2
 from kvkeep.kernels.triton.decode import part_of
-from kvkeep.kernels.triton.tiles import attention_logits, copy_rows, load_rows, sortable
+from kvkeep.kernels.triton.tiles import LOG2E, attention_logits, copy_rows, dot, load_rows, sortable
 
 PROGRAMS = 2048  # several for each multiprocessor of a large GPU: KV heads differ in length
+SHORTEST = 128  # tokens of a KV head that are worth another program
+LSE_TILE, VOTES_TILE = (128, 64, 8), (64, 128, 4)  # queries, keys, warps: what two programs of a multiprocessor hold
+WIDE_TILE = 64, 64, 4  # of float32, or of long vectors
 CHOSEN_FROM, MOVED = 1024, 256  # tokens per iteration
 NONE = tl.constexpr(9223372036854775807)
 
@@ -28,19 +31,20 @@ def evict_voted(
     """Do what the reference does, for contiguous tensors and at most 64 KV heads."""
     (_, ring, heads, dim), (rows, kv_heads), v_dim = queries.shape, starts.shape, values.shape[1]
     segments, group = rows * kv_heads, heads // kv_heads
-    q = group * rule.window
-    size, warps, stages = block_shape(q, dim, keys.dtype)
-    blocks, most = cdiv(q, size), cdiv(longest, 2 * size)
+    q, most = group * rule.window, cdiv(longest, SHORTEST)
+    is_wide = dim > 128 or keys.dtype == torch.float32
+    parts_of, votes_of = (WIDE_TILE, WIDE_TILE) if is_wide else (LSE_TILE, VOTES_TILE)
+    blocks = cdiv(q, parts_of[0])
     splits = max(1, min(most, PROGRAMS // (segments * blocks)))
     parts, lse, votes = floats(keys, splits, segments, q), floats(keys, segments, q), floats(keys, len(keys))
     voting = queries, keys, order, starts, lengths, seen
-    shape = kv_heads, group, dim, scale, softcap, rule.window, ring, rule.budget, pow2(kv_heads), padded(dim)
+    shape = kv_heads, dim, scale, softcap, rule.budget, group, rule.window, ring, pow2(kv_heads), padded(dim)
     _log_sum_exp[segments, blocks, splits](
-        *voting, parts, splits, *shape, size, size, num_warps=warps, num_stages=stages
+        *voting, parts, splits, *shape, *parts_of[:2], num_warps=parts_of[2], num_stages=2
     )
     merge[rows * heads, cdiv(rule.window, ROWS)](parts, sink_logits, lse, heads, rule.window, splits, ROWS, num_warps=4)
     splits = max(1, min(most, PROGRAMS // segments))
-    _votes[segments, splits](*voting, lse, votes, splits, *shape, size, size, num_warps=warps, num_stages=stages)
+    _votes[segments, splits](*voting, lse, votes, splits, *shape, *votes_of[:2], num_warps=votes_of[2], num_stages=2)
     lowest = pow2(kv_heads) if rule.sure < rule.budget else 1  # a KV head gives up so many at most
     found = torch.empty(segments, lowest + 1, dtype=torch.int64, device=keys.device)
     _lowest[segments,](
@@ -68,18 +72,31 @@ def _ages(order, places, valid, length):
 
 
 @triton.jit
-def _queries(queries, ids, segment, seen, kv_heads, group, dim, window, ring, DIM: tl.constexpr):
+def _queries(
+    queries, ids, segment, seen, kv_heads, dim, GROUP: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
     """Some of the window's queries in the heads of a group, head by head, newest first. -> [ids, DIM]"""
-    row, head = segment // kv_heads, segment % kv_heads * group + ids // window
-    newest = tl.load(seen + row) - 1
-    slots = row * ring + (newest - ids % window) % (ring - 1)
-    return load_rows(queries + (slots * kv_heads * group + head) * dim, ids < group * window, dim, DIM)
+    row, heads = segment // kv_heads, kv_heads * GROUP
+    newest = ((tl.load(seen + row) - 1) % (RING - 1)).to(tl.int32)
+    slots = (newest + RING - 1 - ids % WINDOW) % (RING - 1)
+    mine = queries + (row * RING * heads + segment % kv_heads * GROUP) * dim
+    return load_rows(mine + (slots * heads + ids // WINDOW) * dim, ids < GROUP * WINDOW, dim, DIM)
+
+
+@triton.jit
+def _logits(queries, keys, scale, softcap):
+    """In powers of two."""
+    if softcap is not None:
+        return attention_logits(queries, keys, scale, softcap) * LOG2E
+    return dot(queries, keys) * (scale * LOG2E)
 
 
 @kernel(do_not_specialize=["splits"])
 def _log_sum_exp(
-    queries, keys, order, starts, lengths, seen, parts, splits, kv_heads, group, dim, scale, softcap, window, ring,
-    budget, HEADS: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    queries, keys, order, starts, lengths, seen, parts, splits, kv_heads, dim, scale, softcap, budget,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     segment, block, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     ids = block * QUERIES + tl.arange(0, QUERIES)
@@ -87,29 +104,30 @@ def _log_sum_exp(
     row_sum = tl.zeros([QUERIES], tl.float32)
     if _excess(lengths + segment // kv_heads * kv_heads, kv_heads, budget, HEADS) > 0:
         length, base = tl.load(lengths + segment).to(tl.int32), tl.load(starts + segment)
-        query = _queries(queries, ids, segment, seen, kv_heads, group, dim, window, ring, DIM)
+        query = _queries(queries, ids, segment, seen, kv_heads, dim, GROUP, WINDOW, RING, DIM)
         first, last = part_of(length, split, splits, KEYS)
         for start in range(first, last, KEYS):
             places = start + tl.arange(0, KEYS)
             valid = places < last
             ages = _ages(order + base, places, valid, length)
-            k = load_rows(keys + (base + places) * dim, valid, dim, DIM)
-            logits = attention_logits(query, tl.trans(k), scale, softcap)
-            visible = valid[None, :] & (ages[None, :] >= (ids % window)[:, None])
+            k = load_rows(keys + base * dim + places * dim, valid, dim, DIM)
+            logits = _logits(query, tl.trans(k), scale, softcap)
+            visible = valid[None, :] & (ages[None, :] >= (ids % WINDOW)[:, None])
             logits = tl.where(visible, logits, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(logits, 1))
             safe = tl.where(new_max == float("-inf"), 0.0, new_max)
-            row_sum = row_sum * tl.exp(row_max - safe) + tl.sum(tl.exp(logits - safe[:, None]), 1)
+            row_sum = row_sum * tl.exp2(row_max - safe) + tl.sum(tl.exp2(logits - safe[:, None]), 1)
             row_max = new_max
-    result = tl.where(row_sum == 0, float("-inf"), row_max + tl.log(tl.where(row_sum == 0, 1.0, row_sum)))
-    part = (split * tl.num_programs(0) + segment) * group * window
-    tl.store(parts + part + ids, result, mask=ids < group * window)
+    result = tl.where(row_sum == 0, float("-inf"), (row_max + tl.log2(tl.where(row_sum == 0, 1.0, row_sum))) / LOG2E)
+    part = (split * tl.num_programs(0) + segment) * GROUP * WINDOW
+    tl.store(parts + part + ids, result, mask=ids < GROUP * WINDOW)
 
 
 @kernel(do_not_specialize=["splits"])
 def _votes(
-    queries, keys, order, starts, lengths, seen, lse, votes, splits, kv_heads, group, dim, scale, softcap, window, ring,
-    budget, HEADS: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    queries, keys, order, starts, lengths, seen, lse, votes, splits, kv_heads, dim, scale, softcap, budget,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """votes: in the tokens' order, not in that of their slots"""
     segment, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -120,15 +138,15 @@ def _votes(
             places = start + tl.arange(0, KEYS)
             valid = places < last
             ages = _ages(order + base, places, valid, length)
-            k = tl.trans(load_rows(keys + (base + places) * dim, valid, dim, DIM))
+            k = tl.trans(load_rows(keys + base * dim + places * dim, valid, dim, DIM))
             received = tl.zeros([QUERIES, KEYS], tl.float32)  # reduced at the end: no synchronization before
-            for block in range(0, tl.cdiv(group * window, QUERIES)):
+            for block in range(0, tl.cdiv(GROUP * WINDOW, QUERIES)):
                 ids = block * QUERIES + tl.arange(0, QUERIES)
-                query = _queries(queries, ids, segment, seen, kv_heads, group, dim, window, ring, DIM)
-                sums = tl.load(lse + segment * group * window + ids, mask=ids < group * window, other=float("inf"))
-                probs = tl.exp(attention_logits(query, k, scale, softcap) - sums[:, None])
-                received += tl.where(ages[None, :] >= (ids % window)[:, None], probs, 0.0)
-            tl.store(votes + base + length - 1 - ages, tl.sum(received, 0) / group, mask=valid)
+                query = _queries(queries, ids, segment, seen, kv_heads, dim, GROUP, WINDOW, RING, DIM)
+                sums = tl.load(lse + segment * GROUP * WINDOW + ids, mask=ids < GROUP * WINDOW, other=float("inf"))
+                probs = tl.exp2(_logits(query, k, scale, softcap) - (sums * LOG2E)[:, None])
+                received += tl.where(ages[None, :] >= (ids % WINDOW)[:, None], probs, 0.0)
+            tl.store(votes + base + length - 1 - ages, tl.sum(received, 0) / GROUP, mask=valid)
 
 
 @kernel()
