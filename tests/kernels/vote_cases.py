@@ -6,7 +6,7 @@ from decode_cases import DEVICE
 
 from kvkeep.kernels.torch import votes as torch_votes
 from kvkeep.kernels.torch.votes import VoteRule
-from kvkeep.kernels.triton import votes as triton_votes
+from kvkeep.kernels.triton import evict_voted as triton_votes
 
 RULES = [  # kv_heads, heads of a group, dim, v_dim; rule
     ((2, 2, 16, 16), VoteRule(24, 10, 8, 0, 8, 5, "avg")),

@@ -184,7 +184,7 @@ smooth = KernelDispatch("smooth", "selection", scoring.smooth, _is_float32)
 ranks = KernelDispatch("ranks", "selection", ranking.ranks)
 places_of = KernelDispatch("places_of", "selection", ranking.places_of)
 top_counts = KernelDispatch("top_counts", "selection", ranking.top_counts)
-evict_voted = KernelDispatch("evict_voted", "votes", votes.evict_voted, _has_few_kv_heads)
+evict_voted = KernelDispatch("evict_voted", "evict_voted", votes.evict_voted, _has_few_kv_heads)
 
 # Retrieval of offloaded units
 weighted_query = KernelDispatch("weighted_query", "row_queries", retrieval_units.weighted_query, _dense_last_axis)
