@@ -52,7 +52,7 @@ class Kept:
         positions = self.positions[places].masked_fill(index >= self.counts[:, None], PAD_POSITION)
         for number, i in enumerate(self.layers):
             mine = slice(number * each, (number + 1) * each)
-            yield i, lengths[mine], positions[mine]
+            yield i, lengths[mine], positions[mine, : max(lengths[mine])]
 
 
 @dataclass
