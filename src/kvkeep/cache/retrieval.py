@@ -99,7 +99,7 @@ class RetrievalBackend:
             if output is not None and not skip_output:
                 outputs.append(output)
         budget = self.budget.tokens(state.seen)
-        if state.seen > budget and not layer.is_frozen(state):
+        if state.seen > budget and not layer.decoding:
             state = layer.offload(state, chunk, budget)
             if state.device_tokens > budget:
                 state = state.replace(retrieved=None)  # retrieved for a window with fewer near tokens
@@ -277,10 +277,13 @@ class LayerRetriever:
         return self.config.once and self.decoding and state.retrieved is not None
 
     def offload(self, state: LayerState, chunk: PrefillChunk, budget: int) -> LayerState:
-        """Offload tokens beyond the near window, in whole units."""
+        """Offload tokens beyond the near window, in whole units.
+
+        A decoded token, and those whose chunk fills, are within the near window: its oldest chunk leaves instead.
+        """
         sizes, config = self.config.sizes(budget), self.config
         sinks = 0 if state.host.tokens else sizes.sinks
-        waiting = state.num_near - sinks - sizes.near
+        waiting = state.num_near - sinks - (sizes.left_near if self.decoding else sizes.near)
         if waiting <= 0:
             return state
         marks = self.backend.token_marks(self.row, state.near_start + sinks, waiting)
@@ -363,9 +366,10 @@ class LayerRetriever:
         if self.is_frozen(state):
             return state
         config, last, kv_heads, mean = self.config, state.retrieved, len(state.near.keys), None
+        quota = self._quota(state, budget)
         if config.similar is not None:
             mean = concat_heads(queries, kv_heads).mean(0)
-            before = last.query if last and self.decoding else None
+            before = last.query if last and self.decoding and last.index.shape[1] <= quota else None
             if before is not None and float(cosine_similarity(mean, before, 0)) >= config.similar:
                 return state
         question = self.backend.question.get(self.index)
@@ -373,7 +377,6 @@ class LayerRetriever:
         unit_index = state.unit_index.all if state.unit_index else state.host.keys()
         uniform = state.unit_size and "sizes" not in config.index.needs and not config.neighbours
         scores = config.index.score(query, unit_index, None if uniform else torch.cat(state.each_unit_size, 1))
-        quota = self._quota(state, budget)
         if config.density:
             state, quota = self._share(state, scores, quota, budget)
         if uniform and quota % state.unit_size == 0:
@@ -388,10 +391,10 @@ class LayerRetriever:
     def _quota(self, state: LayerState, budget: int) -> int:
         """Tokens the budget leaves for retrieval beside sinks and near tokens, in whole units where they are uniform.
 
-        The tokens of a window attend to so many others, a decoded one too; without windows, the budget holds it.
+        The tokens of a window attend to so many others. The near window of a decoded token has room for it.
         """
-        counted = self.decoding and self.config.window is None
-        left = max(0, budget - state.num_sinks - state.num_near - counted)
+        near = max(self.config.sizes(budget).near, state.num_near + 1) if self.decoding else state.num_near
+        left = max(0, budget - state.num_sinks - near)
         unit = self.config.chunking.uniform_size(budget)
         return left // unit * unit
 

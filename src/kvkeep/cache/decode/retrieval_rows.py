@@ -110,7 +110,7 @@ class RowStep:
     edge: Tensor  # position from which far keys are seen
     near_start: Tensor  # position of the oldest near token
     weight: Tensor  # of the new token among all, 0 in rows that are not in use
-    fits: Tensor  # tokens that the budget would leave for retrieval without the new one
+    quota: Tensor  # units that the budget leaves to a layer
     count: Tensor  # units that a layer retrieves, where all layers retrieve as many
     num_far: Tensor  # tokens of these, and sinks
     left: Tensor  # units that later layers may still retrieve, where layers share
@@ -318,8 +318,8 @@ class LayerRows:
         """Units to choose from: none where the query is like the last one, and what was retrieved still fits."""
         rows = len(vectors)
         query, has_query, count = self.query[:rows], self.has_query[:rows], self.count[:rows]
-        fits = count * self.plan.shape.unit <= step.fits
-        same = has_query & fits & (cosine_similarity(vectors, query, 1) >= (self.plan.config.similar or 0.0))
+        similar = cosine_similarity(vectors, query, 1) >= (self.plan.config.similar or 0.0)
+        same = has_query & similar & (count <= step.quota)
         units = torch.where(same, 0, step.units)
         torch.where((units > 0)[:, None], vectors, query, out=query)
         has_query.logical_or_(units > 0)
