@@ -26,7 +26,6 @@ READ = {
     "math500": math.math500,
     **dict.fromkeys(("aime", "aime24", "aime25"), math.aime),
 }
-PROBLEMS = [name for name in READ if name not in SHORT]
 NEEDLES = {"needle": "sandwich", "needle_number": "number"}
 MADE = (*NEEDLES, *infinitebench.MADE)  # passkey is generated, infinitebench/passkey comes from a file
 RULER_SAMPLES = 100  # of each task and length without --limit; officially 500
@@ -152,12 +151,7 @@ def _task(name: str, path: Path | None, tokenizer: Any, sources: Sources) -> lis
         return needle(tokenizer, sources.lengths, depths, sources.haystack, NEEDLES[name], seed=sources.seed)
     if _is_made(name):
         return [sample for length in sources.lengths for sample in _sized(name, length, tokenizer, sources)]
-    read = _checked(name, _reader(name)(path))[: sources.limit]
-    if name not in PROBLEMS:
-        return read
-    # they are asked for the reasoning and a boxed answer, with tokens for both
-    asked = [(sample, math.PROMPT.format(question=sample.question)) for sample in read]
-    return [replace(sample, question=question, max_new_tokens=2048, long=True) for sample, question in asked]
+    return _checked(name, _reader(name)(path))[: sources.limit]
 
 
 def _checked(name: str, read: Any) -> list[Sample]:
