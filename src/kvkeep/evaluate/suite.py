@@ -18,6 +18,8 @@ from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
 from kvkeep.evaluate.tasks.needle import DEPTHS, needle
 from kvkeep.evaluate.tasks.ruler import GROUPS, ruler, unavailable
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
+from kvkeep.model.chat import split_template
+from kvkeep.model.user_text import ids_of
 from kvkeep.registry import check_new, did_you_mean, load_plugins
 
 SHORT = ("arc_easy", "openbookqa", "wic", "winogrande")
@@ -184,19 +186,11 @@ def _sized(name: str, length: int, tokenizer: Any, sources: Sources) -> list[Sam
     """Samples of a generated task that fill this length."""
     if name in RULER:
         count, files = sources.limit or RULER_SAMPLES, sources.files
-        made = ruler(name, length, tokenizer, count, sources.seed, reserve=_template(tokenizer), **files)
+        reserve = len(ids_of(tokenizer, "".join(split_template(tokenizer, enable_thinking=False))))
+        made = ruler(name, length, tokenizer, count, sources.seed, reserve, **files)
     else:
         made = infinitebench.sized(name, length, tokenizer, sources.limit or len(DEPTHS), sources.seed)
     return [replace(sample, task=f"{name}_{length}") for sample in made]
-
-
-def _template(tokenizer: Any) -> int:
-    """Tokens the chat template adds to a message."""
-    if not tokenizer.chat_template:
-        return 0
-    chat = [{"role": "user", "content": ""}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, enable_thinking=False)
-    return len(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def _file(name: str, data: Path) -> Path | None:

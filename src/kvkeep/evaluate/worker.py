@@ -32,6 +32,7 @@ from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.choice import pairs
 from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.hf_cache import UNLIMITED, context_length
+from kvkeep.model.user_text import ids_of
 
 TimedRow = tuple[dict[str, Any], dict[str, Any]]  # a row of rows.jsonl, and one of times.jsonl
 ONE_ANSWER = ("math", "aime")  # metrics of problems with one right answer, which follows the reasoning
@@ -149,7 +150,7 @@ class Worker:
 
     def _ends(self, sample: Sample) -> tuple[int, ...]:
         """The tokens that would end an answer before it begins."""
-        stops = (self.tokenizer(stop, add_special_tokens=False).input_ids[-1] for stop in sample.stops)
+        stops = (ids_of(self.tokenizer, stop)[-1] for stop in sample.stops)
         return *eos_token_ids(self.model, self.tokenizer), *stops
 
     def _rank_choices(self, item: Item) -> Iterator[TimedRow]:
