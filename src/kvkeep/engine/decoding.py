@@ -10,7 +10,7 @@ from kvkeep.cache.cache import Cache
 from kvkeep.cache.decode.buffered_pool import BufferedPool
 from kvkeep.cache.decode.policy import Policy
 from kvkeep.cache.decode.step_pool import StepPool
-from kvkeep.engine.batch import DecodeBatch, IndependentBatch
+from kvkeep.engine.batch import DecodeBatch
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import OUT_OF_MEMORY, HeldRequests, own_error
 from kvkeep.engine.pooled_batch import PooledBatch
@@ -51,22 +51,20 @@ class Decoding:
                 batch.admit(request)
                 request.move(State.DECODING)
             except OUT_OF_MEMORY as error:
-                self.held.check_alike(error)
                 self._restart(batch, [*batch.requests, request], error)
             except Exception as error:
-                self.held.check_alike(error)
                 self.held.end(request, error)
 
     def launch(self, batch: DecodeBatch) -> None:
         try:
             batch.launch()
         except OUT_OF_MEMORY as error:
-            self.held.check_alike(error)
             self._restart(batch, list(batch.requests), error)
 
-    def _restart(self, batch: DecodeBatch, requests: list[Request], error: BaseException) -> None:
+    def _restart(self, batch: DecodeBatch, requests: list[Request], error: Exception) -> None:
         """Restart these, fewer at a time, in another pool: this one may have grown in some layers alone."""
         held = self.held
+        held.check_alike(error)
         self.release_finished()
         requests = [each for each in requests if not each.done]
         batch.clear()
@@ -136,7 +134,7 @@ class Decoding:
 
     def _new_batch(self, policy: Policy, cache: Cache) -> DecodeBatch:
         if policy is Policy.ALONE:
-            return IndependentBatch(self.model, self.held.max_rows, self.memory.cap)
+            return DecodeBatch(self.model, self.held.max_rows, self.memory.cap)
         if policy is Policy.APPEND:
             return PooledBatch(self.model, cache.storage, *self.pool_sizes)
         for idle in [name for name in self.held.idle if name.startswith(f"{policy.value}:")]:
