@@ -62,6 +62,10 @@ class SequenceConfig:
     host_budget: HostMemoryBudget | None = None  # shared by all sequences; None: each has its own
     allow_special_tokens: bool = False  # what looks like a control token in a user's text is one
 
+    def is_like(self, other: SequenceConfig) -> bool:
+        """Whether another one has the same method and budget, by name: in every process that shares the model alike."""
+        return (self.method.name, self.budget) == (other.method.name, other.budget)
+
     @cached_property
     def device(self) -> torch.device:
         return execution_device(self.model)
