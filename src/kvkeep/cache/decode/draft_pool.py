@@ -163,7 +163,7 @@ def model_state(model: Any) -> Any:
 def _can_capture(model: Any) -> bool:
     """Whether nothing but its weights decides what the model computes, where all drafts wait for each other."""
     kind = model.device.type
-    if kind not in DEVICES or torch.is_autocast_enabled(kind):
+    if kind not in DEVICES or torch.is_autocast_enabled(kind) or single_device(model) is None:
         return False
     if kind == "cuda" and torch.cuda.current_stream(model.device) != torch.cuda.default_stream(model.device):
         return False
@@ -173,22 +173,17 @@ def _can_capture(model: Any) -> bool:
 _drafts: weakref.WeakKeyDictionary[Any, Drafts] = weakref.WeakKeyDictionary()
 
 
-def _held_drafts(model: Any) -> Drafts | None:
-    """The model's own, made anew where the model has changed; None where its steps cannot be captured."""
-    if not _can_capture(model):
-        return None
-    drafts, state = _drafts.get(model), model_state(model)
-    if drafts is None or drafts.state != state:
-        if single_device(model) is None:
-            return None
-        drafts = _drafts[model] = Drafts(model, state)
-    return drafts
-
-
 @contextmanager
 def drafts_of(model: Any, nbytes: int) -> Iterator[Drafts | None]:
-    """The model's own, for so many bytes; None where nothing is captured, or another drafts."""
-    drafts = _held_drafts(model) if nbytes <= most_held(model) else None
+    """The model's own, for so many bytes, made anew where the model has changed.
+
+    None where its steps cannot be captured, or another drafts.
+    """
+    drafts = None
+    if nbytes <= most_held(model) and _can_capture(model):
+        drafts, state = _drafts.get(model), model_state(model)
+        if drafts is None or drafts.state != state:
+            drafts = _drafts[model] = Drafts(model, state)
     if drafts is None or not drafts.lock.acquire(blocking=False):
         yield None
         return
