@@ -91,8 +91,10 @@ class DecodeBatch:
 
         waiting: those that will be admitted next
         """
-        fits = self.memory is None or self._growth(request) <= self.memory.left
-        return len(self.by_row) < self.max_rows and fits
+        return len(self.by_row) < self.max_rows and self._has_memory(request, waiting)
+
+    def _has_memory(self, request: Request, waiting: Iterable[Request]) -> bool:
+        return self.memory is None or self._growth(request) <= self.memory.left
 
     def _growth(self, request: Request) -> int:
         """Bytes of its answer, and of a cache's room for more."""

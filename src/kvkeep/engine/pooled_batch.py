@@ -54,10 +54,8 @@ class PooledBatch(DecodeBatch):
         self.on_gpu = self.device.type == "cuda"
         self.lag = int(self.on_gpu)  # steps launched ahead
 
-    def has_room(self, request: Request, waiting: Iterable[Request]) -> bool:
+    def _has_memory(self, request: Request, waiting: Iterable[Request]) -> bool:
         """The pool grows for this one and those that wait, as far as memory allows."""
-        if len(self.by_row) >= self.max_rows:
-            return False
         cache = request.sequence.cache
         room = self.pool.room_for(cache, request.how.max_new_tokens)
         if not (self._fits(cache, room) and len(self.by_row) < self.pool.rows):
@@ -131,15 +129,18 @@ class PooledBatch(DecodeBatch):
         self.sampling.set(row, None)
 
     def warmup(self, budget: int | float | None, rows: int, progress: Callable[[str], None]) -> None:
-        """Room for rows of this budget and USUAL_ANSWER tokens, and a graph for every number of rows."""
-        if not self.on_gpu:  # nothing is captured, and a pool grows at little cost
-            return
+        """Make room for so many rows, and a graph for every number of rows."""
+        if self.on_gpu:  # elsewhere nothing is captured, and a pool grows at little cost
+            self._grow_for(budget, rows)
+            self._capture(progress)
+
+    def _grow_for(self, budget: int | float | None, rows: int) -> None:
+        """Make room for rows of this budget and USUAL_ANSWER tokens."""
         tokens = (budget if isinstance(budget, int) else USUAL_BUDGET) + USUAL_ANSWER
         slots = self.pool.slots_of(tokens)
         self.reserve(slots, tokens, rows, rows * slots)
-        self.capture(progress)
 
-    def capture(self, progress: Callable[[str], None]) -> None:
+    def _capture(self, progress: Callable[[str], None]) -> None:
         for size in sorted({min(1 << n, self.pool.rows) for n in range(self.pool.rows.bit_length() + 1)}):
             progress(f"capturing {size} rows")
             with torch.inference_mode():

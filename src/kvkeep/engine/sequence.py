@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -91,6 +91,10 @@ class SequenceConfig:
         if self.host_budget is not None:
             cache.share_host_budget(self.host_budget)
         return Sequence(self, cache)
+
+    def sequence_of(self, cache: Cache, token_ids: list[int]) -> Sequence:
+        """The sequence of a cache that was saved, with its own method and budget."""
+        return Sequence(replace(self, method=cache.method, budget=cache.budget), cache, token_ids)
 
     def chunk_size(self, tokens: int) -> int:
         """Tokens of one forward pass of a prefill of so many."""

@@ -67,10 +67,6 @@ class DraftSize:
 class DraftPool(RowPool):
     """Copies of the texts, a row for each, and the queries of all steps."""
 
-    def __init__(self, model: Any, size: DraftSize) -> None:
-        super().__init__(model, size.rows, size.slots, size.longest, window=size.steps)
-        self.size = size
-
     @property
     def model(self) -> Any:
         model = self._model()
@@ -104,6 +100,7 @@ class Drafts:
         self.free()
 
     def free(self) -> None:
+        self.size = DraftSize()
         self.pool: DraftPool | None = None
         self.runner: Runner | None = None
 
@@ -111,17 +108,13 @@ class Drafts:
     def nbytes(self) -> int:
         return self.pool.nbytes if self.pool else 0
 
-    @property
-    def size(self) -> DraftSize:
-        return self.pool.size if self.pool else DraftSize()
-
     def reserve(self, size: DraftSize, most: int) -> Runner:
         """Make room, if there is not enough, in at most so many bytes, unless this size needs more."""
         if self.runner is None or size | self.size != self.size:
             size, model = self._rounded(size | self.size, most), self.model()
             self.free()
-            self.pool = DraftPool(model, size)
-            self.runner = Runner(self.pool, size.rows)
+            self.pool = DraftPool(model, size.rows, size.slots, size.longest, window=size.steps)
+            self.runner, self.size = Runner(self.pool, size.rows), size
         return self.runner
 
     def _rounded(self, size: DraftSize, most: int) -> DraftSize:
