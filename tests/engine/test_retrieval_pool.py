@@ -154,7 +154,7 @@ def test_answers_through_an_engine_are_those_of_rows_alone(model, spec, how, mon
             kinds.append({type(batch).__name__ for batch in engine._driver.scheduler.held.batches.values()})
             engine.close()
     assert answers[0] == answers[1] and len(set(answers[0])) == 4
-    assert kinds == [{"RetrievalBatch"}, {"IndependentBatch"}]
+    assert kinds == [{"RetrievalBatch"}, {"DecodeBatch"}]
 
 
 @pytest.mark.parametrize("spec", POOLED)
@@ -200,7 +200,7 @@ def test_one_pool_at_a_time(model):
 
 def test_what_does_not_fit_is_decoded_alone(model):
     made = Scheduler(model, set(), 4, None, 100_000)
-    assert type(made.decoding.batch_for(prefilled(model, "quest", LONG, 90))).__name__ == "IndependentBatch"
+    assert type(made.decoding.batch_for(prefilled(model, "quest", LONG, 90))).__name__ == "DecodeBatch"
 
 
 def test_a_layer_never_gets_more_than_it_has_room_for(model):
