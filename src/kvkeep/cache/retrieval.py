@@ -25,13 +25,14 @@ from kvkeep.compress.retrieval.index import (
     OffloadedTokens,
     RetrievalQuery,
     by_unit,
-    density,
     select_units,
     weighted_query,
 )
 from kvkeep.errors import CacheMisuse
+from kvkeep.kernels import dispatch
 from kvkeep.kernels.dispatch import select_uniform_units, two_region_attention
-from kvkeep.kernels.torch.retrieval_units import concat_heads, density_share
+from kvkeep.kernels.torch import retrieval_units
+from kvkeep.kernels.torch.retrieval_units import concat_heads, density
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore, Pair
@@ -58,7 +59,7 @@ class RetrievalBackend:
         self.store: dict[int, RaggedLayer] = {}
         self.states: dict[int, list[LayerState]] = {}  # layer -> one per row
         self.new_states: dict[int, list[LayerState]] = {}  # of the forward pass under way
-        self.quota_left: dict[int, int] = {}  # row -> tokens that later layers may still retrieve in this step
+        self.quota_left: dict[int, Tensor] = {}  # row -> [1] units that later layers may still retrieve in this step
         self.marks: list[Tensor] = []  # per row, one mark for each token
         self.question: dict[int, Tensor] = {}  # layer -> [x, kv_heads * dim] queries of the question
         self.peak_bytes = 0
@@ -103,6 +104,9 @@ class RetrievalBackend:
             state = layer.offload(state, chunk, budget)
             if state.device_tokens > budget:
                 state = state.replace(retrieved=None)  # retrieved for a window with fewer near tokens
+        if state.scores is not None:
+            now = density(state.scores[0], layer.reverse).double()
+            state = state.replace(scores=None, density=torch.stack([now, torch.zeros_like(now)]))
         if state.num_near < chunk.near[0].shape[1]:  # a view of a larger tensor: copy it, so that that one is freed
             state = state.replace(near=state.near.map(Tensor.clone))
         return torch.cat(outputs, 1) if len(outputs) > 1 else next(iter(outputs), None), state
@@ -157,17 +161,6 @@ class RetrievalBackend:
 
     def rollback(self) -> None:
         self.new_states = {}
-
-    def densities(self, layers: Sequence[int], row: int) -> list[float | None]:
-        """Mean entropy of each layer's scores so far; of those made in prefill, only the last counts."""
-        for j in layers:
-            state = self.states[j][row]
-            if state.scores is not None:  # computed only when needed: it synchronizes with the GPU
-                self.states[j][row] = state.replace(scores=None, density=(self.density(state.scores), 0))
-        return [known and known[0] for known in (self.states[j][row].density for j in layers)]
-
-    def density(self, scores: Tensor) -> float:
-        return density(scores, self.config.density == "reverse")
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.states = {i: [states[row] for row in rows] for i, states in self.states.items()}
@@ -402,14 +395,19 @@ class LayerRetriever:
         """While decoding, layers share the quota of all of them; ActQKV's information density."""
         if not self.decoding:
             return state.replace(scores=scores), quota
-        now, layers = self.backend.density(scores), self.backend.layers
-        left = self.backend.quota_left.setdefault(self.row, len(layers) * quota)
-        later = self.backend.densities(layers[layers.index(self.index) + 1 :], self.row)
-        unit = self.config.chunking.uniform_size(budget)
-        share = density_share(now, [now if mean is None else mean for mean in later], left, unit)
-        self.backend.quota_left[self.row] = left - share
-        mean, steps = (state.density if state.scores is None else None) or (0.0, 0)
-        return state.replace(scores=None, density=((mean * steps + now) / (steps + 1), steps + 1)), share
+        backend, unit, device = self.backend, self.config.chunking.uniform_size(budget), scores.device
+        layers, everything = backend.layers, len(backend.layers) * quota // unit
+        left = backend.quota_left.get(self.row, torch.tensor([everything])).to(device)
+        known = torch.stack([backend.states[i][self.row].density.to(device) for i in layers])[None]
+        units, number = torch.tensor([scores.shape[1]], device=device), layers.index(self.index)
+        given = scores, units, left, known, number, everything
+        share = retrieval_units.share_quota(*given, True) if self.reverse else dispatch.share_quota(*given)
+        backend.quota_left[self.row] = left
+        return state.replace(density=known[0, number]), int(share) * unit
+
+    @property
+    def reverse(self) -> bool:
+        return self.config.density == "reverse"
 
 
 def _reorder(tokens: Tensor, order: Tensor) -> Tensor:

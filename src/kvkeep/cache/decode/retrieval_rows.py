@@ -174,7 +174,7 @@ class LayerRows:
             part[row] = 0
         for target, part in zip(self.near, state.near, strict=True):
             target[row, :, :n] = part
-        self.lengths[row], self.density[row] = n, torch.nan
+        self.lengths[row], self.density[row] = n, state.density
         if self.mass is not None and state.mass is not None:
             self.mass[row, :, :n] = state.mass
         if state.moments is not None:
@@ -211,9 +211,6 @@ class LayerRows:
             keys = state.host.keys()
             self.entries[row, :, : state.host.tokens] = torch.cat([each.to(self.device) for each in keys], 1)
 
-    def set_density(self, row: int, mean: float | None, steps: int) -> None:
-        self.density[row] = torch.tensor([torch.nan if mean is None else mean, steps], dtype=torch.float64)
-
     def begin_offloading(self, row: int) -> None:
         """The first near tokens become the sinks, without their rotation."""
         sinks = self.plan.shape.sinks
@@ -239,10 +236,7 @@ class LayerRows:
         if not plan.needs("keys"):
             state = state.replace(unit_index=self._index(row, state.unit_index, units))
         state = state.replace(sinks=self.units.pair.map(lambda t: t[row, :, :sinks].clone()))
-        if plan.config.density:
-            mean, steps = self.density[row].tolist()
-            state = state.replace(density=None if mean != mean else (mean, int(steps)))
-        return state.replace(retrieved=self._retrieved(row, state.host))
+        return state.replace(density=self.density[row].clone(), retrieved=self._retrieved(row, state.host))
 
     def _index(self, row: int, index: AppendBuffer | None, units: int) -> AppendBuffer:
         """A row's index, longer by the units that left the near window since, one after the other."""

@@ -21,7 +21,7 @@ from kvkeep.kernels import dispatch
 from kvkeep.kernels.dispatch import means, score_page_bounds, score_representatives, score_tokens
 from kvkeep.kernels.torch import retrieval_units
 from kvkeep.kernels.torch.ranking import best_first
-from kvkeep.kernels.torch.retrieval_units import Moments, activation_bias, by_head, concat_heads, score_entropy
+from kvkeep.kernels.torch.retrieval_units import Moments, activation_bias, by_head, concat_heads
 from kvkeep.types import Selection
 
 NEG_INF = float("-inf")
@@ -291,9 +291,3 @@ def _with_neighbours(order: Tensor, sizes: Tensor, quota: int, share: float) -> 
         room -= counts[unit]
     beside = [near for unit in best for near in (unit + 1, unit - 1) if 0 <= near < len(ranked)]
     return torch.tensor(list(dict.fromkeys([*best, *beside, *ranked])), device=order.device)
-
-
-def density(scores: Tensor, reverse: bool = False) -> float:
-    """What a layer's share is proportional to: the entropy of its scores; reverse: 1 / that (ActQKV, appendix D.3)."""
-    entropy = score_entropy(scores)
-    return 1 / max(entropy, 1e-9) if reverse else entropy
