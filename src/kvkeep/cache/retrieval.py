@@ -32,7 +32,7 @@ from kvkeep.errors import CacheMisuse
 from kvkeep.kernels import dispatch
 from kvkeep.kernels.dispatch import select_uniform_units, two_region_attention
 from kvkeep.kernels.torch import retrieval_units
-from kvkeep.kernels.torch.retrieval_units import concat_heads, density
+from kvkeep.kernels.torch.retrieval_units import density
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore, Pair
@@ -358,15 +358,14 @@ class LayerRetriever:
         """Select units for the window's queries; vector: their one query vector, where it is known."""
         if self.is_frozen(state):
             return state
-        config, last, kv_heads, mean = self.config, state.retrieved, len(state.near.keys), None
-        quota = self._quota(state, budget)
+        config, last, question = self.config, state.retrieved, self.backend.question.get(self.index)
+        query = RetrievalQuery(queries, len(state.near.keys), self.call.scale, question, vector)
+        quota, asked = self._quota(state, budget), None
         if config.similar is not None:
-            mean = concat_heads(queries, kv_heads).mean(0)
+            asked = query.vector
             before = last.query if last and self.decoding and last.index.shape[1] <= quota else None
-            if before is not None and float(cosine_similarity(mean, before, 0)) >= config.similar:
+            if before is not None and float(cosine_similarity(asked, before, 0)) >= config.similar:
                 return state
-        question = self.backend.question.get(self.index)
-        query = RetrievalQuery(queries, kv_heads, self.call.scale, state.moments, question, not self.decoding, vector)
         unit_index = state.unit_index.all if state.unit_index else state.host.keys()
         uniform = state.unit_size and "sizes" not in config.index.needs and not config.neighbours
         scores = config.index.score(query, unit_index, None if uniform else torch.cat(state.each_unit_size, 1))
@@ -379,7 +378,7 @@ class LayerRetriever:
             index = select_units(scores, sizes, quota, config.neighbours).index
         can_compare = self.decoding or index.device.type == "cpu"  # it synchronizes with a GPU, in vain during prefill
         pair = last.pair if last and can_compare and index.equal(last.index) else None
-        return state.replace(retrieved=Retrieved(mean, index, pair))
+        return state.replace(retrieved=Retrieved(asked, index, pair))
 
     def _quota(self, state: LayerState, budget: int) -> int:
         """Tokens the budget leaves for retrieval beside sinks and near tokens, in whole units where they are uniform.
