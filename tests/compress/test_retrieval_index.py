@@ -24,8 +24,8 @@ from kvkeep.compress.retrieval.index import (
     RetrievalQuery,
     chosen_in_units,
     ranked_in_units,
-    weighted_query,
 )
+from kvkeep.kernels.torch.retrieval_units import weighted_query
 
 
 @pytest.mark.core
@@ -126,9 +126,10 @@ def test_representatives(name, asked, seed):
     weighted = None
     if index.bias:
         earlier = so_far[: -q.shape[1]]
-        before = in_windows(rng, earlier) if len(earlier) else None
+        moments = in_windows(rng, earlier) if len(earlier) else None
+        before = (moments.count, moments.mean, moments.variance) if moments else (0, None, None)
         in_window = question if asked == "reading" else None
-        weighted = weighted_query(single(q), kv_heads, before, in_window, index.reverse)[1]
+        weighted = weighted_query(single(q), kv_heads, *before, in_window, index.reverse)[2]
     asking = RetrievalQuery(single(q), kv_heads, dim**-0.5, question, weighted)
     score = index.score(asking, about, units.new_ones(1, len(speakers)))
     assert about.shape == (1, len(speakers), kv_heads * dim) and score.shape == (1, len(speakers))

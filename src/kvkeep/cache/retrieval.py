@@ -26,7 +26,6 @@ from kvkeep.compress.retrieval.index import (
     RetrievalQuery,
     by_unit,
     select_units,
-    weighted_query,
 )
 from kvkeep.errors import CacheMisuse
 from kvkeep.kernels import dispatch
@@ -244,8 +243,13 @@ class LayerRetriever:
         if index := self.backend.moments:
             asked = index.question_in_window and not self.decoding
             question = self.backend.question.get(self.index) if asked else None
-            moments, vector = weighted_query(far_queries, len(chunk.near.keys), state.moments, question, index.reverse)
-            state = state.replace(moments=moments)
+            mean, variance = state.moments or (None, None)
+            given = far_queries, len(chunk.near.keys), state.seen, mean, variance, question
+            weighted = (
+                retrieval_units.weighted_query(*given, True) if index.reverse else dispatch.weighted_query(*given)
+            )
+            mean, variance, vector = weighted
+            state = state.replace(moments=(mean, variance))
         if state.host.tokens:
             everything = state.replace(retrieved=None)
             state = everything if full_attention else self._retrieve(state, far_queries, vector, budget)

@@ -19,9 +19,8 @@ from torch.nn.functional import normalize
 from kvkeep.arguments import Amount, Checked, Positive
 from kvkeep.kernels import dispatch
 from kvkeep.kernels.dispatch import means, score_page_bounds, score_representatives, score_tokens
-from kvkeep.kernels.torch import retrieval_units
 from kvkeep.kernels.torch.ranking import best_first
-from kvkeep.kernels.torch.retrieval_units import Moments, by_head, concat_heads
+from kvkeep.kernels.torch.retrieval_units import by_head, concat_heads
 from kvkeep.types import Selection
 
 NEG_INF = float("-inf")
@@ -76,16 +75,6 @@ class RowQueries:
     scale: float
     question: Tensor  # [rows, kv_heads * dim] mean query of the question; zeros where there is none
     units: Tensor  # [rows] scores of further units are undefined
-
-
-def weighted_query(
-    queries: Tensor, kv_heads: int, so_far: Moments | None, question: Tensor | None = None, reverse: bool = False
-) -> tuple[Moments, Tensor]:
-    """Moments of all queries, this window's included, and the window's query. Shapes as above"""
-    count, mean, variance = (so_far.count, so_far.mean, so_far.variance) if so_far else (0, None, None)
-    given = queries, kv_heads, count, mean, variance, question
-    mean, variance, query = retrieval_units.weighted_query(*given, True) if reverse else dispatch.weighted_query(*given)
-    return Moments(count + queries.shape[1], mean, variance), query
 
 
 @dataclass(frozen=True)

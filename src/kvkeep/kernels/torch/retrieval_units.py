@@ -175,8 +175,12 @@ def score_tokens(queries: Tensor, keys: Tensor, scale: float, units: Tensor) -> 
 
 def select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
     """`select_units` where units are uniform, none scores NEG_INF and the quota is whole units. [heads, quota]"""
-    best = best_first(scores)[:, : quota // size].sort(1).values
-    return (best[..., None] * size + torch.arange(size, device=scores.device)).flatten(1)
+    return unit_tokens(best_first(scores)[:, : quota // size].sort(1).values, size)
+
+
+def unit_tokens(units: Tensor, size: int) -> Tensor:
+    """The tokens of uniform units. [heads, n] -> [heads, n * size]"""
+    return (units[..., None] * size + torch.arange(size, device=units.device)).flatten(1)
 
 
 def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tensor) -> None:
