@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -245,10 +245,8 @@ class LayerRetriever:
             question = self.backend.question.get(self.index) if asked else None
             mean, variance = state.moments or (None, None)
             given = far_queries, len(chunk.near.keys), state.seen, mean, variance, question
-            weighted = (
-                retrieval_units.weighted_query(*given, True) if index.reverse else dispatch.weighted_query(*given)
-            )
-            mean, variance, vector = weighted
+            weigh = partial(retrieval_units.weighted_query, reverse=True) if index.reverse else dispatch.weighted_query
+            mean, variance, vector = weigh(*given)
             state = state.replace(moments=(mean, variance))
         if state.host.tokens:
             everything = state.replace(retrieved=None)
@@ -404,7 +402,8 @@ class LayerRetriever:
         known = torch.stack([backend.states[i][self.row].density.to(device) for i in layers])[None]
         units, number = torch.tensor([scores.shape[1]], device=device), layers.index(self.index)
         given = scores, units, left, known, number, everything
-        share = retrieval_units.share_quota(*given, True) if self.reverse else dispatch.share_quota(*given)
+        divide = partial(retrieval_units.share_quota, reverse=True) if self.reverse else dispatch.share_quota
+        share = divide(*given)
         backend.quota_left[self.row] = left
         return state.replace(density=known[0, number]), int(share) * unit
 
