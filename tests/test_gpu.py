@@ -59,7 +59,9 @@ def test_device_memory_is_constant_in_the_length(spec):
         engine.generate("".join(chr(97 + i * i % 23) for i in range(length)), max_new_tokens=2)
         report = engine.cache.report()
         pools = [batch.pool for batch in engine._driver.scheduler.held.batches.values() if hasattr(batch, "pool")]
-        copies = [layer.index_nbytes for pool in pools for layer in getattr(pool, "rows_of", {}).values()]
+        layers = [layer for pool in pools for layer in getattr(pool, "rows_of", {}).values()]
+        indexed = [t for layer in layers for t in (layer.entries, layer.units.slot_of, layer.units.table)]
+        copies = [t.nbytes for t in indexed]
         most[length] = torch.cuda.max_memory_allocated() - report.index_bytes - sum(copies)
         assert all(block.keys.is_pinned() for block in engine.cache.backend.states[0][0].host.blocks)
         assert all(rows[0].host.table for rows in engine.cache.backend.states.values())  # fetched by the kernel

@@ -15,8 +15,8 @@ import kvkeep
 from kvkeep.cache import retrieval
 from kvkeep.cache.retrieval import LayerRetriever, PrefillChunk
 from kvkeep.compress.parse import parse
-from kvkeep.compress.retrieval import index as unit_index
 from kvkeep.errors import BadParameter, BudgetTooSmall, CacheMisuse, UnsupportedModel
+from kvkeep.kernels.torch import retrieval_units
 from kvkeep.storage.offload.device_lru import DeviceLRU
 
 ALONE = [name for name in RETRIEVING if not parse(name).retrieval.needs]  # these need nothing but keys and queries
@@ -280,16 +280,14 @@ def test_a_pass_cut_short_leaves_the_cache_as_it_was():
     assert got.equal(want)
 
 
-def test_layers_share_what_they_fetch_and_never_more(monkeypatch):
-    shares, share = [], retrieval.density_share
-    monkeypatch.setattr(retrieval, "density_share", lambda *given: shares.append(share(*given)) or shares[-1])
+def test_layers_share_what_they_fetch_and_never_more():
     model = llama(num_hidden_layers=4)
     cache = kvkeep.Cache(model, "actqkv", 64, chunk=2, sinks=2, local=10)
     model(IDS[:, :300], past_key_values=cache)
     seen = set()
     for t in range(300, 340):
         model(IDS[:, t : t + 1], past_key_values=cache)
-        fetched, shares[:] = tuple(shares), []
+        fetched = tuple(rows[0].retrieved.index.shape[1] for rows in cache.backend.states.values())
         assert sum(fetched) == 4 * 52
         seen.add(fetched)
     assert len(seen) > 1 and any(len(set(each)) > 1 for each in seen)  # some layers do get more than others
@@ -298,14 +296,15 @@ def test_layers_share_what_they_fetch_and_never_more(monkeypatch):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_shares_follow_density_or_its_reverse(reverse, monkeypatch):
     """ActQKV, appendix D.3: with 1 / density the layers of lowest density fetch most."""
-    known, shares, share = iter([2.0, 1.5, 3.0, 1.0, 2.5, 0.5, 4.0]), [], retrieval.density_share
-    monkeypatch.setattr(unit_index, "score_entropy", lambda scores: next(known))
-    monkeypatch.setattr(retrieval, "density_share", lambda *given: shares.append(share(*given)) or shares[-1])
+    before, now = [9.0, 1.5, 3.0, 1.0], [2.0, 2.5, 0.5, 4.0]  # the first layer asks what the later ones had at the end
+    known = iter([1 / x if reverse else x for x in (*before, *now)])
+    for module in (retrieval, retrieval_units):
+        monkeypatch.setattr(module, "density", lambda scores, reverse: torch.tensor(next(known)))
     model = llama(num_hidden_layers=4)
     cache = kvkeep.Cache(model, "actqkv", 64, chunk=2, sinks=2, local=10, reverse=reverse)
     model(IDS[:, :300], past_key_values=cache)
     model(IDS[:, 300:301], past_key_values=cache)
-    now, before = [2.0, 2.5, 0.5, 4.0], [9.0, 1.5, 3.0, 1.0]  # the first layer asks what the later ones had at the end
+    shares = [rows[0].retrieved.index.shape[1] for rows in cache.backend.states.values()]
     turned = [[1 / x for x in each] if reverse else each for each in (now, before)]
     assert shares == reading.density_shares(turned[:1], turned[1], 4 * 52, 2)[0]
     assert shares[0] == (40 if reverse else 54)  # 1/2 : 1/2 + 2/3 + 1/3 + 1, 2 : 2 + 1.5 + 3 + 1, of 208

@@ -25,6 +25,7 @@ from kvkeep.compress.retrieval.index import (
     chosen_in_units,
     ranked_in_units,
 )
+from kvkeep.kernels.torch.retrieval_units import weighted_query
 
 
 @pytest.mark.core
@@ -122,8 +123,14 @@ def test_representatives(name, asked, seed):
     units = torch.from_numpy(member)[None]
     about = index.build(OffloadedTokens(single(k), single(mass if index.per_head else mass[0]), units, len(speakers)))
     question = None if question is None else single(question)
-    moments = in_windows(rng, so_far) if index.bias else None
-    asking = RetrievalQuery(single(q), kv_heads, dim**-0.5, moments, question, asked == "reading")
+    weighted = None
+    if index.bias:
+        earlier = so_far[: -q.shape[1]]
+        moments = in_windows(rng, earlier) if len(earlier) else None
+        before = (moments.count, moments.mean, moments.variance) if moments else (0, None, None)
+        in_window = question if asked == "reading" else None
+        weighted = weighted_query(single(q), kv_heads, *before, in_window, index.reverse)[2]
+    asking = RetrievalQuery(single(q), kv_heads, dim**-0.5, question, weighted)
     score = index.score(asking, about, units.new_ones(1, len(speakers)))
     assert about.shape == (1, len(speakers), kv_heads * dim) and score.shape == (1, len(speakers))
     close(score[0], want, rtol=1e-4, atol=1e-4)

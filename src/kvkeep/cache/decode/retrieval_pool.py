@@ -111,12 +111,9 @@ class RetrievalPool(DecodePool):
         if row in self.by_row:
             raise CacheMisuse(f"row {row} is in use.")
         backend, unit = backend_of(cache), self.plan.shape.unit
-        known = backend.densities(self.plan.layers, 0) if self.plan.config.density else []
-        for number, (i, layer) in enumerate(self.rows_of.items()):
+        for i, layer in self.rows_of.items():
             state: LayerState = backend.states[i][0]
             layer.put(row, state, backend.question.get(i))
-            if known and (mean := known[number]) is not None:
-                layer.set_density(row, mean, (state.density or (0, 0))[1])
         units = state.host.tokens // unit
         self.by_row[row] = Row(state.near_start, 0, state.num_near, units)
         numbers = [state.near_start, 0, units, int(units > 0), 1]
