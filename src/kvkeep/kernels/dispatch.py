@@ -166,7 +166,6 @@ apply_angles = KernelDispatch("apply_angles", "apply_rope", elementwise.apply_an
 
 # Scores
 column_mass = KernelDispatch("column_mass", "column_mass", scoring.column_mass)
-column_maximum = KernelDispatch("column_maximum", "column_maximum", scoring.column_maximum)
 repeated_attention = KernelDispatch("repeated_attention", "column_maximum", scoring.repeated_attention)
 chunk_mass = KernelDispatch("chunk_mass", "column_mass", scoring.chunk_mass, _chunk_fits)
 quadratic_form = KernelDispatch("quadratic_form", "key_products", scoring.quadratic_form, _small_bfloat16)
@@ -174,7 +173,6 @@ js_distance = KernelDispatch("js_distance", "divergence", scoring.js_distance)
 assign = KernelDispatch("assign", "assign", scoring.assign)
 means = KernelDispatch("means", "assign", scoring.means)
 key_similarity = KernelDispatch("key_similarity", "key_products", scoring.key_similarity)
-smooth = KernelDispatch("smooth", "selection", scoring.smooth, _is_float32)
 
 # Selection
 ranks = KernelDispatch("ranks", "selection", ranking.ranks)
