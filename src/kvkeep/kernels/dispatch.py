@@ -103,8 +103,7 @@ def _small_bfloat16(keys: Tensor, *_: Any) -> bool:
 
 
 def _unit_fits(keys: Tensor, mass: Tensor, units: int, *_: Any) -> bool:
-    heads = len(mass) if mass.dim() == 2 else 64
-    return keys.shape[1] // units * heads <= 2**14
+    return keys.shape[1] // units * len(mass) <= 2**14
 
 
 def _angles_fit(vectors: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> bool:
@@ -161,7 +160,6 @@ gather_blocks = Kernel("gather", "host_gather")
 rms_norm = KernelDispatch("rms_norm", "layer_ops", elementwise.rms_norm, _dense_last_axis)
 gated = KernelDispatch("gated", "layer_ops", elementwise.gated, _two_dense_last_axes)
 rotate_heads = KernelDispatch("rotate_heads", "layer_ops", elementwise.rotate_heads, _two_dense_last_axes)
-rotate = KernelDispatch("rotate", "apply_rope", elementwise.rotate, _dense_last_axis)
 apply_angles = KernelDispatch("apply_angles", "apply_rope", elementwise.apply_angles, _angles_fit)
 
 # Scores
