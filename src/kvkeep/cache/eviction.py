@@ -176,7 +176,7 @@ class EvictingBackend:
             rows = [self.query_buffer.first_tokens(row, call, layout) for row in range(len(layout.counts))]
             self.attention_check.check_nan(row.keys for row in rows)
             layer.hold([gather_kept(row, [row.keys.shape[1]] * len(row.keys), None) for row in rows])
-        self.query_buffer.append_chunk(index, call.query, layout)
+        self.query_buffer.append(index, call.query, layout)
         self.count_beside(call.key.nbytes + call.value.nbytes)
         if self.method.draft and self.method.draft.hold:
             self._evict_for_draft(index, layer, layout, self.method.draft)
@@ -253,10 +253,8 @@ class EvictingBackend:
             self.peak_bytes = max(self.peak_bytes, most)
             if self.key_reach:
                 self.key_reach.known = {}  # keys are placed anew
-        elif is_chunk:
-            self.query_buffer.append_chunk(index, call.query, layout)
-        else:
-            self.query_buffer.append_step(index, call.query, layout)
+        elif is_chunk or self.query_buffer.decoding:
+            self.query_buffer.append(index, call.query, layout)
 
     @torch.no_grad()
     def evict_decoded(self, held: Held, queries: dict[int, Tensor], how: dict[int, Softmax], seen: int) -> None:
@@ -336,7 +334,6 @@ class EvictingBackend:
     def fork(self) -> EvictingBackend:
         fork = replace(self, attention_check=self.attention_check.fork())
         fork.store.update({i: layer.copy() for i, layer in self.store.items()})
-        self.query_buffer.merge_steps()
         fork.query_buffer.queries = {key: queries.clone() for key, queries in self.query_buffer.queries.items()}
         fork.peak_bytes, fork.how = self.peak_bytes, dict(self.how)
         fork.evictor.covered = dict(self.evictor.covered)
