@@ -147,13 +147,8 @@ def test_unit_representatives(shape, cosine, kind):
         room = torch.full_like(got, 9.0)
         assert unit_scores.unit_representatives(keys, mass, units, count, cosine, room) is room and room.equal(got)
         if count < size and group > 1:  # heads do choose differently
-            assert (
-                off(
-                    got,
-                    retrieval_units.unit_representatives(keys, mass.mean(0).expand(kv_heads, -1), units, count, cosine),
-                )
-                > 1e-3
-            )
+            together = mass.mean(0).expand(kv_heads, -1), units, count, cosine
+            assert off(got, retrieval_units.unit_representatives(keys, *together)) > 1e-3
 
 
 @pytest.mark.parametrize("cosine", [False, True])

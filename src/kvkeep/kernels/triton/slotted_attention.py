@@ -79,8 +79,8 @@ def _partial(
         if cos is not None:
             angle = tokens * half
             c, s = load_rows(cos + angle, valid, half, HALF), load_rows(sin + angle, valid, half, HALF)
-            first, second = k_a.to(tl.float32), k_b.to(tl.float32)
-            k_a, k_b = (first * c - second * s).to(k_a.dtype), (second * c + first * s).to(k_b.dtype)
+            x, y = k_a.to(tl.float32), k_b.to(tl.float32)
+            k_a, k_b = (x * c - y * s).to(k_a.dtype), (y * c + x * s).to(k_b.dtype)
         row_max, row_sum, result = _add_keys(
             a, b, k_a, k_b, far_values + place * v_dim, valid, row_max, row_sum, result, v_dim, scale, softcap, V_DIM
         )
