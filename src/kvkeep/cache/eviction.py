@@ -31,7 +31,7 @@ from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
-from kvkeep.types import Budget, Selection, Softmax, Tokens
+from kvkeep.types import Budget, Softmax, Tokens
 
 Held = Callable[[int], tuple[Tokens, list[int]]]  # a layer's tokens, and how many each KV head has
 
@@ -284,8 +284,8 @@ class EvictingBackend:
             method = replace(method, heads=HeadsOfLayers(method.heads.alpha, len(layers)))
         observed = self.query_buffer.observation(layers[0], queries, how, tokens, lengths, seen, new=1)
         selection = decide(observed, method, self.budget.tokens(seen))
-        assert selection is not None  # the buffer is full
-        return PlacedSelection.at(selection) if isinstance(selection, Selection) else selection
+        assert isinstance(selection, PlacedSelection)  # the buffer is full, and scores decide in a prefill alone
+        return selection
 
     def fill_decoded(self, held: Held, queries: dict[int, Tensor]) -> None:
         """Bring the tokens of the one row back, which were held elsewhere."""

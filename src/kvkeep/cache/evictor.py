@@ -10,13 +10,11 @@ place of their keys (`SelectedLayer`), so that nothing is copied before all laye
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvkeep.cache.gathered_heads import gather_heads, own_heads
 from kvkeep.cache.reach import placed
@@ -36,6 +34,7 @@ from kvkeep.compress.protocols import LayerWeight
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.storage.ragged import LayerKind, RaggedLayer
+from kvkeep.storage.upload import download
 from kvkeep.types import Budget, Observation, Selection, Tokens
 
 SPARE = 2  # times what will be kept: so much is held of layers that compete before the worst of it is evicted
@@ -93,26 +92,14 @@ class UnstoredLayer:
 
     index: int
     kept: Tokens  # [total, …]
-    lengths: Tensor
-    copied: Any  # of the lengths
-
-    @classmethod
-    def of(cls, index: int, tokens: Tokens, selection: PlacedSelection) -> UnstoredLayer:
-        heads, where = selection.places
-        kept, counts, copied = tokens[heads, where], selection.counts, None
-        if counts.device.type == "cuda":
-            counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
-            copied = torch.cuda.current_stream(where.device).record_event()
-        return cls(index, kept, counts, copied)
+    lengths: Callable[[], list[int]]  # when they have come
 
     @property
     def nbytes(self) -> int:
         return self.kept.keys.nbytes + self.kept.values.nbytes
 
     def heads(self) -> list[Tokens]:
-        if self.copied:
-            self.copied.synchronize()
-        ends = list(accumulate(self.lengths.tolist(), initial=0))
+        ends = list(accumulate(self.lengths(), initial=0))
         return [self.kept[start:end] for start, end in pairwise(ends)]
 
 
@@ -247,16 +234,18 @@ class Evictor:
     def _evict_layer(
         self, index: int, rows: list[EvictionCandidate], budgets: Sequence[int | None], may_wait: bool
     ) -> None:
-        stored = []
         if may_wait and len(rows) == 1 and (seen := rows[0].observation) and self._can_wait(index):
             decided = decide(seen, self.method, self._tokens(seen), budgets[0])
-            if isinstance(decided, PlacedSelection):
-                self.unstored.append(UnstoredLayer.of(index, rows[0].tokens, decided))
+            if isinstance(decided, PlacedSelection) and decided.lengths is None:
+                waiting = rows[0].tokens[tuple(decided.places)]
+                self.unstored.append(UnstoredLayer(index, waiting, download(decided.counts)))
                 self._free(index)
-            else:
-                self._count_covered(index, 0, decided)
-                self.store[index].fill([gather_kept(rows[0].tokens, rows[0].lengths, decided)])
+                return
+            selection = decided.known() if isinstance(decided, PlacedSelection) else decided
+            self._count_covered(index, 0, selection)
+            self.store[index].fill([gather_kept(rows[0].tokens, rows[0].lengths, selection)])
             return
+        stored = []
         for number, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
             seen = row.observation
             selection = self._select(number, seen, budget) if seen else None

@@ -84,6 +84,12 @@ def _is_float32(scores: Tensor, *_: Any) -> bool:
     return scores.dtype == torch.float32
 
 
+def _packs(
+    scores: Tensor, forced: Tensor, mask: Tensor | None, member: Tensor | None = None, units: Tensor | None = None
+) -> bool:
+    return scores.dtype == torch.float32 and (units is None or units.dtype == torch.float32)
+
+
 def _dense_last_axis(vectors: Tensor, *_: Any) -> bool:
     return vectors.stride(-1) == 1
 
@@ -173,7 +179,7 @@ means = KernelDispatch("means", "assign", scoring.means)
 key_similarity = KernelDispatch("key_similarity", "key_products", scoring.key_similarity)
 
 # Selection
-ranks = KernelDispatch("ranks", "selection", ranking.ranks)
+ranks = KernelDispatch("ranks", "selection", ranking.ranks, _packs)
 places_of = KernelDispatch("places_of", "selection", ranking.places_of)
 top_counts = KernelDispatch("top_counts", "selection", ranking.top_counts)
 
