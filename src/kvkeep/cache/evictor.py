@@ -23,7 +23,6 @@ from kvkeep.compress.method import Method
 from kvkeep.compress.pipeline import (
     PlacedSelection,
     candidates,
-    compress,
     decide,
     fits,
     layer_budgets,
@@ -234,21 +233,14 @@ class Evictor:
     def _evict_layer(
         self, index: int, rows: list[EvictionCandidate], budgets: Sequence[int | None], may_wait: bool
     ) -> None:
-        if may_wait and len(rows) == 1 and (seen := rows[0].observation) and self._can_wait(index):
-            decided = decide(seen, self.method, self._tokens(seen), budgets[0])
-            if isinstance(decided, PlacedSelection) and decided.lengths is None:
-                waiting = rows[0].tokens[tuple(decided.places)]
-                self.unstored.append(UnstoredLayer(index, waiting, download(decided.counts)))
-                self._free(index)
-                return
-            selection = decided.known() if isinstance(decided, PlacedSelection) else decided
-            self._count_covered(index, 0, selection)
-            self.store[index].fill([gather_kept(rows[0].tokens, rows[0].lengths, selection)])
-            return
-        stored = []
+        may_wait, stored = may_wait and len(rows) == 1 and self._can_wait(index), []
         for number, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
             seen = row.observation
-            selection = self._select(number, seen, budget) if seen else None
+            selection = self._select(number, seen, budget, may_wait) if seen else None
+            if isinstance(selection, PlacedSelection):
+                waiting = row.tokens[tuple(selection.places)]
+                self.unstored.append(UnstoredLayer(index, waiting, download(selection.counts)))
+                return self._free(index)
             self._count_covered(index, number, selection)
             kept = gather_kept(row.tokens, row.lengths, selection)
             stored.append(self._place(index, seen.seq_len, kept) if seen and selection else kept)
@@ -268,10 +260,18 @@ class Evictor:
             layer = self.unstored.pop(0)
             self.store[layer.index].fill([layer.heads()])
 
-    def _select(self, row: int, observation: Observation, layer_budget: int | None) -> Selection | None:
+    def _select(
+        self, row: int, observation: Observation, layer_budget: int | None, may_wait: bool
+    ) -> Selection | PlacedSelection | None:
+        """may_wait: for lengths that the device alone knows yet"""
         if observation.layer % self.method.reuse == 0:
-            selection = compress(self._all_heads(observation), self.method, self._tokens(observation), layer_budget)
-            self.selections[row] = own_heads(selection, self.shards) if self.shards else selection
+            seen = self._all_heads(observation)
+            decided = decide(seen, self.method, self._tokens(observation), layer_budget)
+            if isinstance(decided, PlacedSelection):
+                if may_wait and decided.lengths is None:
+                    return decided
+                decided = decided.known()
+            self.selections[row] = own_heads(decided, self.shards) if self.shards else decided
         return self.selections[row]
 
     def _place(self, index: int, seq_len: int, heads: list[Tokens]) -> list[Tokens]:

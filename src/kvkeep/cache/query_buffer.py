@@ -36,11 +36,11 @@ class QueryBuffer:
         method: Method,
         layers: list[int],
         decoding: bool,
-        rotations: Mapping[int, Rotation | None] | None = None,
-        output_weight: OutputWeight = None,
+        rotations: Mapping[int, Rotation | None],
+        output_weight: OutputWeight,
     ):
         self.output_weight = output_weight
-        self.method, self.layers, self.rotations = method, layers, rotations or {}
+        self.method, self.layers, self.rotations = method, layers, rotations
         self.observation_window = 0 if method.memory and method.memory.sees_all else method.observation_window
         self.decoding = decoding and (self.observation_window > 1 or bool(method.summary)) and not method.memory
         self.queries: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries [heads, w, dim]
