@@ -94,7 +94,7 @@ class HeadsOfLayers(AdaptiveHeads):
         self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None, rank: Tensor,
         needed: Needed | None = None,
     ) -> Tensor:  # fmt: skip
-        """Count the tokens of every layer, which each keeps as many as the others."""
+        """Count within each layer by itself; every layer keeps as many tokens."""
         assert needed is None  # in decode, the budget alone decides
         by_unit = (None, None) if units is None else (units.member, units.scores)
         total = len(lengths) * budget // self.layers
