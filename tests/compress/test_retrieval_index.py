@@ -22,7 +22,6 @@ from kvkeep.compress.retrieval.index import (
     OffloadedTokens,
     Representatives,
     RetrievalQuery,
-    chosen_in_units,
     ranked_in_units,
 )
 from kvkeep.kernels.torch.retrieval_units import weighted_query
@@ -36,8 +35,8 @@ def test_the_best_of_each_unit(seed):
     member = cut_up(rng, n)
     scores = rng.integers(0, 3, n).astype(float) if seed % 2 else noise(rng, n)
     want = sorted(tokens[i] for tokens in tokens_of(member) for i in top(scores[tokens], count))
-    got = chosen_in_units(single(scores), torch.from_numpy(member), member.max() + 1, count)
-    assert got.nonzero()[:, 0].tolist() == want
+    got = ranked_in_units(single(scores)[None], torch.from_numpy(member), member.max() + 1, count)
+    assert got[got >= 0].sort().values.tolist() == want
 
 
 @pytest.mark.core
@@ -61,8 +60,8 @@ def test_the_best_of_each_unit_to_every_head(seed):
 
 @pytest.mark.core
 def test_the_best_of_units_that_nobody_is_in():
-    got = chosen_in_units(torch.tensor([1.0, 1.0, 2.0, 0.0]), torch.tensor([3, 3, 1, 1]), 6, 1)
-    assert got.tolist() == [False, True, True, False]
+    got = ranked_in_units(torch.tensor([[1.0, 1.0, 2.0, 0.0]]), torch.tensor([3, 3, 1, 1]), 6, 1)
+    assert got.tolist() == [[[-1], [2], [-1], [1], [-1], [-1]]]
 
 
 def reversed_probe(window, mean, variance):

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
 from kvkeep.arguments import Checked
-from kvkeep.kernels.dispatch import column_mass, key_similarity, smooth
+from kvkeep.kernels.dispatch import column_mass, key_similarity
 from kvkeep.kernels.torch.scoring import probabilities, sum_over_queries
 from kvkeep.types import PAD_POSITION, Observation
 
@@ -72,7 +72,14 @@ def causal_mask(seen: Observation, last: int) -> Tensor:
 
 def pool(scores: Tensor, among: Tensor, width: int, kind: str = "avg") -> Tensor:
     """Smooth the scores of the tokens `among`, with each other only. scores, among [kv_heads, n]"""
-    return scores if width == 1 else smooth(scores, among, width, kind)
+    if width == 1:
+        return scores
+    if kind == "max":
+        pooled = max_pool1d(scores.masked_fill(~among, float("-inf")), width, 1, width // 2)
+    else:
+        total, count = (avg_pool1d(x, width, 1, width // 2) for x in (scores * among, among.to(scores.dtype)))
+        pooled = total / count.clamp_min(1e-9)
+    return torch.where(among, pooled, scores)
 
 
 def squared_value_norms(seen: Observation) -> Tensor:

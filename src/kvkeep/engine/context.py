@@ -162,5 +162,4 @@ def _rewind(cache: Cache, end: int) -> None:
         layer.fill([[head[: int((head.token_positions < end).sum())] for head in layer.row(0)]])
     tracker.seen, tracker.prompt, tracker.padded_length = [end], [end], end
     tracker.kept = [min(tracker.kept[0], end)]
-    backend.query_buffer.merge_steps()
     backend.query_buffer.queries.clear()

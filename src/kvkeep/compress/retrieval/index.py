@@ -14,7 +14,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from kvkeep.arguments import Amount, Checked, Positive
 from kvkeep.kernels import dispatch
@@ -100,19 +99,10 @@ class Representatives(Checked):
 
     def build(self, tokens: OffloadedTokens) -> Tensor:
         """The mean of a unit's representatives, heads concatenated. [1, units, kv_heads * dim]"""
+        mass = tokens.mass if self.per_head else tokens.mass.expand(len(tokens.keys), -1)
         if tokens.member is None:
-            given = tokens.keys, tokens.mass, tokens.count, self.count, self.cosine, tokens.out
-            return dispatch.unit_representatives(*given)
-        if self.per_head:
-            ranked = ranked_in_units(tokens.mass, tokens.member[0], tokens.count, self.count)
-            return by_head(tokens.keys, ranked, self.cosine)
-        keys, member = concat_heads(tokens.keys, len(tokens.keys)), tokens.member[0]
-        vectors = normalize(keys, dim=-1) if self.cosine else keys
-        chosen = chosen_in_units(tokens.mass, member, tokens.count, self.count).to(vectors.dtype)
-        total = vectors.new_zeros(tokens.count, vectors.shape[1])
-        total.index_add_(0, member, vectors * chosen[:, None])
-        size = vectors.new_zeros(tokens.count).index_add_(0, member, chosen)
-        return (total / size[:, None])[None]
+            return dispatch.unit_representatives(tokens.keys, mass, tokens.count, self.count, self.cosine, tokens.out)
+        return by_head(tokens.keys, ranked_in_units(mass, tokens.member[0], tokens.count, self.count), self.cosine)
 
     def score(self, query: RetrievalQuery, unit_index: Tensor, sizes: Tensor) -> Tensor:
         """[1, units]"""
@@ -214,12 +204,6 @@ class Centres(Checked):
         return per_key.masked_fill(per_key * sizes.sum(1, keepdim=True) < self.threshold, NEG_INF)
 
 
-def chosen_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> Tensor:
-    """Which tokens are among the `count` best of their unit; the later of equals. scores, member [n] -> [n] bool"""
-    order, rank = _unit_by_unit(scores, member, torch.bincount(member, minlength=units))
-    return torch.empty_like(rank).scatter(0, order, rank) < count
-
-
 def ranked_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> Tensor:
     """The `count` best tokens of each unit, best first, the later of equals; -1 where it has fewer.
 
@@ -227,19 +211,13 @@ def ranked_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> T
     scores [heads, n], member [n] -> [heads, units, count], or the size of the largest unit if that is less
     """
     sizes = torch.bincount(member, minlength=units)
-    order, rank = _unit_by_unit(scores.masked_fill(sizes[member] <= count, 0), member, sizes)
+    best = best_first(scores.masked_fill(sizes[member] <= count, 0))
+    order = best.gather(1, member[best].sort(dim=1, stable=True).indices)  # tokens unit after unit, best first
+    rank = torch.arange(len(member), device=order.device) - (sizes.cumsum(0) - sizes)[member[order]]
     count = min(count, int(sizes.max()))
     place = torch.where(rank < count, member[order] * count + rank, units * count)  # the others into one extra slot
     table = order.new_full((len(scores), units * count + 1), -1).scatter(1, place, order)
     return table[:, :-1].view(len(scores), units, count)
-
-
-def _unit_by_unit(scores: Tensor, member: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens unit after unit, best first, and the rank of each in its unit. scores [..., n] -> twice [..., n]"""
-    best = best_first(scores)
-    order = best.gather(-1, member[best].sort(dim=-1, stable=True).indices)
-    first = sizes.cumsum(0) - sizes
-    return order, torch.arange(len(member), device=order.device) - first[member[order]]
 
 
 def by_unit(member: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,21 +112,13 @@ def unit_representatives(
 ) -> Tensor:
     """The mean of the `count` tokens of each unit with most mass; the later of equals. Units are uniform spans.
 
-    keys [kv_heads, n, dim], mass [n], or [heads, n]: a choice per query head (see `by_head`)
+    keys [kv_heads, n, dim], mass [heads, n], or [kv_heads, n]: a choice of each (see `by_head`)
     -> [1, units, kv_heads * dim] float32; `cosine`: the mean of their directions
     """
-    if mass.dim() == 2:
-        size = keys.shape[1] // units
-        mass = mass.view(len(mass), units, size) if count < size else mass.new_zeros(len(mass), units, size)
-        start = torch.arange(units, device=keys.device) * size
-        return by_head(keys, best_first(mass)[..., :count] + start[:, None], cosine)
-    vectors = concat_heads(keys, len(keys)).view(units, -1, len(keys) * keys.shape[-1])
-    best = best_first(mass.view(vectors.shape[:2]))[:, :count].sort(1).values
-    chosen = vectors.gather(1, best[..., None].expand(-1, -1, vectors.shape[-1]))
-    chosen = normalize(chosen, dim=-1) if cosine else chosen
-    zero = chosen.new_zeros(())
-    total = chosen.sum(1) if best.shape[1] <= 4 else sum(chosen.unbind(1), zero)  # added in order in both cases
-    return (total / best.shape[1])[None]
+    size = keys.shape[1] // units
+    mass = mass.reshape(len(mass), units, size) if count < size else mass.new_zeros(len(mass), units, size)
+    start = torch.arange(units, device=keys.device) * size
+    return by_head(keys, best_first(mass)[..., :count] + start[:, None], cosine)
 
 
 def by_head(keys: Tensor, ranked: Tensor, cosine: bool) -> Tensor:
