@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,13 @@ RUNS = {
         limit=8,
         beyond_window=True,
     ),
+    "beyond_12k": Run(  # for a small model on a CPU
+        ("passkey", "number_string"),
+        each((2048,), "actqkv", LITERAL, "infllm", "streamingllm"),
+        length=12_288,
+        limit=4,
+        beyond_window=True,
+    ),
     "short": Run(
         ("openbookqa", "arc_easy", "wic", "winogrande"),
         each((0.2, 0.04), "ahakv", "h2o", "snapkv", "streamingllm"),
@@ -239,6 +246,7 @@ PAIRS = (
     *pairs("recall_2k", (256,), *RECALL),
     *pairs("actqkv", (2048,), *ACT),
     *pairs("beyond", (2048,), *ACT[1:3], ACT[-1]),
+    *pairs("beyond_12k", (2048,), *ACT[1:3], ACT[-1]),
     *pairs("short", (0.2, 0.04), *(("fig. 4", f"ahead of {other}", "ahakv", other) for other in AHA_OTHERS)),
     *pairs(MATH, (256,), *PROTO_MATH, *AHA_MATH),
     *pairs(LONG_MATH, (128,), *PROTO_MATH, *AHA_MATH),
@@ -248,6 +256,8 @@ PAIRS = (
 def answer(name: str, options: argparse.Namespace) -> None:
     """Answer the samples of one run that have no row yet."""
     plan = RUNS[name]
+    if options.methods:
+        plan = replace(plan, methods=tuple(config for config in plan.methods if config[0] in options.methods))
     out = options.out / name
     places = {place: Path(value) for place in FOLDERS if (value := getattr(options, place))}
     limit = options.limit or plan.limit
@@ -322,6 +332,7 @@ def table_of_pairs(scores: Mapping[str, Scores]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", nargs="+", choices=RUNS, default=[])
+    parser.add_argument("--methods", nargs="+", help="some of a run's methods, with all their budgets, beside full")
     parser.add_argument("--tables", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="default")

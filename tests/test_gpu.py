@@ -60,7 +60,9 @@ def test_device_memory_is_constant_in_the_length(spec):
         engine.generate("".join(chr(97 + i * i % 23) for i in range(length)), max_new_tokens=2)
         report = engine.cache.report()
         pools = [batch.pool for batch in engine._driver.scheduler.held.batches.values() if hasattr(batch, "pool")]
-        copies = [layer.index_nbytes for pool in pools for layer in getattr(pool, "rows_of", {}).values()]
+        layers = [layer for pool in pools for layer in getattr(pool, "rows_of", {}).values()]
+        indexed = [t for layer in layers for t in (layer.entries, layer.units.slot_of, layer.units.table)]
+        copies = [t.nbytes for t in indexed]
         most[length] = torch.cuda.max_memory_allocated() - report.index_bytes - sum(copies)
         assert all(block.keys.is_pinned() for block in engine.cache.backend.states[0][0].host.blocks)
         assert all(rows[0].host.table for rows in engine.cache.backend.states.values())  # fetched by the kernel
@@ -236,9 +238,9 @@ def test_a_kernel_started_again_is_the_one_for_its_arguments():
     for kind, (n, dim), offset in [(k, s, o) for _ in range(3) for o in (0, 1, 8) for s in sizes for k in kinds]:
         keys, values = drawn(2, n, dim, kind, offset), drawn(2, n, 2 * dim, kind, offset)
         angle = torch.randn(n, dim // 2, device="cuda")
-        turns = torch.cat([angle, angle], 1).cos(), torch.cat([-angle, angle], 1).sin()
-        for angles in ([turns], [turns, turns]):
-            got, want = apply_rope.rotate(keys, *angles), elementwise.rotate(keys, *angles)
+        for interleaved in (False, True):
+            given = keys, angle.cos(), angle.sin(), interleaved, kind
+            got, want = apply_rope.apply_angles(*given), elementwise.apply_angles(*given)
             bound = 2e-6 if kind == torch.float32 else 2 * torch.finfo(kind).eps  # rounded alike, unless on a verge
             assert (got.float() - want.float()).abs().max() <= bound * keys.float().abs().max()
         table = torch.empty(3, 4 + n, dtype=torch.int64, device="cuda")
@@ -251,7 +253,7 @@ def test_a_kernel_started_again_is_the_one_for_its_arguments():
         for have, part, there in zip(found, (keys, values), home, strict=True):
             assert have.equal(part.gather(1, index[..., None].expand(-1, -1, part.shape[-1])))
             assert there.equal(part.cpu())
-    ready = [len(known) for _, known in apply_rope._rotate.plans.values()]
+    ready = [len(known) for _, known in apply_rope._apply_angles.plans.values()]
     assert 1 < sum(ready) < 100  # compiled for some, started again for the others
 
 

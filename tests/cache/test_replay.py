@@ -246,8 +246,8 @@ def test_the_engine_feeds_the_text_again_with_words(monkeypatch):
     engine = kvkeep.Engine(model, TOKENIZER, "kvzip", 40, chunk=64)
     context = engine.read(text)
     assert said == [FIRST, LATER, LATER] and context.report().kept_per_head == 40
-    ids = torch.tensor([context._sequence.token_ids])
-    assert kept(context._sequence.cache) == kept(read(model, budget=40, ids=ids, chunk=64, tokenizer=TOKENIZER))
+    ids = torch.tensor([context.sequence.token_ids])
+    assert kept(context.sequence.cache) == kept(read(model, budget=40, ids=ids, chunk=64, tokenizer=TOKENIZER))
     prompts = [text, text[::-1], text[40:]]
     alone = [engine.generate(each, max_new_tokens=5) for each in prompts]
     assert engine.generate(prompts, max_new_tokens=5) == alone

@@ -15,8 +15,8 @@ import kvkeep
 from kvkeep.cache import retrieval
 from kvkeep.cache.retrieval import LayerRetriever, PrefillChunk
 from kvkeep.compress.parse import parse
-from kvkeep.compress.retrieval import index as unit_index
 from kvkeep.errors import BadParameter, BudgetTooSmall, CacheMisuse, UnsupportedModel
+from kvkeep.kernels.torch import retrieval_units
 from kvkeep.storage.offload.device_lru import DeviceLRU
 
 ALONE = [name for name in RETRIEVING if not parse(name).retrieval.needs]  # these need nothing but keys and queries
@@ -175,6 +175,40 @@ def test_the_device_holds_the_budget_and_the_host_the_rest(spec):
     assert "offloaded" in str(report) and cache.get_seq_length() == 300
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("spec", ["actqkv:density=False", "actqkv"])
+def test_every_decode_step_of_actqkv_retrieves_46_chunks_within_the_budget(spec):
+    """At the paper's sizes: 64 sinks, 512 local tokens and 46 chunks of 32 are 2,048; layers share by density."""
+    layers = 2
+    model = llama(num_hidden_layers=layers, hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
+    ids = torch.randint(512, (1, 2800), generator=torch.Generator().manual_seed(0))
+    cache, near = kvkeep.Cache(model, spec, 2048), []
+    model(ids[:, :2700], past_key_values=cache)
+    for t in range(2700, 2800):
+        model(ids[:, t : t + 1], past_key_values=cache)
+        states = [rows[0] for rows in cache.backend.states.values()]
+        chunks = [state.retrieved.index.shape[1] // 32 for state in states]
+        assert sum(chunks) == 46 * layers and (spec == "actqkv" or set(chunks) == {46})
+        attended = [len(set(head)) for layer in range(layers) for head in cache.kept(layer)[0]]
+        assert sum(attended) <= 2048 * layers and (spec == "actqkv" or max(attended) <= 2048)
+        assert all(t in head for layer in range(layers) for head in cache.kept(layer)[0])
+        near.append(states[0].num_near)
+    assert near[:33] == [*range(near[0], 513), *range(481, near[0] + 1)] and set(near) == {*range(481, 513)}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", [*ALONE, "actqkv:chunk=16:local=8", "infllm:block=24:local=5", "quest:page=8:local=3"])
+def test_a_decoded_token_is_within_the_budget(spec):
+    """Also while other tokens wait for their chunk to fill, and if a chunk is longer than the near window."""
+    model, budget = llama(num_hidden_layers=2), 64
+    method = parse(spec)
+    cache = kvkeep.Cache(model, replace(method, retrieval=replace(method.retrieval, density=False)), budget)
+    model(IDS[:, :150], past_key_values=cache)
+    for t in range(150, 200):
+        model(IDS[:, t : t + 1], past_key_values=cache)
+        assert max(len(head) for layer in (0, 1) for head in cache.kept(layer)[0]) <= budget
+
+
 def tokens_in_memory(state):
     """Tokens per KV head that the device really holds, by the storages of all keys a state refers to."""
     keys = [state.near[0], *(pair[0] for pair in (state.sinks, state.retrieved and state.retrieved.pair) if pair)]
@@ -246,17 +280,15 @@ def test_a_pass_cut_short_leaves_the_cache_as_it_was():
     assert got.equal(want)
 
 
-def test_layers_share_what_they_fetch_and_never_more(monkeypatch):
-    shares, share = [], retrieval.density_share
-    monkeypatch.setattr(retrieval, "density_share", lambda *given: shares.append(share(*given)) or shares[-1])
+def test_layers_share_what_they_fetch_and_never_more():
     model = llama(num_hidden_layers=4)
     cache = kvkeep.Cache(model, "actqkv", 64, chunk=2, sinks=2, local=10)
     model(IDS[:, :300], past_key_values=cache)
     seen = set()
     for t in range(300, 340):
         model(IDS[:, t : t + 1], past_key_values=cache)
-        fetched, shares[:] = tuple(shares), []
-        assert sum(fetched) == 4 * (52 - 2 * (t % 2)), "every second token waits for the other one of its chunk"
+        fetched = tuple(rows[0].retrieved.index.shape[1] for rows in cache.backend.states.values())
+        assert sum(fetched) == 4 * 52
         seen.add(fetched)
     assert len(seen) > 1 and any(len(set(each)) > 1 for each in seen)  # some layers do get more than others
 
@@ -264,14 +296,15 @@ def test_layers_share_what_they_fetch_and_never_more(monkeypatch):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_shares_follow_density_or_its_reverse(reverse, monkeypatch):
     """ActQKV, appendix D.3: with 1 / density the layers of lowest density fetch most."""
-    known, shares, share = iter([2.0, 1.5, 3.0, 1.0, 2.5, 0.5, 4.0]), [], retrieval.density_share
-    monkeypatch.setattr(unit_index, "score_entropy", lambda scores: next(known))
-    monkeypatch.setattr(retrieval, "density_share", lambda *given: shares.append(share(*given)) or shares[-1])
+    before, now = [9.0, 1.5, 3.0, 1.0], [2.0, 2.5, 0.5, 4.0]  # the first layer asks what the later ones had at the end
+    known = iter([1 / x if reverse else x for x in (*before, *now)])
+    for module in (retrieval, retrieval_units):
+        monkeypatch.setattr(module, "density", lambda scores, reverse: torch.tensor(next(known)))
     model = llama(num_hidden_layers=4)
     cache = kvkeep.Cache(model, "actqkv", 64, chunk=2, sinks=2, local=10, reverse=reverse)
     model(IDS[:, :300], past_key_values=cache)
     model(IDS[:, 300:301], past_key_values=cache)
-    now, before = [2.0, 2.5, 0.5, 4.0], [9.0, 1.5, 3.0, 1.0]  # the first layer asks what the later ones had at the end
+    shares = [rows[0].retrieved.index.shape[1] for rows in cache.backend.states.values()]
     turned = [[1 / x for x in each] if reverse else each for each in (now, before)]
     assert shares == reading.density_shares(turned[:1], turned[1], 4 * 52, 2)[0]
     assert shares[0] == (40 if reverse else 54)  # 1/2 : 1/2 + 2/3 + 1/3 + 1, 2 : 2 + 1.5 + 3 + 1, of 208

@@ -22,13 +22,13 @@ from kvkeep.compress.budget.heads import (
 from kvkeep.compress.guard import Guard
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
-from kvkeep.compress.pipeline import first
+from kvkeep.compress.pipeline import PlacedSelection
 from kvkeep.compress.scorers.compactor import CompactorScorer
 from kvkeep.compress.scorers.order import POSITIONS
 from kvkeep.compress.scorers.repetition import Repetition
 from kvkeep.errors import BadParameter
 from kvkeep.kernels.dispatch import ranks
-from kvkeep.kernels.torch.ranking import ranked
+from kvkeep.kernels.torch.ranking import inverse, ranked
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.types import Observation, Tokens
 
@@ -241,7 +241,8 @@ def test_threshold(seed):
     if n > budget:
         held = torch.from_numpy(scores)
         quota = Threshold(EqualHeads(), tau)(held, must, [n] * heads, budget)
-        kept = first(ranked(held, must, torch.ones_like(must), None), quota).tolist()
+        rank = inverse(ranked(held, must, torch.ones_like(must), None))
+        kept = PlacedSelection.of_quota(rank, quota).known().tolist()
         assert kept == frontier.threshold(scores, forced, budget, tau)
 
 

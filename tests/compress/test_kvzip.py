@@ -50,9 +50,10 @@ def test_blocks_of_queries_soft_caps_and_sink_logits(softcap, monkeypatch):
     """However few queries come at a time, the same; and as the softmax over one row says."""
     torch.manual_seed(0)
     q, own, keys, sinks, extra = (torch.randn(*s) for s in ((4, 50, 8), (2, 50, 8), (2, 20, 8), (2, 3, 8), (4,)))
-    whole = scoring.repeated_attention(q, own, keys, sinks, 0.5, softcap, extra)
+    given = q, keys, sinks, q, own, 0.5, softcap, extra
+    whole = scoring.repeated_attention(*given)
     monkeypatch.setitem(scoring.BLOCK_PROBS, "cpu", 1)
-    torch.testing.assert_close(scoring.repeated_attention(q, own, keys, sinks, 0.5, softcap, extra), whole)
+    torch.testing.assert_close(scoring.repeated_attention(*given), whole)
     logits = (
         torch.cat([sinks, keys, own], 1).repeat_interleave(2, 0) @ q.transpose(1, 2) * 0.5
     )  # [heads, keys, queries]

@@ -15,13 +15,13 @@ from kvkeep.compress.budget.layers import distribute
 from kvkeep.compress.grouping import Prototypes
 from kvkeep.compress.method import Method, Preset
 from kvkeep.compress.parse import _convert, parse
-from kvkeep.compress.pipeline import first
+from kvkeep.compress.pipeline import PlacedSelection
 from kvkeep.compress.presets import METHODS as PRESETS
 from kvkeep.compress.presets import MODIFIERS
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
 from kvkeep.compress.scorers.window import ProtoKVScorer
 from kvkeep.errors import BadParameter
-from kvkeep.kernels.torch.ranking import Units, ranked
+from kvkeep.kernels.torch.ranking import Units, inverse, ranked
 from kvkeep.types import Observation
 
 METHODS = EVICTING
@@ -327,7 +327,8 @@ def test_padding_comes_after_every_unit_however_many_there_are():
     scores = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, float("-inf")]])
     real, none = scores > float("-inf"), torch.zeros(2, 3, dtype=torch.bool)
     units = Units(torch.tensor([[0, 1, 2], [0, 1, 2]]), torch.tensor([[9.0, 1.0, 2.0] + [5.0] * 9] * 2))
-    assert first(ranked(scores, none, real, units), [2, 2]).tolist() == [[0, 2], [0, 1]]
+    kept = PlacedSelection.of_quota(inverse(ranked(scores, none, real, units)), [2, 2])
+    assert kept.known().tolist() == [[0, 2], [0, 1]]
 
 
 @pytest.mark.parametrize("spec", SELECTING)

@@ -22,9 +22,9 @@ from kvkeep.compress.retrieval.index import (
     OffloadedTokens,
     Representatives,
     RetrievalQuery,
-    chosen_in_units,
     ranked_in_units,
 )
+from kvkeep.kernels.torch.retrieval_units import weighted_query
 
 
 @pytest.mark.core
@@ -35,8 +35,8 @@ def test_the_best_of_each_unit(seed):
     member = cut_up(rng, n)
     scores = rng.integers(0, 3, n).astype(float) if seed % 2 else noise(rng, n)
     want = sorted(tokens[i] for tokens in tokens_of(member) for i in top(scores[tokens], count))
-    got = chosen_in_units(single(scores), torch.from_numpy(member), member.max() + 1, count)
-    assert got.nonzero()[:, 0].tolist() == want
+    got = ranked_in_units(single(scores)[None], torch.from_numpy(member), member.max() + 1, count)
+    assert got[got >= 0].sort().values.tolist() == want
 
 
 @pytest.mark.core
@@ -60,8 +60,8 @@ def test_the_best_of_each_unit_to_every_head(seed):
 
 @pytest.mark.core
 def test_the_best_of_units_that_nobody_is_in():
-    got = chosen_in_units(torch.tensor([1.0, 1.0, 2.0, 0.0]), torch.tensor([3, 3, 1, 1]), 6, 1)
-    assert got.tolist() == [False, True, True, False]
+    got = ranked_in_units(torch.tensor([[1.0, 1.0, 2.0, 0.0]]), torch.tensor([3, 3, 1, 1]), 6, 1)
+    assert got.tolist() == [[[-1], [2], [-1], [1], [-1], [-1]]]
 
 
 def reversed_probe(window, mean, variance):
@@ -122,8 +122,14 @@ def test_representatives(name, asked, seed):
     units = torch.from_numpy(member)[None]
     about = index.build(OffloadedTokens(single(k), single(mass if index.per_head else mass[0]), units, len(speakers)))
     question = None if question is None else single(question)
-    moments = in_windows(rng, so_far) if index.bias else None
-    asking = RetrievalQuery(single(q), kv_heads, dim**-0.5, moments, question, asked == "reading")
+    weighted = None
+    if index.bias:
+        earlier = so_far[: -q.shape[1]]
+        moments = in_windows(rng, earlier) if len(earlier) else None
+        before = (moments.count, moments.mean, moments.variance) if moments else (0, None, None)
+        in_window = question if asked == "reading" else None
+        weighted = weighted_query(single(q), kv_heads, *before, in_window, index.reverse)[2]
+    asking = RetrievalQuery(single(q), kv_heads, dim**-0.5, question, weighted)
     score = index.score(asking, about, units.new_ones(1, len(speakers)))
     assert about.shape == (1, len(speakers), kv_heads * dim) and score.shape == (1, len(speakers))
     close(score[0], want, rtol=1e-4, atol=1e-4)

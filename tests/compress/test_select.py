@@ -5,7 +5,7 @@ import torch
 from conftest import make_llama
 
 import kvkeep
-from kvkeep.compress import pipeline
+from kvkeep.cache.evictor import Evictor
 from kvkeep.compress.budget import heads
 from kvkeep.kernels.torch import ranking
 from kvkeep.kernels.torch.ranking import Units
@@ -63,11 +63,11 @@ def test_integers_are_in_the_order_of_the_scores():
     "spec", ["kvkeep", "snapkv", "snapkv+adakv", "snapkv+adakv+blocks", "h2o", "pyramidkv", "chunkkv+adakv"]
 )
 def test_what_need_not_wait_for_the_device_keeps_the_same(spec, monkeypatch):
-    """As on a GPU: lengths are known one layer later."""
+    """Lengths are asked for after the last layer."""
     model, ids = make_llama(vocab_size=512), torch.randint(0, 512, (1, 150), generator=torch.Generator().manual_seed(3))
-    kept = []
-    for packs in (False, True):
-        monkeypatch.setattr(pipeline, "packs", lambda scores, packs=packs: packs)
+    kept, can_wait = [], Evictor._can_wait
+    for waits in (False, True):
+        monkeypatch.setattr(Evictor, "_can_wait", lambda own, index, waits=waits: waits and can_wait(own, index))
         cache = kvkeep.Cache(model, spec, 32)
         for piece in (ids[:, :90], ids[:, 90:140], ids[:, 140:141], ids[:, 141:]):
             logits = model(piece, past_key_values=cache).logits

@@ -9,7 +9,7 @@ from oracles import retrieval as r
 
 from kvkeep.compress.retrieval.index import NEG_INF, select_units
 from kvkeep.kernels.dispatch import select_uniform_units
-from kvkeep.kernels.torch.retrieval_units import density_share, score_entropy
+from kvkeep.kernels.torch.retrieval_units import density, density_share
 
 
 def spent(score, sizes, quota):
@@ -110,7 +110,7 @@ def test_neighbours(seed):
 def test_entropy_of_matches(seed):
     rng = np.random.default_rng(seed)
     score = noise(rng, int(rng.integers(1, 50)), scale=float(rng.choice([0.0, 0.1, 1.0, 30.0])))
-    assert score_entropy(single(score)[None]) == pytest.approx(r.entropy(score), rel=1e-5, abs=1e-5)
+    assert float(density(single(score))) == pytest.approx(r.entropy(score), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.core
@@ -118,15 +118,15 @@ def test_entropy_of_matches(seed):
 def test_layers_share_by_density(seed):
     rng = np.random.default_rng(seed)
     layers, steps, unit = int(rng.integers(1, 9)), int(rng.integers(1, 6)), int(rng.choice([1, 8, 32]))
-    total = unit * layers * int(rng.integers(0, 50)) + int(rng.integers(0, 2)) * int(rng.integers(0, unit))
+    total = unit * layers * int(rng.integers(0, 50)) + unit * int(rng.integers(0, 2)) * int(rng.integers(0, layers))
     densities = [(rng.random(layers) * 5).tolist() for _ in range(steps)]
     first = (rng.random(layers) * 5).tolist()
     if seed % 3 == 0:  # equal densities share equally, whatever their rounding; and so does no density at all
         densities, first = [[[2.3, 0.0][seed % 2]] * layers] * steps, [[2.3, 0.0][seed % 2]] * layers
     for step, want in enumerate(reading.density_shares(densities, first, total, unit)):
         means = first if step == 0 else np.mean(densities[:step], 0).tolist()
-        left, got = total, []
+        left, got = total // unit, []
         for layer, now in enumerate(densities[step]):
-            got.append(density_share(now, means[layer + 1 :], left, unit))
+            got.append(density_share(now, means[layer + 1 :], left))
             left -= got[-1]
-        assert got == want and left >= 0 and all(share % unit == 0 and share >= 0 for share in got)
+        assert [share * unit for share in got] == want and left >= 0 and min(got) >= 0

@@ -70,20 +70,20 @@ def test_a_model_that_cannot_be_run_again_is_read_by_its_prefill_alone():
     engine = kvkeep.Engine(model, words, budget=100)
     context = engine.read(TEXT)
     assert engine.method.name == "kvkeep" and engine.generate(TEXT, **SHORT)
-    assert context._sequence.cache.method.name == "echo:near=8+shared" and context.report().kept_per_head == 100
+    assert context.sequence.cache.method.name == "echo:near=8+shared" and context.report().kept_per_head == 100
     assert context.ask("Why?", **SHORT)
 
 
 def test_who_chooses_no_method_gets_one_that_needs_no_question(chat):
     one = kvkeep.Engine(*chat, budget=100)
     context, known = one.read(TEXT), one.read(TEXT, question="Why?")
-    assert one.method.name == known._sequence.cache.method.name == "kvkeep_lookahead"
-    assert context._sequence.cache.method.name == "kvkeep_context"
+    assert one.method.name == known.sequence.cache.method.name == "kvkeep_lookahead"
+    assert context.sequence.cache.method.name == "kvkeep_context"
     with warnings.catch_warnings():
         warnings.simplefilter("error", QueryAwareWarning)
         assert context.ask("Why?", **SHORT) and known.ask("Why?", **SHORT) and one.generate(TEXT, **SHORT)
     for method in ("kvkeep", parse("kvkeep")):
-        assert engine(chat, method, 100).read(TEXT)._sequence.cache.method.name == "kvkeep"
+        assert engine(chat, method, 100).read(TEXT).sequence.cache.method.name == "kvkeep"
 
 
 def test_models_that_cannot_be_read_with_the_usual_method_take_another_or_say_so(chat):
@@ -93,7 +93,7 @@ def test_models_that_cannot_be_read_with_the_usual_method_take_another_or_say_so
     mamba = dict(num_experts=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False)
     jamba = JambaForCausalLM(JambaConfig(**sizes, **mamba, num_hidden_layers=4, bos_token_id=0, eos_token_id=1)).eval()
     context = kvkeep.Engine(jamba, chat[1], budget=100).read(TEXT)
-    assert context._sequence.cache.method.name == "keydiff" and context.report().kept["context"] == 100
+    assert context.sequence.cache.method.name == "keydiff" and context.report().kept["context"] == 100
     context.ask("Why?", **SHORT)
     sliding = MistralForCausalLM(MistralConfig(**sizes, num_hidden_layers=2, sliding_window=12, eos_token_id=1)).eval()
     talk = [{"role": "user", "content": each} for each in (TEXT, "Why?")]
@@ -124,7 +124,7 @@ def test_the_default_model_answers_as_generate_does():
     for question in ("Where is the light?", "Who wrote this report?"):
         whole = one.encode(text, question)
         assert context.ask(question, max_new_tokens=8) == one.generate(text, question=question, max_new_tokens=8)
-        assert context._sequence.token_ids == whole[: len(context)].tolist() and len(whole) - len(context) < 20
+        assert context.sequence.token_ids == whole[: len(context)].tolist() and len(whole) - len(context) < 20
 
 
 @pytest.mark.parametrize("spec", [*EVICTING, *RETRIEVING])
@@ -136,11 +136,11 @@ def test_questions_do_not_disturb_each_other(spec):
     model, words = tiny_chat.sharp()
     context = kvkeep.Engine(model.double(), words, spec, 100, prefill_chunk_size=64).read(TEXT)
     first = [quietly(context, question) for question in QUESTIONS]
-    held = context._sequence.cache.report()
+    held = context.sequence.cache.report()
     again = [quietly(context, question) for question in reversed(QUESTIONS)][::-1]
     twin = context.fork()
     assert first == again == [quietly(twin, question) for question in QUESTIONS]
-    assert context._sequence.cache.report() == held and context._sequence.cache.seen == len(context)
+    assert context.sequence.cache.report() == held and context.sequence.cache.seen == len(context)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", QueryAwareWarning)
         pieces = context.stream(QUESTIONS[0], **SHORT)
@@ -222,7 +222,7 @@ def test_what_is_read_is_the_beginning_of_every_prompt(chat):
     one = engine(chat)
     context = one.read(TEXT)
     assert context.tokens == len(context) == len(TEXT) + 1  # with the template's <s>
-    assert one.encode(TEXT, "Why?")[: len(context)].tolist() == context._sequence.token_ids
+    assert one.encode(TEXT, "Why?")[: len(context)].tolist() == context.sequence.token_ids
 
 
 # questions known and unknown
@@ -268,12 +268,12 @@ def test_a_question_known_before_decides_what_is_kept(chat, spec, storage):
     one, question = engine(chat, spec, 100, storage=storage), QUESTIONS[0]
     context = one.read(TEXT, question=question)
     n, _ = len(context), one.generate(TEXT, question=question, **SHORT)
-    for layer in context._sequence.cache.compressed_layers:
-        (mine,), (theirs,) = context._sequence.cache.kept(layer), one.cache.kept(layer)
+    for layer in context.sequence.cache.compressed_layers:
+        (mine,), (theirs,) = context.sequence.cache.kept(layer), one.cache.kept(layer)
         assert mine == [[p for p in head if p < n] for head in theirs]
     assert context.ask(question, **SHORT) == context.ask(question, **SHORT)
-    blind = one.read(TEXT)._sequence.cache
-    assert any(blind.kept(i) != context._sequence.cache.kept(i) for i in blind.compressed_layers)
+    blind = one.read(TEXT).sequence.cache
+    assert any(blind.kept(i) != context.sequence.cache.kept(i) for i in blind.compressed_layers)
 
 
 def test_layers_that_cannot_take_a_question_back_are_named():

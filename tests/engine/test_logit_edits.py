@@ -27,7 +27,6 @@ EACH = [
         "min_tokens": 2,
     },
 ]
-NAMES = {"repetition": "repetition_penalty", "frequency": "frequency_penalty", "presence": "presence_penalty"}
 
 
 def plain(logits, how, prompt, answer, ends):
@@ -47,9 +46,7 @@ def plain(logits, how, prompt, answer, ends):
 
 def edit_of(how, prompt, answer, ends, size):
     """Of a `Generation`, without a request."""
-    numbers = {name: getattr(how, option) for name, option in NAMES.items()}
-    return Edit(how.logit_bias, **numbers, min_tokens=how.min_tokens, prompt=torch.tensor(prompt), answer=answer,
-                ends=ends, vocabulary=size)  # fmt: skip
+    return Edit(how, torch.tensor(prompt), answer, ends, size)
 
 
 @pytest.mark.parametrize("options", EACH, ids=lambda each: "+".join(each))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_scheduler import WORDS, alone, model, request, run  # noqa: F401
 
-from kvkeep.engine.batch import IndependentBatch
+from kvkeep.engine.batch import DecodeBatch
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.sampling import Generation
@@ -15,7 +15,7 @@ BATCHES = [  # method, budget, what decodes it
     ("snapkv", 40, PooledBatch),
     ("h2o", 40, PooledBatch),
     ("tokenselect", 96, RetrievalBatch),
-    ("clusterkv", 96, IndependentBatch),
+    ("clusterkv", 96, DecodeBatch),
 ]
 DIGITS = WORDS("0123456789").input_ids
 TOLERANCE = 1e-7  # retrieval rotates with tables of float32

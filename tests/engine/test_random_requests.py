@@ -11,7 +11,7 @@ import torch
 from test_scheduler import assert_free
 
 from kvkeep.compress.parse import parse
-from kvkeep.engine.batch import IndependentBatch
+from kvkeep.engine.batch import DecodeBatch
 from kvkeep.engine.driver import Driver, Handle
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.pooled_batch import PooledBatch
@@ -90,7 +90,7 @@ def lacks_memory(monkeypatch, doomed):
         return forward(self, chunks, *how)
 
     monkeypatch.setattr(PackedForward, "__call__", prefill)
-    for kind in (PooledBatch, IndependentBatch):
+    for kind in (PooledBatch, DecodeBatch):
 
         def launch(self, launch=kind.launch, steps=[0]):  # noqa: B006
             steps[0] += len(self.requests) > 1

@@ -18,6 +18,7 @@ from kvkeep.engine.sequence import SequenceConfig
 
 POOLED = ["actqkv", "infllm", "qllm", "quest", "tokenselect"]
 SPECS = [*POOLED, "actqkv:chunk=4:representatives=2", "infllm:per_head=False", "quest:page=4", "actqkv:density=False"]
+SPECS += ["infllm:block=24:local=5"]  # a block is longer than the near window
 LONG, SHORT, EDGE = 150, 40, 63  # tokens of a prompt; the budget is 64
 STEPS = 50
 
@@ -153,7 +154,7 @@ def test_answers_through_an_engine_are_those_of_rows_alone(model, spec, how, mon
             kinds.append({type(batch).__name__ for batch in engine._driver.scheduler.held.batches.values()})
             engine.close()
     assert answers[0] == answers[1] and len(set(answers[0])) == 4
-    assert kinds == [{"RetrievalBatch"}, {"IndependentBatch"}]
+    assert kinds == [{"RetrievalBatch"}, {"DecodeBatch"}]
 
 
 @pytest.mark.parametrize("spec", POOLED)
@@ -199,7 +200,7 @@ def test_one_pool_at_a_time(model):
 
 def test_what_does_not_fit_is_decoded_alone(model):
     made = Scheduler(model, set(), 4, None, 100_000)
-    assert type(made.decoding.batch_for(prefilled(model, "quest", LONG, 90))).__name__ == "IndependentBatch"
+    assert type(made.decoding.batch_for(prefilled(model, "quest", LONG, 90))).__name__ == "DecodeBatch"
 
 
 def test_a_layer_never_gets_more_than_it_has_room_for(model):
@@ -210,6 +211,24 @@ def test_a_layer_never_gets_more_than_it_has_room_for(model):
         counts = [int(layer.count[0]) for layer in batch.pool.rows_of.values()]
         assert min(counts) > 0 and max(counts) < batch.pool.plan.shape.most
         assert sum(counts) <= 2 * (batch.pool.plan.quota_limit // 4)
+
+
+@pytest.mark.parametrize(
+    "spec, unit", [("actqkv:chunk=4:density=False", 4), ("infllm", 8), ("quest", 8), ("tokenselect", 1)]
+)
+def test_every_step_retrieves_as_much_within_the_budget(model, spec, unit):
+    """Tokens that wait for their chunk to fill are among the near ones, whose oldest chunk leaves for them."""
+    one, near = prefilled(model, spec, LONG), set()
+    batch = admitted([one])
+    sizes = batch.pool.plan.sizes
+    for token in range(400, 430):
+        step(batch, token)
+        row = batch.pool.by_row[0]
+        near.add(row.end - row.begin)
+        for layer in batch.pool.rows_of.values():
+            assert int(layer.count[0]) == (64 - sizes.sinks - sizes.near) // unit
+            assert sizes.sinks + int(layer.count[0]) * unit + int(layer.lengths[0, 0]) - row.begin <= 64
+    assert near == {*range(sizes.near - unit + 1, sizes.near + 1)}
 
 
 @pytest.mark.parametrize("spec", ["quest", "infllm"])

@@ -12,7 +12,7 @@ from kvkeep.cache.decode.step_pool import StepPool
 from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import METHODS, MODIFIERS
 from kvkeep.compress.step_rule import StepRule
-from kvkeep.engine.batch import IndependentBatch
+from kvkeep.engine.batch import DecodeBatch
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
@@ -110,7 +110,7 @@ def test_a_seed_samples_what_it_samples_alone(tiny, spec, monkeypatch):
 
     together, kinds = said()
     monkeypatch.setattr(policy, "evict_one_rule", lambda cache: None)
-    assert (together, kinds) == (said()[0], [PooledBatch]) and said()[1] == [IndependentBatch]
+    assert (together, kinds) == (said()[0], [PooledBatch]) and said()[1] == [DecodeBatch]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -132,7 +132,7 @@ def test_keys_take_turns(chat):
     assert list(queue)[1] is a2 and len(queue) == 8
     for each in list(queue):
         queue.remove(each)
-    assert not queue.by_client and not queue.turns and len(queue) == 0
+    assert not queue.requests and not queue.turns and len(queue) == 0
 
 
 @pytest.mark.parametrize("reads", [True, False])

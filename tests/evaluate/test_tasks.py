@@ -297,7 +297,7 @@ def test_values_of_keys():
 class Letters:
     """A tokenizer of letters."""
 
-    def __call__(self, text, add_special_tokens):
+    def __call__(self, text, add_special_tokens, verbose):
         return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
     def decode(self, ids, skip_special_tokens):

@@ -226,21 +226,6 @@ def with_store(retrieval):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("heads, n, dim", [(1, 1, 2), (3, 9, 24), (2, 20, 128)])
-def test_turning(heads, n, dim, times, kind):
-    torch.manual_seed(n)
-    angles = []
-    for _ in range(times):
-        angle = 100 * torch.rand(n, dim // 2, device=DEVICE)
-        angles.append((torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)))
-    vectors = drawn(heads, n + 3, dim, kind=kind)[:, 1 : n + 1]
-    got, want = apply_rope.rotate(vectors, *angles), elementwise.rotate(vectors, *angles)
-    bound = 1e-6 if kind == torch.float32 else 2 * torch.finfo(kind).eps  # rounded alike, unless on a verge
-    assert got.dtype == kind and (got.float() - want.float()).abs().max() <= bound * vectors.float().abs().max()
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -154,7 +154,7 @@ def test_attention_over_slots_and_near_tokens(how, kind):
         options |= {"softcap": 4.0, "sink_logits": drawn(heads)}
     if how == "angles":
         angle = torch.rand(100, dim // 2, device=DEVICE)
-        options["angles"] = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
+        options["angles"] = angle.cos(), angle.sin()
     mass = drawn(rows, heads if per_head else 1, size).abs() if "mass" in how else None
     if mass is not None:
         mass[torch.arange(rows), :, end.cpu() - 1] = 0  # the newest has got nothing so far

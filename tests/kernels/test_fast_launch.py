@@ -320,11 +320,11 @@ def test_nothing_changes_under_the_interpreter():
         from kvkeep.kernels.torch import elementwise
         from kvkeep.kernels.triton import apply_rope
         from kvkeep.kernels.triton.common import FastLauncher
-        assert not isinstance(apply_rope._rotate, FastLauncher)
+        assert not isinstance(apply_rope._apply_angles, FastLauncher)
         for n in (1, 9, 16, 9):
             vectors, angle = torch.randn(2, n, 8), torch.randn(n, 4)
-            turns = torch.cat([angle, angle], 1).cos(), torch.cat([-angle, angle], 1).sin()
-            assert (apply_rope.rotate(vectors, turns) - elementwise.rotate(vectors, turns)).abs().max() < 1e-5
+            given = vectors, angle.cos(), angle.sin(), False, torch.float32
+            assert (apply_rope.apply_angles(*given) - elementwise.apply_angles(*given)).abs().max() < 1e-5
     """
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

@@ -53,6 +53,19 @@ def put_away(before, so_far, sinks, local, chunk):
     return max(so_far, chunk * max(0, (before - sinks - local) // chunk))
 
 
+def put_away_in_decode(token, so_far, sinks, local, chunk):
+    """The same when `token` is decoded: no more than `local` tokens are near, it included, so the oldest chunks go.
+
+    Only a chunk that is longer than the near window has to fill beside it.
+    """
+    if chunk > local:
+        return put_away(token, so_far, sinks, local, chunk)
+    away = so_far
+    while token + 1 - sinks - away > local:
+        away += chunk
+    return away
+
+
 def fetched_units(budget, sinks, near, chunk, existing):
     """How many units fit beside the sinks and the near tokens."""
     return min(existing, max(0, (budget - sinks - near) // chunk))
@@ -128,8 +141,8 @@ def replay_steps(
     mix_all=False,
 ):
     """(outputs [heads, N, d], [Step], votes [N], or [heads, N] per head). votes[j]: the probability token j got from
-    the `local` queries after it, summed over queries (each token of a chunk has had the same number when it goes),
-    per query head or the mean over them. per_head: True for actqkv, False for the others, unless given."""
+    the `local` queries after it, summed over queries (in decode, a chunk goes before its tokens have had as many), per
+    query head or the mean over them. per_head: True for actqkv, False for the others, unless given."""
     assert kind in KINDS, kind
     per_head = kind == "actqkv" if per_head is None else per_head
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
@@ -148,15 +161,17 @@ def replay_steps(
     away, speakers = 0, []
     for start, size in windows(prompt, total, window):
         step, end = Step(start, size), start + size
+        decoding = start >= prompt
         if end > budget:
-            away = put_away(start, away, sinks, local, unit)
+            away = (put_away_in_decode if decoding else put_away)(start, away, sinks, local, unit)
         step.put_away = away
         first_near = sinks + away if away > 0 else 0
         step.near = list(range(first_near, start))
 
         if away > 0:
             units = away // unit
-            count = fetched_units(budget, sinks, len(step.near), unit, units)
+            reserved = max(local, len(step.near) + 1) if decoding else len(step.near)  # the decoded token counts
+            count = fetched_units(budget, sinks, reserved, unit, units)
             if kind == "tokenselect":
                 candidates = slice(sinks, sinks + away)
                 step.scores = tokenselect_votes(q_edge[:, start:end], k[:, candidates], scale).tolist()
@@ -165,9 +180,7 @@ def replay_steps(
                     first = sinks + b * unit
                     speakers.append(represent(votes, range(first, first + unit), representatives, per_head, mix_all))
                 step.representatives = told(speakers, per_head)
-                sought = window_probe(
-                    kind, joined_queries[start:end], joined_queries[:end], question, decoding=start >= prompt
-                )
+                sought = window_probe(kind, joined_queries[start:end], joined_queries[:end], question, decoding)
                 asking = (question, beta, question_weight, question_match)
                 step.scores = chunk_scores(kind, sought, k, speakers, *asking)
             step.chosen = best_chunks(step.scores, count)

@@ -38,6 +38,9 @@ def test_windows_and_what_is_put_away():
     assert reading.windows(8, 8, 4) == [(0, 4), (4, 4)]
     assert [reading.put_away(t, 0, 3, 8, 4) for t in (0, 14, 15, 18, 19)] == [0, 0, 4, 4, 8]
     assert reading.put_away(15, 8, 3, 8, 4) == 8
+    assert [reading.put_away_in_decode(t, 0, 3, 8, 4) for t in (10, 11, 14, 15)] == [0, 4, 4, 8]
+    assert reading.put_away_in_decode(14, 4, 3, 8, 4) == 4
+    assert [reading.put_away_in_decode(t, 0, 3, 2, 4) for t in (8, 9, 12, 13)] == [0, 4, 4, 8]
     assert reading.fetched_units(26, 3, 8, 4, 99) == 3
     assert reading.fetched_units(26, 3, 8, 4, 2) == 2
     assert reading.fetched_units(9, 3, 8, 4, 2) == 0
@@ -98,9 +101,9 @@ def test_before_anything_can_be_put_away_it_is_ordinary_attention():
 
 def test_tokenselect_that_fetches_all_is_ordinary_attention():
     q, k, v = random_text(40)
-    # only the last token is past the budget of 39, and all 39 before it still fit
-    out, steps, _ = read("tokenselect", q, k, v, prompt=35, budget=39)
-    assert steps[-1].chosen == list(range(40 - 1 - 3 - 8)) and steps[-2].chosen is None
+    # only the last window is past the budget of 39, and all 35 tokens before it still fit
+    out, steps, _ = read("tokenselect", q, k, v, prompt=40, budget=39)
+    assert steps[-1].chosen == list(range(35 - 3 - 8)) and steps[-2].chosen is None
     np.testing.assert_allclose(out, ordinary(q, k, v)[0], atol=1e-12)
 
 
@@ -112,20 +115,22 @@ def test_what_a_window_sees_is_within_the_budget(kind, changes):
     unit = 1 if kind == "tokenselect" else sizes["chunk"]
     looked = 0
     for step in steps:
-        before = step.start
-        assert len(step.far) + len(step.near) <= sizes["budget"]
+        before, decoded = step.start, int(step.start >= sizes["prompt"])
+        assert len(step.far) + len(step.near) + decoded <= sizes["budget"]
         if step.chosen is None:
             assert step.far == [] and step.near == list(range(before))
             continue
         looked += 1
         assert step.start + step.size > sizes["budget"]
-        assert sizes["local"] <= len(step.near) < sizes["local"] + unit
+        least = sizes["local"] - unit if decoded else sizes["local"]
+        assert least <= len(step.near) < least + unit
         assert step.far[: sizes["sinks"]] == list(range(sizes["sinks"])) and step.far == sorted(set(step.far))
         assert len(step.far) == sizes["sinks"] + len(step.chosen) * unit
         assert set(step.far).isdisjoint(step.near)
         assert sizes["sinks"] + step.put_away + len(step.near) == before
         assert len(step.scores) == step.put_away // unit
-        room = sizes["budget"] - sizes["sinks"] - len(step.near) - len(step.chosen) * unit
+        near = sizes["local"] if decoded else len(step.near)
+        room = sizes["budget"] - sizes["sinks"] - near - len(step.chosen) * unit
         assert room < unit or len(step.chosen) == step.put_away // unit
     assert looked > 5
 
@@ -257,7 +262,7 @@ def test_tokenselect_votes_and_places():
     q, k, v = random_text(60)
     out, steps, _ = read("tokenselect", q, k, v, budget=20)
     step = steps[-1]
-    i, first_near = step.start, step.start - SIZES["local"]
+    i, first_near = step.start, step.start + 1 - SIZES["local"]
     assert len(step.chosen) == 20 - 3 - 8
     places = list(range(first_near - len(step.far), i + 1))
     tokens = step.far + list(range(first_near, i + 1))

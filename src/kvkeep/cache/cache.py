@@ -99,7 +99,8 @@ class Cache(HFCacheAdapter):
         self._init_state()
 
     def _init_state(self) -> None:
-        self.tracker = PaddingTracker(*budget_within(self), self.method.schedule)
+        limits = budget_within(self.method, self.budget, self.context_length)
+        self.tracker = PaddingTracker(*limits, self.method.schedule)
         self.layout = IDLE  # of the current forward pass
         self.in_forward = False  # from the mask, or the first layer, to the last
         self.capture_room = ROOM  # tokens; 0: decode steps are not captured
@@ -154,8 +155,7 @@ class Cache(HFCacheAdapter):
         return self.backend.reach is None or self.backend.reach.make_room(self.tracker.seen, tokens)
 
     def _new_backend(self) -> CacheBackend:
-        budget, _ = budget_within(self)
-        how = self.method, budget, self.compressed_layers, self.rotations, AttentionCheck(self.name)
+        how = self.method, self.tracker.budget, self.compressed_layers, self.rotations, AttentionCheck(self.name)
         if retrieval := self.method.retrieval:
             return RetrievalBackend(*how, retrieval, self.host_budget)
         weight = partial(output_weight, self.model) if self.method.rerank else None

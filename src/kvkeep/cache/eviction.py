@@ -31,7 +31,7 @@ from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
-from kvkeep.types import Budget, Selection, Softmax, Tokens
+from kvkeep.types import Budget, Softmax, Tokens
 
 Held = Callable[[int], tuple[Tokens, list[int]]]  # a layer's tokens, and how many each KV head has
 
@@ -176,7 +176,7 @@ class EvictingBackend:
             rows = [self.query_buffer.first_tokens(row, call, layout) for row in range(len(layout.counts))]
             self.attention_check.check_nan(row.keys for row in rows)
             layer.hold([gather_kept(row, [row.keys.shape[1]] * len(row.keys), None) for row in rows])
-        self.query_buffer.append_chunk(index, call.query, layout)
+        self.query_buffer.append(index, call.query, layout)
         self.count_beside(call.key.nbytes + call.value.nbytes)
         if self.method.draft and self.method.draft.hold:
             self._evict_for_draft(index, layer, layout, self.method.draft)
@@ -253,10 +253,8 @@ class EvictingBackend:
             self.peak_bytes = max(self.peak_bytes, most)
             if self.key_reach:
                 self.key_reach.known = {}  # keys are placed anew
-        elif is_chunk:
-            self.query_buffer.append_chunk(index, call.query, layout)
-        else:
-            self.query_buffer.append_step(index, call.query, layout)
+        elif is_chunk or self.query_buffer.decoding:
+            self.query_buffer.append(index, call.query, layout)
 
     @torch.no_grad()
     def evict_decoded(self, held: Held, queries: dict[int, Tensor], how: dict[int, Softmax], seen: int) -> None:
@@ -286,8 +284,8 @@ class EvictingBackend:
             method = replace(method, heads=HeadsOfLayers(method.heads.alpha, len(layers)))
         observed = self.query_buffer.observation(layers[0], queries, how, tokens, lengths, seen, new=1)
         selection = decide(observed, method, self.budget.tokens(seen))
-        assert selection is not None  # the buffer is full
-        return PlacedSelection.at(selection) if isinstance(selection, Selection) else selection
+        assert isinstance(selection, PlacedSelection)  # the buffer is full, and scores decide in a prefill alone
+        return selection
 
     def fill_decoded(self, held: Held, queries: dict[int, Tensor]) -> None:
         """Bring the tokens of the one row back, which were held elsewhere."""
@@ -336,7 +334,6 @@ class EvictingBackend:
     def fork(self) -> EvictingBackend:
         fork = replace(self, attention_check=self.attention_check.fork())
         fork.store.update({i: layer.copy() for i, layer in self.store.items()})
-        self.query_buffer.merge_steps()
         fork.query_buffer.queries = {key: queries.clone() for key, queries in self.query_buffer.queries.items()}
         fork.peak_bytes, fork.how = self.peak_bytes, dict(self.how)
         fork.evictor.covered = dict(self.evictor.covered)

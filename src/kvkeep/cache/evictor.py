@@ -10,13 +10,11 @@ place of their keys (`SelectedLayer`), so that nothing is copied before all laye
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvkeep.cache.gathered_heads import gather_heads, own_heads
 from kvkeep.cache.reach import placed
@@ -25,7 +23,6 @@ from kvkeep.compress.method import Method
 from kvkeep.compress.pipeline import (
     PlacedSelection,
     candidates,
-    compress,
     decide,
     fits,
     layer_budgets,
@@ -36,6 +33,7 @@ from kvkeep.compress.protocols import LayerWeight
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.storage.ragged import LayerKind, RaggedLayer
+from kvkeep.storage.upload import download
 from kvkeep.types import Budget, Observation, Selection, Tokens
 
 SPARE = 2  # times what will be kept: so much is held of layers that compete before the worst of it is evicted
@@ -93,26 +91,14 @@ class UnstoredLayer:
 
     index: int
     kept: Tokens  # [total, …]
-    lengths: Tensor
-    copied: Any  # of the lengths
-
-    @classmethod
-    def of(cls, index: int, tokens: Tokens, selection: PlacedSelection) -> UnstoredLayer:
-        heads, where = selection.places
-        kept, counts, copied = tokens[heads, where], selection.counts, None
-        if counts.device.type == "cuda":
-            counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
-            copied = torch.cuda.current_stream(where.device).record_event()
-        return cls(index, kept, counts, copied)
+    lengths: Callable[[], list[int]]  # when they have come
 
     @property
     def nbytes(self) -> int:
         return self.kept.keys.nbytes + self.kept.values.nbytes
 
     def heads(self) -> list[Tokens]:
-        if self.copied:
-            self.copied.synchronize()
-        ends = list(accumulate(self.lengths.tolist(), initial=0))
+        ends = list(accumulate(self.lengths(), initial=0))
         return [self.kept[start:end] for start, end in pairwise(ends)]
 
 
@@ -247,19 +233,14 @@ class Evictor:
     def _evict_layer(
         self, index: int, rows: list[EvictionCandidate], budgets: Sequence[int | None], may_wait: bool
     ) -> None:
-        stored = []
-        if may_wait and len(rows) == 1 and (seen := rows[0].observation) and self._can_wait(index):
-            decided = decide(seen, self.method, self._tokens(seen), budgets[0])
-            if isinstance(decided, PlacedSelection):
-                self.unstored.append(UnstoredLayer.of(index, rows[0].tokens, decided))
-                self._free(index)
-            else:
-                self._count_covered(index, 0, decided)
-                self.store[index].fill([gather_kept(rows[0].tokens, rows[0].lengths, decided)])
-            return
+        may_wait, stored = may_wait and len(rows) == 1 and self._can_wait(index), []
         for number, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
             seen = row.observation
-            selection = self._select(number, seen, budget) if seen else None
+            selection = self._select(number, seen, budget, may_wait) if seen else None
+            if isinstance(selection, PlacedSelection):
+                waiting = row.tokens[tuple(selection.places)]
+                self.unstored.append(UnstoredLayer(index, waiting, download(selection.counts)))
+                return self._free(index)
             self._count_covered(index, number, selection)
             kept = gather_kept(row.tokens, row.lengths, selection)
             stored.append(self._place(index, seen.seq_len, kept) if seen and selection else kept)
@@ -279,10 +260,18 @@ class Evictor:
             layer = self.unstored.pop(0)
             self.store[layer.index].fill([layer.heads()])
 
-    def _select(self, row: int, observation: Observation, layer_budget: int | None) -> Selection | None:
+    def _select(
+        self, row: int, observation: Observation, layer_budget: int | None, may_wait: bool
+    ) -> Selection | PlacedSelection | None:
+        """may_wait: for lengths that the device alone knows yet"""
         if observation.layer % self.method.reuse == 0:
-            selection = compress(self._all_heads(observation), self.method, self._tokens(observation), layer_budget)
-            self.selections[row] = own_heads(selection, self.shards) if self.shards else selection
+            seen = self._all_heads(observation)
+            decided = decide(seen, self.method, self._tokens(observation), layer_budget)
+            if isinstance(decided, PlacedSelection):
+                if may_wait and decided.lengths is None:
+                    return decided
+                decided = decided.known()
+            self.selections[row] = own_heads(decided, self.shards) if self.shards else decided
         return self.selections[row]
 
     def _place(self, index: int, seq_len: int, heads: list[Tokens]) -> list[Tokens]:

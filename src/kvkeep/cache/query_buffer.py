@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,31 +36,24 @@ class QueryBuffer:
         method: Method,
         layers: list[int],
         decoding: bool,
-        rotations: Mapping[int, Rotation | None] | None = None,
-        output_weight: OutputWeight = None,
+        rotations: Mapping[int, Rotation | None],
+        output_weight: OutputWeight,
     ):
         self.output_weight = output_weight
-        self.method, self.layers, self.rotations = method, layers, rotations or {}
+        self.method, self.layers, self.rotations = method, layers, rotations
         self.observation_window = 0 if method.memory and method.memory.sees_all else method.observation_window
         self.decoding = decoding and (self.observation_window > 1 or bool(method.summary)) and not method.memory
         self.queries: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries [heads, w, dim]
-        # layer -> the queries of decode steps since: all rows together, or row by row where some got no token
-        self.steps: dict[int, deque[Tensor | list[Tensor]]] = {}
-        # of a forward pass that has not completed: layers whose last step it is, and queries as they were before it
-        self.uncommitted: set[int] = set()
-        self.before: dict[tuple[int, int], Tensor | None] = {}
+        self.before: dict[tuple[int, int], Tensor | None] = {}  # of those changed by a pass that has not completed
         self.shared: dict[Any, Tensor] = {}  # what all layers of a forward pass compute alike
 
     @property
     def nbytes(self) -> int:
-        steps = [step for kept in self.steps.values() for step in kept]
-        queries = [row for step in steps for row in ([step] if isinstance(step, Tensor) else step)]
-        return sum(query.untyped_storage().nbytes() for query in [*self.queries.values(), *queries])
+        return sum(queries.untyped_storage().nbytes() for queries in self.queries.values())
 
     def num_held(self, row: int) -> int:
         """Queries that are held of a row's newest tokens, in every layer."""
-        prompt = {i: self.queries[i, row].shape[1] for i in self.layers if (i, row) in self.queries}
-        return min(prompt.get(i, 0) + sum(step[row].shape[1] for step in self.steps.get(i, ())) for i in self.layers)
+        return min(self.queries[i, row].shape[1] if (i, row) in self.queries else 0 for i in self.layers)
 
     def begin(self, counts: Sequence[int]) -> None:
         """Drop the prompt's queries of rows that decode, unless decode steps evict, too."""
@@ -70,58 +62,25 @@ class QueryBuffer:
             over = {row for row, count in enumerate(counts) if count == 1}
             self.queries = {key: queries for key, queries in self.queries.items() if key[1] not in over}
 
-    def append_step(self, index: int, query: Tensor, layout: BatchLayout) -> None:
-        """Add one decode step's queries without copying, padding excluded. query [rows, heads, q, dim]
-
-        Rows with a token must not push out the queries of one without, so an uneven step is stored alone.
-        """
-        if not self.decoding:
-            return
-        if self.method.summary:
-            return self.append_chunk(index, query, layout)
-        steps = self.steps.setdefault(index, deque(maxlen=self.observation_window + 1))
-        uneven = layout.token_columns is not None
-        if uneven or (steps and isinstance(steps[-1], list)):
-            self._merge_steps(index, steps)
-        query = query.detach()
-        steps.append([layout.unpad(query, row) for row in range(len(query))] if uneven else query)
-        self.uncommitted.add(index)
-
-    def append_chunk(self, index: int, query: Tensor, layout: BatchLayout) -> None:
-        """Add the queries of a chunk that is not evicted from yet. query [rows, heads, q, dim]"""
+    def append(self, index: int, query: Tensor, layout: BatchLayout) -> None:
+        """Add the queries of a pass that is not evicted from yet. query [rows, heads, q, dim]"""
         for row, count in enumerate(layout.counts):
             if count:
                 self.before[index, row] = self.queries.get((index, row))
                 self._append(index, row, layout.unpad(query, row).detach(), layout.seen[row])
 
     def commit(self) -> None:
-        self.uncommitted.clear()
         self.before.clear()
         self.shared = {}
 
     def rollback(self) -> None:
         """Drop the step of a forward pass that did not complete."""
-        for index in self.uncommitted:
-            self.steps[index].pop()
         self.queries |= {key: queries for key, queries in self.before.items() if queries is not None}
         for key in [key for key, queries in self.before.items() if queries is None]:
             self.queries.pop(key, None)
         self.commit()
 
-    def merge_steps(self) -> None:
-        """Append the decode steps' queries to those they follow."""
-        for index, steps in self.steps.items():
-            self._merge_steps(index, steps)
-        self.steps = {}
-        self.uncommitted.clear()
-
-    def _merge_steps(self, index: int, steps: deque[Tensor | list[Tensor]]) -> None:
-        for row in range(len(steps[0]) if steps else 0):
-            self._append(index, row, torch.cat([step[row] for step in steps], 1))
-        steps.clear()
-
     def select_rows(self, rows: Sequence[int]) -> None:
-        self.merge_steps()
         old, layers = self.queries, self.layers
         self.queries = {(i, new): old[i, row] for i in layers for new, row in enumerate(rows) if (i, row) in old}
 
@@ -129,8 +88,6 @@ class QueryBuffer:
         self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer, lse: Tensor | None = None
     ) -> list[EvictionCandidate]:
         """Every row of a layer, new tokens included. lse [rows, heads, q]"""
-        if index in self.steps:
-            self.merge_steps()
         rows = []
         for row, count in enumerate(layout.counts):
             tokens = layer.dense(row) if layer else self.first_tokens(row, call, layout)

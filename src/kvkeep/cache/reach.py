@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,24 +21,16 @@ from kvkeep.storage.ragged import RaggedLayer
 from kvkeep.types import Budget, Tokens
 
 
-class PlacingCache(Protocol):
-    """What of a cache says how much it may keep."""
-
-    method: Method
-    budget: int | float
-    context_length: int
-
-
-def budget_within(cache: PlacingCache) -> tuple[Budget, int]:
+def budget_within(method: Method, budget: int | float, context_length: int) -> tuple[Budget, int]:
     """The budget, and how long a text is kept whole though the budget is less.
 
     Beyond the context length, a method that gives keys new positions needs room within it for the next tokens.
     """
-    most = cache.context_length - reserved(cache.context_length)
-    if cache.method.placement is None or isinstance(cache.budget, int) and cache.budget <= most:
-        return Budget(cache.budget), 0
-    whole = min(cache.budget, cache.context_length - 1) if isinstance(cache.budget, int) else 0
-    return Budget(cache.budget, most), whole
+    most = context_length - reserved(context_length)
+    if method.placement is None or isinstance(budget, int) and budget <= most:
+        return Budget(budget), 0
+    whole = min(budget, context_length - 1) if isinstance(budget, int) else 0
+    return Budget(budget, most), whole
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,13 +25,13 @@ from kvkeep.compress.retrieval.index import (
     OffloadedTokens,
     RetrievalQuery,
     by_unit,
-    density,
     select_units,
-    weighted_query,
 )
 from kvkeep.errors import CacheMisuse
+from kvkeep.kernels import dispatch
 from kvkeep.kernels.dispatch import select_uniform_units, two_region_attention
-from kvkeep.kernels.torch.retrieval_units import concat_heads, density_share
+from kvkeep.kernels.torch import retrieval_units
+from kvkeep.kernels.torch.retrieval_units import density
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore, Pair
@@ -58,7 +58,7 @@ class RetrievalBackend:
         self.store: dict[int, RaggedLayer] = {}
         self.states: dict[int, list[LayerState]] = {}  # layer -> one per row
         self.new_states: dict[int, list[LayerState]] = {}  # of the forward pass under way
-        self.quota_left: dict[int, int] = {}  # row -> tokens that later layers may still retrieve in this step
+        self.quota_left: dict[int, Tensor] = {}  # row -> [1] units that later layers may still retrieve in this step
         self.marks: list[Tensor] = []  # per row, one mark for each token
         self.question: dict[int, Tensor] = {}  # layer -> [x, kv_heads * dim] queries of the question
         self.peak_bytes = 0
@@ -99,10 +99,13 @@ class RetrievalBackend:
             if output is not None and not skip_output:
                 outputs.append(output)
         budget = self.budget.tokens(state.seen)
-        if state.seen > budget and not layer.is_frozen(state):
+        if state.seen > budget and not layer.decoding:
             state = layer.offload(state, chunk, budget)
             if state.device_tokens > budget:
                 state = state.replace(retrieved=None)  # retrieved for a window with fewer near tokens
+        if state.scores is not None:
+            now = density(state.scores[0], layer.reverse).double()
+            state = state.replace(scores=None, density=torch.stack([now, torch.zeros_like(now)]))
         if state.num_near < chunk.near[0].shape[1]:  # a view of a larger tensor: copy it, so that that one is freed
             state = state.replace(near=state.near.map(Tensor.clone))
         return torch.cat(outputs, 1) if len(outputs) > 1 else next(iter(outputs), None), state
@@ -157,17 +160,6 @@ class RetrievalBackend:
 
     def rollback(self) -> None:
         self.new_states = {}
-
-    def densities(self, layers: Sequence[int], row: int) -> list[float | None]:
-        """Mean entropy of each layer's scores so far; of those made in prefill, only the last counts."""
-        for j in layers:
-            state = self.states[j][row]
-            if state.scores is not None:  # computed only when needed: it synchronizes with the GPU
-                self.states[j][row] = state.replace(scores=None, density=(self.density(state.scores), 0))
-        return [known and known[0] for known in (self.states[j][row].density for j in layers)]
-
-    def density(self, scores: Tensor) -> float:
-        return density(scores, self.config.density == "reverse")
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.states = {i: [states[row] for row in rows] for i, states in self.states.items()}
@@ -251,8 +243,11 @@ class LayerRetriever:
         if index := self.backend.moments:
             asked = index.question_in_window and not self.decoding
             question = self.backend.question.get(self.index) if asked else None
-            moments, vector = weighted_query(far_queries, len(chunk.near.keys), state.moments, question, index.reverse)
-            state = state.replace(moments=moments)
+            mean, variance = state.moments or (None, None)
+            given = far_queries, len(chunk.near.keys), state.seen, mean, variance, question
+            weigh = partial(retrieval_units.weighted_query, reverse=True) if index.reverse else dispatch.weighted_query
+            mean, variance, vector = weigh(*given)
+            state = state.replace(moments=(mean, variance))
         if state.host.tokens:
             everything = state.replace(retrieved=None)
             state = everything if full_attention else self._retrieve(state, far_queries, vector, budget)
@@ -277,10 +272,13 @@ class LayerRetriever:
         return self.config.once and self.decoding and state.retrieved is not None
 
     def offload(self, state: LayerState, chunk: PrefillChunk, budget: int) -> LayerState:
-        """Offload tokens beyond the near window, in whole units."""
+        """Offload tokens beyond the near window, in whole units.
+
+        A decoded token, and those whose chunk fills, are within the near window: its oldest chunk leaves instead.
+        """
         sizes, config = self.config.sizes(budget), self.config
         sinks = 0 if state.host.tokens else sizes.sinks
-        waiting = state.num_near - sinks - sizes.near
+        waiting = state.num_near - sinks - (sizes.left_near if self.decoding else sizes.near)
         if waiting <= 0:
             return state
         marks = self.backend.token_marks(self.row, state.near_start + sinks, waiting)
@@ -362,18 +360,17 @@ class LayerRetriever:
         """Select units for the window's queries; vector: their one query vector, where it is known."""
         if self.is_frozen(state):
             return state
-        config, last, kv_heads, mean = self.config, state.retrieved, len(state.near.keys), None
+        config, last, question = self.config, state.retrieved, self.backend.question.get(self.index)
+        query = RetrievalQuery(queries, len(state.near.keys), self.call.scale, question, vector)
+        quota, asked = self._quota(state, budget), None
         if config.similar is not None:
-            mean = concat_heads(queries, kv_heads).mean(0)
-            before = last.query if last and self.decoding else None
-            if before is not None and float(cosine_similarity(mean, before, 0)) >= config.similar:
+            asked = query.vector
+            before = last.query if last and self.decoding and last.index.shape[1] <= quota else None
+            if before is not None and float(cosine_similarity(asked, before, 0)) >= config.similar:
                 return state
-        question = self.backend.question.get(self.index)
-        query = RetrievalQuery(queries, kv_heads, self.call.scale, state.moments, question, not self.decoding, vector)
         unit_index = state.unit_index.all if state.unit_index else state.host.keys()
         uniform = state.unit_size and "sizes" not in config.index.needs and not config.neighbours
         scores = config.index.score(query, unit_index, None if uniform else torch.cat(state.each_unit_size, 1))
-        quota = self._quota(state, budget)
         if config.density:
             state, quota = self._share(state, scores, quota, budget)
         if uniform and quota % state.unit_size == 0:
@@ -383,15 +380,15 @@ class LayerRetriever:
             index = select_units(scores, sizes, quota, config.neighbours).index
         can_compare = self.decoding or index.device.type == "cpu"  # it synchronizes with a GPU, in vain during prefill
         pair = last.pair if last and can_compare and index.equal(last.index) else None
-        return state.replace(retrieved=Retrieved(mean, index, pair))
+        return state.replace(retrieved=Retrieved(asked, index, pair))
 
     def _quota(self, state: LayerState, budget: int) -> int:
         """Tokens the budget leaves for retrieval beside sinks and near tokens, in whole units where they are uniform.
 
-        The tokens of a window attend to so many others, a decoded one too; without windows, the budget holds it.
+        The tokens of a window attend to so many others. The near window of a decoded token has room for it.
         """
-        counted = self.decoding and self.config.window is None
-        left = max(0, budget - state.num_sinks - state.num_near - counted)
+        near = max(self.config.sizes(budget).near, state.num_near + 1) if self.decoding else state.num_near
+        left = max(0, budget - state.num_sinks - near)
         unit = self.config.chunking.uniform_size(budget)
         return left // unit * unit
 
@@ -399,14 +396,20 @@ class LayerRetriever:
         """While decoding, layers share the quota of all of them; ActQKV's information density."""
         if not self.decoding:
             return state.replace(scores=scores), quota
-        now, layers = self.backend.density(scores), self.backend.layers
-        left = self.backend.quota_left.setdefault(self.row, len(layers) * quota)
-        later = self.backend.densities(layers[layers.index(self.index) + 1 :], self.row)
-        unit = self.config.chunking.uniform_size(budget)
-        share = density_share(now, [now if mean is None else mean for mean in later], left, unit)
-        self.backend.quota_left[self.row] = left - share
-        mean, steps = (state.density if state.scores is None else None) or (0.0, 0)
-        return state.replace(scores=None, density=((mean * steps + now) / (steps + 1), steps + 1)), share
+        backend, unit, device = self.backend, self.config.chunking.uniform_size(budget), scores.device
+        layers, everything = backend.layers, len(backend.layers) * quota // unit
+        left = backend.quota_left.get(self.row, torch.tensor([everything])).to(device)
+        known = torch.stack([backend.states[i][self.row].density.to(device) for i in layers])[None]
+        units, number = torch.tensor([scores.shape[1]], device=device), layers.index(self.index)
+        given = scores, units, left, known, number, everything
+        divide = partial(retrieval_units.share_quota, reverse=True) if self.reverse else dispatch.share_quota
+        share = divide(*given)
+        backend.quota_left[self.row] = left
+        return state.replace(density=known[0, number]), int(share) * unit
+
+    @property
+    def reverse(self) -> bool:
+        return self.config.density == "reverse"
 
 
 def _reorder(tokens: Tensor, order: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.dispatch import rotate
 from kvkeep.kernels.torch.rotation import Rotation
 
 Angles = tuple[Tensor, Tensor]
@@ -41,33 +40,27 @@ class RopeShift:
         return self._shift(layer, vectors, *by)
 
     def angles_from_zero(self, layer: int, vectors: Tensor) -> Angles:
-        """Give the angles of positions 0, 1, …, in the layout of the kernel `rotate`; the rotation must be whole."""
+        """Cosines and sines of positions 0, 1, … [n, pairs]"""
         rotation = self.rotations[layer]
         assert rotation is not None
-        return self._shift_angles(rotation, (0, 1), vectors)
+        return self._angles(rotation, (0, 1), vectors)
 
     def _shift(self, layer: int, vectors: Tensor, *shifts: Shift) -> Tensor:
         rotation = self.rotations.get(layer)
         if rotation is None or not vectors.shape[1]:
             return vectors
-        angles = [self._shift_angles(rotation, shift, vectors) for shift in shifts]
-        if is_whole(rotation, vectors.shape[-1]):
-            return rotate(vectors, *angles)
-        for each in angles:
-            vectors = rotation.apply(vectors, *each)
+        for shift in shifts:
+            vectors = rotation.apply(vectors, *self._angles(rotation, shift, vectors))
         return vectors
 
-    def _shift_angles(self, rotation: Rotation, shift: Shift, vectors: Tensor) -> Angles:
-        """Cosines and sines, in the layout of the kernel `rotate` where it fits."""
-        (_, n, dim), device = vectors.shape, vectors.device
-        name = id(rotation), shift, n, dim, device
+    def _angles(self, rotation: Rotation, shift: Shift, vectors: Tensor) -> Angles:
+        n, device = vectors.shape[1], vectors.device
+        name = id(rotation), shift, n, device
         if name not in self.angles_of:
             if (id(rotation), device) not in self.on_device:
                 self.on_device[id(rotation), device] = rotation.to(device)
             by = shift if isinstance(shift, Tensor) else torch.arange(n, device=device) * shift[1] + shift[0]
-            cos, sin = self.on_device[id(rotation), device].angles(by)
-            both = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-            self.angles_of[name] = both if is_whole(rotation, vectors.shape[-1]) else (cos, sin)
+            self.angles_of[name] = self.on_device[id(rotation), device].angles(by)
         return self.angles_of[name]
 
 

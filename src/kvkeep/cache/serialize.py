@@ -55,7 +55,6 @@ def describe(cache: CacheState, **more: Any) -> tuple[dict[str, Tensor], dict[st
             "name yours: kvkeep.register_method. Its parts must be equal whenever it is made: no function inside a "
             "function."
         )
-    cache.backend.query_buffer.merge_steps()
     tensors = {
         f"layer.{i}.{name}": part
         for i, layer in cache.backend.store.items() if layer

@@ -70,12 +70,10 @@ def _kind(each: Recipe) -> str:
 def _changed(wanted: Recipe, options: ReproduceOptions) -> Recipe:
     """Change the recipe by the options: small, another model, fewer samples, another schedule or YaRN."""
     wanted = shrink(wanted) if options.small else wanted
-    if options.model and len(wanted.models) > 1:  # one model, beside the first one's printed numbers
+    if options.model:  # beside the numbers that are printed for one model, the first
         group = next(iter(wanted.models))
         cells = tuple(cell for cell in wanted.cells if cell.group == group)
         wanted = replace(wanted, models={group: options.model}, cells=cells, yarn={})
-    elif options.model:
-        wanted = replace(wanted, models=dict.fromkeys(wanted.models, options.model), yarn={})
     if options.yarn:
         wanted = replace(wanted, yarn=dict.fromkeys(wanted.models, (options.yarn, 0)))
     schedule = options.schedule or wanted.schedule

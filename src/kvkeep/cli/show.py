@@ -113,9 +113,9 @@ def _score(cell: Any) -> str:
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:
     """Notes on truncated prompts and missing chat templates."""
-    tasks: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        tasks.setdefault(row["task"], []).append(row)
+    from kvkeep.evaluate.results import grouped
+
+    tasks = grouped((row["task"], row) for row in rows)
     found = [_too_long(task, mine) for task, mine in tasks.items() if any(row["truncated"] for row in mine)]
     if rows and all(row["template"] == "plain" for row in rows):
         found.append("no prompt went through a chat template: the tokenizer has none, or these tasks want none")

@@ -13,7 +13,6 @@ from kvkeep.compress.parse import parse_budget
 from kvkeep.compress.pipeline import compress, update_token_state
 from kvkeep.compress.retrieval.index import OffloadedTokens, RetrievalQuery, by_unit, select_units
 from kvkeep.errors import BadParameter, BadTensor
-from kvkeep.kernels.torch.retrieval_units import Moments, concat_heads
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.kernels.torch.slotted import two_region_attention
 from kvkeep.types import NOTHING, Budget, Observation, Selection
@@ -155,9 +154,7 @@ def retrieve_once(seen: Observation, method: Method, budget: int) -> Selection |
         mass = _mass(seen, sizes.near, "mass_per_head" in needs)[..., begin:end]
     built = config.index.build(OffloadedTokens(keys, mass, member, size.shape[1]))
     unit_index = [keys] if "keys" in needs else built
-    moments = Moments.of(concat_heads(seen.queries, seen.kv_heads)) if "moments" in needs else None
-    query = RetrievalQuery(seen.queries[:, -1:], seen.kv_heads, seen.scale, moments, prefill=False)
-    scores = config.index.score(query, unit_index, size)
+    scores = config.index.score(RetrievalQuery(seen.queries[:, -1:], seen.kv_heads, seen.scale), unit_index, size)
     unit = config.chunking.uniform_size(budget)
     quota = max(0, budget - sizes.sinks - (n - end)) // unit * unit
     index = select_units(scores, size.expand(len(scores), -1), quota, config.neighbours).index

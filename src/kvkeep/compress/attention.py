@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvkeep.arguments import Checked
-from kvkeep.kernels.dispatch import column_mass, key_similarity, smooth
+from kvkeep.kernels.dispatch import column_mass, key_similarity
 from kvkeep.kernels.torch.scoring import probabilities, sum_over_queries
 from kvkeep.types import PAD_POSITION, Observation
 
@@ -68,11 +68,6 @@ def causal_mask(seen: Observation, last: int) -> Tensor:
     newest = seen.token_positions if len(set(seen.lengths)) > 1 else seen.token_positions[:, -last:]
     queries = torch.arange(seen.seq_len - last, seen.seq_len, device=newest.device)
     return newest[:, None, :] <= queries[:, None]
-
-
-def pool(scores: Tensor, among: Tensor, width: int, kind: str = "avg") -> Tensor:
-    """Smooth the scores of the tokens `among`, with each other only. scores, among [kv_heads, n]"""
-    return scores if width == 1 else smooth(scores, among, width, kind)
 
 
 def squared_value_norms(seen: Observation) -> Tensor:

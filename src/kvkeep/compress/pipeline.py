@@ -15,7 +15,7 @@ from kvkeep.compress.budget.heads import Candidates, SharedBudget
 from kvkeep.compress.method import Method
 from kvkeep.compress.protocols import Scorer, ScorerTraits
 from kvkeep.kernels.dispatch import places_of, ranks
-from kvkeep.kernels.torch.ranking import Units, inverse, packs, ranked
+from kvkeep.kernels.torch.ranking import Units, inverse, ranked
 from kvkeep.types import Observation, Selection, Tokens
 
 
@@ -46,24 +46,12 @@ def decide(
     scores, forced, units, tokens = score(seen, method, method.scorer, budget, layer_budget)
     if covers(seen, method):
         return cover(seen, method, layer_budget, scores, forced, units, tokens)
-    counts = getattr(method.heads, "counts", None)
-    if packs(scores) and (units is None or packs(units.scores)):
-        by_unit = () if units is None else (units.member, units.scores)
-        rank = ranks(scores, forced, tokens if seen.is_padded else None, *by_unit)
-        if counts:
-            total = min(seen.kv_heads * layer_budget, sum(seen.lengths))
-            return PlacedSelection.of(rank, counts(scores, forced, seen.lengths, layer_budget, units, rank), total)
-        quota = method.heads(scores, forced, seen.lengths, layer_budget, units)
-        if len(set(quota)) == 1:
-            same = torch.full((len(quota),), quota[0], device=rank.device)
-            index = PlacedSelection.of(rank, same, sum(quota)).places[1]
-            return Selection(index.view(len(quota), -1), tuple(quota))
-    order = ranked(scores, forced, tokens, units)
-    if counts:
-        quota = counts(scores, forced, seen.lengths, layer_budget, units, inverse(order)).tolist()
-    else:
-        quota = method.heads(scores, forced, seen.lengths, layer_budget, units)
-    return first(order, quota)
+    rank = places_in_order(seen, scores, forced, units, tokens)
+    given = scores, forced, seen.lengths, layer_budget, units
+    if counts := getattr(method.heads, "counts", None):
+        total = min(seen.kv_heads * layer_budget, sum(seen.lengths))
+        return PlacedSelection.of(rank, counts(*given, rank), total)
+    return PlacedSelection.of_quota(rank, method.heads(*given))
 
 
 def covers(seen: Observation, method: Method) -> bool:
@@ -89,7 +77,7 @@ def cover(
         needed = method.needed.count(each.gather(1, order)).maximum(forced.sum(1))
         quota = [min(pair) for pair in zip(method.heads(*given), needed.tolist(), strict=True)]
     kept = each.masked_fill(rank >= torch.tensor(quota, device=rank.device)[:, None], 0.0)
-    return replace(first(order, quota), coverage=covered(kept.sum(), each.sum()))
+    return replace(PlacedSelection.of_quota(rank, quota).known(), coverage=covered(kept.sum(), each.sum()))
 
 
 def score(
@@ -107,12 +95,17 @@ def score(
     return scores.masked_fill(~tokens, float("-inf")) if seen.is_padded else scores, forced, units, tokens
 
 
+def places_in_order(seen: Observation, scores: Tensor, forced: Tensor, units: Units | None, tokens: Tensor) -> Tensor:
+    """The place of each token in its head's order. [kv_heads, n]; the arguments are those that `score` returns"""
+    by_unit = () if units is None else (units.member, units.scores)
+    return ranks(scores, forced, tokens if seen.is_padded else None, *by_unit)
+
+
 def candidates(seen: Observation, method: Method, budget: int, held: Tokens) -> Candidates:
     """A layer's tokens, ready to compete with those of other layers for one budget. held: [kv_heads, n, …]"""
     assert method.scorer is not None and isinstance(method.heads, SharedBudget)
     scores, forced, units, tokens = score(seen, method, method.scorer, budget, budget)
-    by_unit = () if units is None else (units.member, units.scores)
-    rank = ranks(scores, forced, tokens if seen.is_padded else None, *by_unit)
+    rank = places_in_order(seen, scores, forced, units, tokens)
     whole = amounts(scores, tokens & ~forced).sum() if covers(seen, method) else None
     sure = method.heads.sure(forced, budget if method.needed is None else 0)
     return Candidates.of(held, scores, rank, sure, units, whole, seen.is_padded)
@@ -124,42 +117,29 @@ def layer_budgets(method: Method, budget: int, tokens: int, weights: Sequence[fl
     return method.layers(budget, floor, tokens, list(weights) if method.layers.layer_weight else len(weights))
 
 
-def first(order: Tensor, quota: Sequence[int]) -> Selection:
-    """The first `quota` of each head's order, in ascending order of index."""
-    longest = max(quota)
-    index = order[:, :longest]
-    if min(quota) != longest:
-        allowed = torch.tensor(quota, device=order.device)[:, None]
-        index = index.masked_fill(torch.arange(longest, device=order.device) >= allowed, order.shape[1])
-    return Selection(index.sort(dim=1).values, tuple(quota))
-
-
 @dataclass(frozen=True)
 class PlacedSelection:
-    """A selection whose lengths are known to the device alone: the host need not wait for them."""
+    """A selection whose lengths may be known to the device alone: the host need not wait for them."""
 
     places: Tensor  # [2, total] KV head and token index of what is kept, head by head, ascending
     counts: Tensor  # [kv_heads] tokens kept per KV head
+    lengths: tuple[int, ...] | None = None  # the same, where the host knows them
 
     @classmethod
     def of(cls, rank: Tensor, counts: Tensor, total: int) -> PlacedSelection:
         return cls(places_of(rank, counts, total), counts)
 
     @classmethod
-    def at(cls, selection: Selection) -> PlacedSelection:
-        """The places of a selection."""
-        index, lengths = selection.index, selection.lengths
-        counts, most = torch.full((len(lengths),), max(lengths), device=index.device), index.shape[1]
-        heads = torch.arange(len(lengths), device=index.device).repeat_interleave(most)
-        if min(lengths) == most:
-            return cls(torch.stack([heads, index.flatten()]), counts)
-        counts = torch.tensor(lengths, device=index.device)
-        kept = (torch.arange(most, device=index.device) < counts[:, None]).flatten()
-        return cls(torch.stack([heads[kept], index.flatten()[kept]]), counts)
+    def of_quota(cls, rank: Tensor, quota: Sequence[int]) -> PlacedSelection:
+        """The first `quota` of each head's order."""
+        counts = rank.new_full((len(quota),), quota[0])  # without waiting for the device
+        if len(set(quota)) > 1:
+            counts = torch.tensor(quota, device=rank.device)
+        return cls(places_of(rank, counts, sum(quota)), counts, tuple(quota))
 
     def known(self) -> Selection:
         """Wait for the lengths."""
-        lengths = tuple(self.counts.tolist())
+        lengths = self.lengths or tuple(self.counts.tolist())
         if len(set(lengths)) == 1:
-            return Selection(self.places[1].view(len(lengths), -1), lengths)
+            return Selection(self.places[1].view(len(lengths), lengths[0]), lengths)
         return Selection(pad_sequence(list(self.places[1].split(lengths)), True), lengths)

@@ -380,6 +380,9 @@ REACH = (
 )
 ONCE = "layers are compared once, after all are prefilled, and held uncompressed until then"
 SIGN = "equation 5's sign follows the text"
+FILLING = (
+    "in decode, tokens that wait for their chunk to fill are local ones, and the oldest chunk of these leaves for them"
+)
 RANGES = "one range of text per 16 tokens, 500 at most (chunks=500: as in the paper)"
 METHODS = Registry("method", {
     "full": Preset(full, "", "everything"),
@@ -491,16 +494,17 @@ METHODS = Registry("method", {
         actqkv, "ActQKV", "everything; chunks are retrieved for an average query weighted by activation bias",
         "statistics per layer and sequence; the question's queries join the window's, the authors' further term has "
         "weight 0 (question_weight); all tokens of a chunk represent it (representatives=4: the paper's number, chosen "
-        "by each query head); one average query per KV head retrieves; "
+        f"by each query head); one average query per KV head retrieves; {FILLING}; "
         "reverse=True is the ablation of appendix D.3, a query's weight 1 / the sum of its bias",
     ),
     "infllm": Preset(
         infllm, "arXiv:2402.04617", "everything; blocks are retrieved for the mean query of a window",
-        "blocks are selected once for all heads; each query head has its own representatives (per_head=False: one set)",
+        "blocks are selected once for all heads; each query head has its own representatives (per_head=False: one "
+        f"set); {FILLING}",
     ),
     "qllm": Preset(
         qllm, "arXiv:2406.07528", "everything; blocks are retrieved for the window and, above all, for the question",
-        "the question's queries come from prefilling it alone",
+        f"the question's queries come from prefilling it alone; {FILLING}",
     ),
     "tokenselect": Preset(
         tokenselect, "arXiv:2411.02886", "everything; tokens are retrieved by attention of all heads, made contiguous",
@@ -512,7 +516,7 @@ METHODS = Registry("method", {
     ),
     "quest": Preset(
         quest, "arXiv:2406.10774", "everything; pages are retrieved by a bound on their attention, for every token",
-        f"no layer is exempt; {GROUPED}",
+        f"no layer is exempt; {GROUPED}; {FILLING}",
     ),
     "clusterkv": Preset(
         clusterkv, "arXiv:2412.03213", "everything; clusters of keys are retrieved by their centre, for every token",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +36,8 @@ class Context:
     def __init__(self, driver: Driver, sequence: Sequence, text: str, known_questions: frozenset[str] = frozenset()):
         """sequence: one of its own, with the text prefilled; known_questions: those that took part in the selection"""
         sequence.cache.tracker.mark_context()
-        self._driver, self._sequence, self.text = driver, sequence, text
+        self._driver, self.text = driver, text
+        self.sequence = sequence  # others than this context must not change it
         self.known_questions, self._warned = known_questions, False
         self.answer = Answer(sequence.config.tokenizer)  # to the last question
         self._report = sequence.cache.report()
@@ -68,11 +68,6 @@ class Context:
         sequence.token_ids = ids
         return cls(driver, sequence, text, frozenset({question.strip()} if question else ()))
 
-    @property
-    def sequence(self) -> Sequence:
-        """The sequence with the text prefilled; others than this context must not change it."""
-        return self._sequence
-
     def ask(self, question: str, **options: Any) -> str:
         """The answer to a question about the text; options as in `Engine.stream`."""
         return "".join(self.stream(question, **options))
@@ -92,15 +87,15 @@ class Context:
     def _prompt(self, question: str, how: Generation) -> Tensor:
         """Ids of the text and a question that both fit the model."""
         check_text("question", question)
-        seen = self._sequence.token_ids
-        ids = seen + self._sequence.config.question_ids(self.text, question, seen)
-        self._sequence.config.check_length(len(ids), how.max_new_tokens)
+        seen = self.sequence.token_ids
+        ids = seen + self.sequence.config.question_ids(self.text, question, seen)
+        self.sequence.config.check_length(len(ids), how.max_new_tokens)
         self._warn(question)
         return torch.tensor(ids)
 
     def _submit(self, question: str, ids: Tensor, how: Generation, progress: ProgressCallback) -> Handle:
         with self._driver.lock:
-            sequence = self._sequence.fork()
+            sequence = self.sequence.fork()
             sequence.set_question(question, self.tokens)
         request = Request(sequence.config, ids, how, sequence, progress=progress, interactive=True, keeps_cache=True)
         return Handle(self._driver.submit(request), self._driver)
@@ -115,7 +110,7 @@ class Context:
 
     def _warn(self, question: str) -> None:
         """Warn once, where tokens were evicted without knowing this question."""
-        method, kept = self._sequence.config.method, self._report.kept["context"]
+        method, kept = self.sequence.config.method, self._report.kept["context"]
         if self._warned or not method.query_aware or kept >= self.tokens or question.strip() in self.known_questions:
             return
         self._warned = True
@@ -129,13 +124,13 @@ class Context:
     def fork(self) -> Context:
         """An independent copy."""
         fork = copy.copy(self)
-        fork._sequence = self._sequence.fork()
+        fork.sequence = self.sequence.fork()
         return fork
 
     def save(self, path: str | Path) -> None:
         """Save it to a folder; model and tokenizer are not part of it."""
-        facts = {"text": self.text, "ids": self._sequence.token_ids, "questions": sorted(self.known_questions)}
-        serialize.save(self._sequence.cache, path, context=facts)
+        facts = {"text": self.text, "ids": self.sequence.token_ids, "questions": sorted(self.known_questions)}
+        serialize.save(self.sequence.cache, path, context=facts)
 
     @classmethod
     def load(cls, driver: Driver, config: SequenceConfig, path: str | Path) -> Context:
@@ -144,12 +139,11 @@ class Context:
             raise BadCacheFile(
                 f"{path} was saved with another tokenizer or chat template, or special tokens; load it with that one."
             )
-        sequence = Sequence(replace(config, method=cache.method, budget=cache.budget), cache, found["ids"])
-        return cls(driver, sequence, found["text"], frozenset(found["questions"]))
+        return cls(driver, config.sequence_of(cache, found["ids"]), found["text"], frozenset(found["questions"]))
 
     def __len__(self) -> int:
         """Tokens of the text, with the chat template's beginning."""
-        return len(self._sequence.token_ids)
+        return len(self.sequence.token_ids)
 
     tokens = property(__len__)
 
@@ -158,7 +152,7 @@ class Context:
         return self._report
 
     def __repr__(self) -> str:
-        return repr(self._sequence.cache).replace("kvkeep.Cache", "kvkeep.Context", 1)
+        return repr(self.sequence.cache).replace("kvkeep.Cache", "kvkeep.Context", 1)
 
 
 def _rewind(cache: Cache, end: int) -> None:
@@ -168,5 +162,4 @@ def _rewind(cache: Cache, end: int) -> None:
         layer.fill([[head[: int((head.token_positions < end).sum())] for head in layer.row(0)]])
     tracker.seen, tracker.prompt, tracker.padded_length = [end], [end], end
     tracker.kept = [min(tracker.kept[0], end)]
-    backend.query_buffer.merge_steps()
     backend.query_buffer.queries.clear()

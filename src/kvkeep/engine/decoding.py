@@ -13,7 +13,7 @@ from kvkeep.cache.decode.policy import Policy
 from kvkeep.cache.decode.runner import DecodePool
 from kvkeep.cache.decode.step_pool import StepPool
 from kvkeep.cache.decode.vote_pool import VotePool
-from kvkeep.engine.batch import DecodeBatch, IndependentBatch
+from kvkeep.engine.batch import DecodeBatch
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import OUT_OF_MEMORY, HeldRequests, own_error
 from kvkeep.engine.pooled_batch import PooledBatch
@@ -60,22 +60,20 @@ class Decoding:
                 batch.admit(request)
                 request.move(State.DECODING)
             except OUT_OF_MEMORY as error:
-                self.held.check_alike(error)
                 self._restart(batch, [*batch.requests, request], error)
             except Exception as error:
-                self.held.check_alike(error)
                 self.held.end(request, error)
 
     def launch(self, batch: DecodeBatch) -> None:
         try:
             batch.launch()
         except OUT_OF_MEMORY as error:
-            self.held.check_alike(error)
             self._restart(batch, list(batch.requests), error)
 
-    def _restart(self, batch: DecodeBatch, requests: list[Request], error: BaseException) -> None:
+    def _restart(self, batch: DecodeBatch, requests: list[Request], error: Exception) -> None:
         """Restart these, fewer at a time, in another pool: this one may have grown in some layers alone."""
         held = self.held
+        held.check_alike(error)
         self.release_finished()
         requests = [each for each in requests if not each.done]
         batch.clear()
@@ -118,38 +116,35 @@ class Decoding:
     def batch_for(self, request: Request) -> DecodeBatch:
         cache = request.sequence.cache
         policy = Policy.of(cache)
-        batch = self._batch(self._kind(policy, cache), policy, cache)
-        stays = policy is not Policy.APPEND or cache.make_room(request.how.max_new_tokens)
-        if not stays or isinstance(batch, RetrievalBatch) and not batch.can_hold(request):
-            return self._batch(Policy.ALONE.value, Policy.ALONE, cache)
+        if policy is Policy.APPEND and not cache.make_room(request.how.max_new_tokens):
+            policy = Policy.ALONE
+        batch = self._batch(policy, cache)
+        if isinstance(batch, RetrievalBatch) and not batch.can_hold(request):
+            return self._batch(Policy.ALONE, cache)
         return batch
 
-    def _kind(self, policy: Policy, cache: Cache) -> str:
+    def _batch(self, policy: Policy, cache: Cache) -> DecodeBatch:
         """Some pools are of one method and budget; without graphs, several share forward passes instead."""
+        batches, kind = self.held.batches, policy.value
         if policy is Policy.APPEND:
-            return f"{policy.value}: {cache.storage}"
-        kind = f"{policy.value}: {cache.method} {cache.budget}"
-        if policy is Policy.ALONE or (self.device != "cuda" and self._others_busy(kind, policy)):
-            return Policy.ALONE.value
-        return kind
-
-    def _others_busy(self, kind: str, policy: Policy) -> bool:
-        idle = self.held.idle
-        return any(name.startswith(f"{policy.value}:") and name not in (kind, *idle) for name in self.held.batches)
-
-    def _batch(self, kind: str, policy: Policy, cache: Cache) -> DecodeBatch:
-        batches = self.held.batches
+            kind += f": {cache.storage}"
+        elif policy is not Policy.ALONE:
+            kind += f": {cache.method} {cache.budget}"
         if kind not in batches:
-            batches[kind] = self._new_batch(Policy.ALONE if kind == Policy.ALONE.value else policy, cache)
+            alike = [name for name in batches if name.startswith(f"{policy.value}:") and policy is not Policy.APPEND]
+            idle = [name for name in alike if name in self.held.idle]
+            if alike != idle and self.device != "cuda":
+                return self._batch(Policy.ALONE, cache)
+            for name in idle:
+                del batches[name]  # its memory is needed
+            batches[kind] = self._new_batch(policy, cache)
         return batches[kind]
 
     def _new_batch(self, policy: Policy, cache: Cache) -> DecodeBatch:
         if policy is Policy.ALONE:
-            return IndependentBatch(self.model, self.held.max_rows, self.memory.cap)
+            return DecodeBatch(self.model, self.held.max_rows, self.memory.cap)
         if policy is Policy.APPEND:
             return PooledBatch(self.model, cache.storage, *self.pool_sizes)
-        for idle in [name for name in self.held.idle if name.startswith(f"{policy.value}:")]:
-            del self.held.batches[idle]  # its memory is needed
         if policy is Policy.RETRIEVE:
             return RetrievalBatch(cache, *self.pool_sizes)
         pool = POOLS[policy](cache)

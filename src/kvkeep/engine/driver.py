@@ -202,6 +202,8 @@ class Driver:
                 draft_pool.warmup(config.model, rows, longest, self.scheduler.memory.draft_room())
             for batch in self.scheduler.held.batches.values():
                 batch.warmup(budget, rows, progress)
+            if on_gpu and (every := config.method.schedule.every):
+                self.run([Request(config, ids, Generation(every + 2))], 1)  # until it evicts while it decodes
 
     def close(self) -> None:
         """Cancel all requests, and free the pool."""

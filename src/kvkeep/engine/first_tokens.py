@@ -10,12 +10,11 @@ from torch import Tensor
 
 from kvkeep.cache.decode.draft_pool import MOST_ROWS, most_held
 from kvkeep.cache.passes import PassEnd, ending, run_passes
-from kvkeep.engine.batch import DecodeBatch, InflightStep
+from kvkeep.engine.batch import DecodeBatch, InflightStep, sampling_rows
 from kvkeep.engine.decoding import Decoding
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
 from kvkeep.engine.request import Request, State
-from kvkeep.engine.sampling import SamplingRows
 from kvkeep.storage.upload import upload
 
 
@@ -35,9 +34,10 @@ class FirstTokens:
         at_once: nothing of its prefill was left for later
         """
         request.eos_token_ids = self.eos_token_ids
-        rows, row = SamplingRows.of([request.how], logits.device, [request.edit]), logits[None]
-        token = _sample(request, rows, row)
-        first = InflightStep.of({0: request}, token, rows.logprobs(row, token))
+        rows, position = sampling_rows([request], logits.device), upload([len(request.ids)], logits.device)
+        if request.banned_first:
+            logits = logits.index_fill(-1, upload(list(request.banned_first), logits.device), float("-inf"))
+        first = InflightStep.sample({0: request}, rows, logits[None], position)
         self.held.waiting.remove(request)
         self.held.first_tokens[request] = first
         drafts = request.can_draft_later and not at_once
@@ -102,12 +102,3 @@ class FirstTokens:
                 else:
                     self.decoding.place(request)
         self.decoding.admit()
-
-
-def _sample(request: Request, rows: SamplingRows, logits: Tensor) -> Tensor:
-    """Sample the first token. logits [1, vocabulary] -> [1]"""
-    if request.banned_first:
-        banned = upload(list(request.banned_first), logits.device)
-        logits = logits.index_fill(-1, banned, float("-inf"))
-    position = upload([len(request.ids)], logits.device)
-    return rows.sample(logits, position, {0: request.allowed()} if request.how.constraint else None)

@@ -25,48 +25,40 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self.by_client: dict[str, deque[Request]] = {}  # in the order in which they came
+        self.requests: list[Request] = []  # in the order in which they came
         self.turns: dict[str, int] = {}  # the number of the last turn of a client
-        self.count = 0
 
     def __len__(self) -> int:
         """The number of requests, from any thread."""
-        return self.count
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        clients = sorted(self.by_client, key=lambda client: self.turns.get(client, 0))
-        queues = [sorted(self.by_client[each], key=lambda request: not request.started) for each in clients]
-        return (each for turn in zip_longest(*queues) for each in turn if each is not None)
+        queues: dict[str, list[Request]] = {}
+        for request in self.requests:
+            queues.setdefault(request.client, []).append(request)
+        clients = sorted(queues, key=lambda client: self.turns.get(client, 0))
+        turns = zip_longest(*(sorted(queues[each], key=lambda request: not request.started) for each in clients))
+        return (each for turn in turns for each in turn if each is not None)
 
     def append(self, request: Request) -> None:
-        self.by_client.setdefault(request.client, deque()).append(request)
-        self.count += 1
+        self.requests.append(request)
 
     def put_back(self, requests: list[Request]) -> None:
         """Put requests before the others of their clients."""
-        for request in reversed(requests):
-            self.by_client.setdefault(request.client, deque()).appendleft(request)
-            self.count += 1
+        self.requests[:0] = requests
 
     def take_turn(self, request: Request) -> None:
         """Make its client the last one: a chunk of it is prefilled. This holds also if it was the only request."""
         self.turns[request.client] = 1 + max(self.turns.values(), default=0)
 
     def remove(self, request: Request) -> None:
-        queue = self.by_client[request.client]
-        queue.remove(request)
-        self.count -= 1
-        if not queue:
-            del self.by_client[request.client]
-            self._forget()
-
-    def _forget(self) -> None:
-        """Forget the turns of clients that have no request and would be the first, as new clients are."""
-        oldest = min((self.turns.get(client, 0) for client in self.by_client), default=sys.maxsize)
+        """Take it out, and forget the turns of clients that have no request and would be the first, as new ones are."""
+        self.requests.remove(request)
+        oldest = min((self.turns.get(each.client, 0) for each in self.requests), default=sys.maxsize)
         self.turns = {client: turn for client, turn in self.turns.items() if turn >= oldest}
 
     def clear(self) -> None:
-        self.by_client, self.turns, self.count = {}, {}, 0
+        self.requests, self.turns = [], {}
 
 
 class HeldRequests:
@@ -143,7 +135,9 @@ class HeldRequests:
         else:
             self.waiting.remove(request)
 
-    def end(self, request: Request, error: BaseException | None = None) -> None:
+    def end(self, request: Request, error: Exception | None = None) -> None:
+        if error is not None:
+            self.check_alike(error)
         self.remove(request)
         request.finish(error)
 
@@ -173,7 +167,6 @@ class HeldRequests:
         try:
             yield
         except Exception as error:
-            self.check_alike(error)
             self.end(request, error)
 
     def abort(self, error: BaseException) -> None:

@@ -14,10 +14,11 @@ import io
 import pickle
 import secrets
 import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -27,7 +28,7 @@ from kvkeep.engine.scheduler import News, Scheduler
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import CacheMisuse, KvkeepError
 
-MOST_CONFIGS = 256  # that are known by a number
+MOST_CONFIGS = 256  # that a follower remembers
 Unpinned = tuple[str, str, bool]  # what `PrefixStore.remove` is given
 OF_THE_LEADER = "progress", "continues", "logits"  # fields of a request that are not sent
 ALONE = RuntimeError, MemoryError, OSError  # what one process may meet, and others not
@@ -53,7 +54,8 @@ class Leader:
     def __init__(self, scheduler: Scheduler, parts: dict[str, Any], send: Callable[[bytes], None]) -> None:
         """parts: what requests refer to and every process has, by name: "config", "store", …"""
         self.scheduler, self.store, self.send = scheduler, parts["store"], send
-        self.pickler, self.open = RequestPickler(parts), True
+        self.open = True  # until the engine is closed
+        self.names = {id(part): name for name, part in parts.items() if part is not None}
         self.messages: dict[Request, bytes] = {}  # of those that are not sent yet
         self.numbers: dict[Request, int] = {}  # of those that are
         self.count, self.unpinned = count(), deque[Unpinned]()
@@ -68,7 +70,21 @@ class Leader:
                 "several processes share this model, and none can keep a cache or report progress by itself; use "
                 "submit, or pin for a text with many questions."
             )
-        self.messages[request] = self.pickler.dumps(request)
+        self.messages[request] = self._pickled(request)
+
+    def _pickled(self, request: Request) -> bytes:
+        names = [each.name for each in fields(request) if each.name not in OF_THE_LEADER]
+        out = io.BytesIO()
+        pickler = pickle.Pickler(out)
+        pickler.persistent_id = self._name  # type: ignore[method-assign]
+        pickler.dump({name: getattr(request, name) for name in names})
+        return out.getvalue()
+
+    def _name(self, part: Any) -> str | bytes | None:
+        """Name what every process has, or can make."""
+        if isinstance(part, SequenceConfig) and id(part) not in self.names:
+            return pickle.dumps((part.method, part.budget))
+        return self.names.get(id(part))
 
     def agree(self, news: News) -> News:
         if not self.open:
@@ -91,7 +107,7 @@ class Follower:
 
     def __init__(self, scheduler: Scheduler, parts: dict[str, Any], receive: Callable[[], bytes]) -> None:
         self.scheduler, self.parts, self.receive = scheduler, parts, receive
-        self.configs: OrderedDict[int, SequenceConfig] = OrderedDict()
+        self.config = lru_cache(MOST_CONFIGS)(self._config)
         self.requests: dict[int, Request] = {}
         self.count = count()
         _join(scheduler, parts["store"], receive(), self.agree)
@@ -100,11 +116,24 @@ class Follower:
         told: Message = pickle.loads(self.receive())
         if told.state != _state(self.scheduler):
             raise OutOfStep("it has other requests, tokens or prefixes than the first process")
-        submitted = [RequestUnpickler(message, self.parts, self.configs).request() for message in told.submitted]
+        submitted = [self._request(message) for message in told.submitted]
         self.requests = {number: each for number, each in self.requests.items() if not each.done}
         self.requests |= {next(self.count): each for each in submitted}
         _unpin(self.parts["store"], told.unpinned)
         return submitted, [self.requests[number] for number in told.cancelled]
+
+    def _request(self, message: bytes) -> Request:
+        unpickler = pickle.Unpickler(io.BytesIO(message))
+        unpickler.persistent_load = self._part  # type: ignore[method-assign]
+        return Request(**unpickler.load())
+
+    def _part(self, name: str | bytes) -> Any:
+        return self.parts[name] if isinstance(name, str) else self.config(name)
+
+    def _config(self, pickled: bytes) -> SequenceConfig:
+        """Requests of one method and budget have one config, as where they come from."""
+        method, budget = pickle.loads(pickled)
+        return replace(self.parts["config"], method=method, budget=budget)
 
 
 def _join(scheduler: Scheduler, store: PrefixStore | None, seed: bytes, agree: Callable[[News], News]) -> None:
@@ -134,52 +163,3 @@ def _state(scheduler: Scheduler) -> int:
     rows = [len(each.requests) for each in held.batches.values()]
     stored = None if store is None else [entry.nbytes for entry in store.entries.values()]
     return zlib.crc32(repr((requests, rows, stored)).encode())
-
-
-class RequestPickler:
-    """Turns requests into bytes. What every process has is named."""
-
-    def __init__(self, parts: dict[str, Any]) -> None:
-        self.names = {id(part): name for name, part in parts.items() if part is not None}
-        self.configs: OrderedDict[int, tuple[int, SequenceConfig]] = OrderedDict()  # by `id`, with their numbers
-        self.count = count()
-
-    def dumps(self, request: Request) -> bytes:
-        names = [each.name for each in fields(request) if each.name not in OF_THE_LEADER]
-        out = io.BytesIO()
-        pickler = pickle.Pickler(out)
-        pickler.persistent_id = self._name  # type: ignore[method-assign]
-        pickler.dump({name: getattr(request, name) for name in names})
-        return out.getvalue()
-
-    def _name(self, part: Any) -> Any:
-        if id(part) in self.names or not isinstance(part, SequenceConfig):
-            return self.names.get(id(part))
-        if id(part) not in self.configs:
-            self.configs[id(part)] = next(self.count), part
-            _forget(self.configs)
-        return self.configs[id(part)][0], part.method, part.budget
-
-
-class RequestUnpickler(pickle.Unpickler):
-    def __init__(self, message: bytes, parts: dict[str, Any], configs: OrderedDict[int, SequenceConfig]) -> None:
-        """configs: by number; those of one method and budget are one object, as where they come from"""
-        super().__init__(io.BytesIO(message))
-        self.parts, self.configs = parts, configs
-
-    def request(self) -> Request:
-        return Request(**self.load())
-
-    def persistent_load(self, name: Any) -> Any:
-        if isinstance(name, str):
-            return self.parts[name]
-        number, method, budget = name
-        if number not in self.configs:
-            self.configs[number] = replace(self.parts["config"], method=method, budget=budget)
-            _forget(self.configs)
-        return self.configs[number]
-
-
-def _forget(configs: OrderedDict[int, Any]) -> None:
-    while len(configs) > MOST_CONFIGS:
-        configs.popitem(last=False)

@@ -5,7 +5,7 @@ The tokens so far are counted on the device, so that steps can be launched ahead
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,9 @@ from kvkeep.storage.upload import upload
 
 @dataclass(frozen=True)
 class Edit:
-    """The options of one answer that change its logits, and the tokens they look at."""
+    """The options of one answer, some of which change its logits, and the tokens these look at."""
 
-    bias: Mapping[int, float]  # by token id
-    repetition: float
-    frequency: float
-    presence: float
-    min_tokens: int
+    how: Any  # the `Generation`
     prompt: Tensor  # [n] token ids
     answer: Sequence[int]  # token ids so far
     ends: Sequence[int]  # token ids that would end the answer
@@ -38,9 +34,15 @@ class Edit:
             added = upload(torch.as_tensor(values, dtype=torch.float32).expand(len(index)), device)
             return torch.zeros(self.vocabulary, device=device).index_add(0, index, added)[None]
 
-        numbers = {name: getattr(self, name) for name in ("repetition", "frequency", "presence", "min_tokens")}
+        how = self.how
+        numbers = {
+            "repetition": how.repetition_penalty,
+            "frequency": how.frequency_penalty,
+            "presence": how.presence_penalty,
+            "min_tokens": 0 if how.constraint else how.min_tokens,
+        }
         return {
-            "bias": sums(list(self.bias), list(self.bias.values())),
+            "bias": sums(list(how.logit_bias), list(how.logit_bias.values())),
             "in_prompt": sums(self.prompt) > 0,
             "counts": sums(list(self.answer)),
             "ends": sums(list(self.ends)) > 0,

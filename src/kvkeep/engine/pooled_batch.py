@@ -7,7 +7,7 @@ that ends early has run one step too many, whose token is ignored.
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvkeep.cache.cache import Cache
 from kvkeep.cache.decode.row_pool import RowPool
 from kvkeep.cache.decode.runner import Runner
 from kvkeep.cache.report import format_bytes
-from kvkeep.engine.batch import Decoded, InflightStep
+from kvkeep.engine.batch import DecodeBatch, Decoded, InflightStep
 from kvkeep.engine.memory import MEMORY_FRACTION, MemoryCap, free_device_bytes, free_host_bytes, slot_bytes, tail_bytes
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import SamplingRows
@@ -28,7 +28,7 @@ from kvkeep.model.hf_cache import execution_device, key_shape
 USUAL_ANSWER, USUAL_BUDGET = 256, 2048  # tokens, where a warm-up has no others
 
 
-class PooledBatch:
+class PooledBatch(DecodeBatch):
     """Requests over the rows of a pool."""
 
     def __init__(
@@ -44,30 +44,24 @@ class PooledBatch:
 
         pool: of a method that evicts or retrieves in decode; None: a `RowPool`
         """
-        self.model, self.storage, self.max_rows, self.memory = model, storage, max_rows, memory
+        super().__init__(model, max_rows, memory)
+        self.storage = storage
         self.device, self.kv_heads = execution_device(model), key_shape(model)[0]
         self.max_slots = None if max_tokens is None else max_tokens * self.kv_heads
         self.pool = RowPool(model, 1, 0, 1, storage) if pool is None else pool  # it grows
-        self.by_row: dict[int, Request] = {}
         self.runner = Runner(self.pool, max_rows)
         self.sampling = SamplingRows(max_rows, self.device)
-        self.inflight: deque[InflightStep] = deque()
         self.on_gpu = self.device.type == "cuda"
         self.lag = int(self.on_gpu)  # steps launched ahead
 
-    @property
-    def requests(self) -> list[Request]:
-        return list(self.by_row.values())
-
-    def has_room(self, request: Request, waiting: Iterable[Request]) -> bool:
+    def _has_memory(self, request: Request, waiting: Iterable[Request]) -> bool:
         """The pool grows for this one and those that wait, as far as memory allows."""
-        if len(self.by_row) >= self.max_rows:
-            return False
         cache = request.sequence.cache
         room = self.pool.room_for(cache, request.how.max_new_tokens)
         if not (self._fits(cache, room) and len(self.by_row) < self.pool.rows):
             slots = -agree_on_least(self.model, -self.pool.slots_needed(cache, room))
-            soon = [each.expected_tokens for each in waiting if self.pool.mixed or each.config is request.config]
+            alike = [each for each in waiting if self.pool.mixed or each.config.is_like(request.config)]
+            soon = [each.expected_tokens for each in alike]
             more = [self.pool.slots_of(tokens) for tokens in soon[: self.max_rows - len(self.by_row) - 1]]
             self.reserve(slots, cache.longest_head + room, 1 + len(more), slots + sum(more))
         return self._fits(cache, room)
@@ -114,7 +108,7 @@ class PooledBatch:
 
     def admit(self, request: Request) -> None:
         cache = request.sequence.cache
-        row = min(set(range(self.pool.rows)) - set(self.by_row))
+        row = self._free_row
         try:
             self.pool.admit(row, cache, request.how.max_new_tokens)
         except BaseException:
@@ -126,7 +120,7 @@ class PooledBatch:
         request.drop_sequence()  # its tokens are in the pool
 
     def release(self, request: Request) -> None:
-        row = next(row for row, mine in self.by_row.items() if mine is request)
+        row = self._row_of(request)
         del self.by_row[row]
         if request.keeps_cache and (request.steps or self.pool.moves):
             self.pool.complete(row, request.sequence.cache, request.steps)
@@ -135,15 +129,18 @@ class PooledBatch:
         self.sampling.set(row, None)
 
     def warmup(self, budget: int | float | None, rows: int, progress: Callable[[str], None]) -> None:
-        """Room for rows of this budget and USUAL_ANSWER tokens, and a graph for every number of rows."""
-        if not self.on_gpu:  # nothing is captured, and a pool grows at little cost
-            return
+        """Make room for so many rows, and a graph for every number of rows."""
+        if self.on_gpu:  # elsewhere nothing is captured, and a pool grows at little cost
+            self._grow_for(budget, rows)
+            self._capture(progress)
+
+    def _grow_for(self, budget: int | float | None, rows: int) -> None:
+        """Make room for rows of this budget and USUAL_ANSWER tokens."""
         tokens = (budget if isinstance(budget, int) else USUAL_BUDGET) + USUAL_ANSWER
         slots = self.pool.slots_of(tokens)
         self.reserve(slots, tokens, rows, rows * slots)
-        self.capture(progress)
 
-    def capture(self, progress: Callable[[str], None]) -> None:
+    def _capture(self, progress: Callable[[str], None]) -> None:
         for size in sorted({min(1 << n, self.pool.rows) for n in range(self.pool.rows.bit_length() + 1)}):
             progress(f"capturing {size} rows")
             with torch.inference_mode():
@@ -159,10 +156,8 @@ class PooledBatch:
                 self.runner.graphs.clear()  # they have the old buffers
         with torch.inference_mode():
             logits, tokens = self.runner(rows), self.runner.tokens[:rows, 0]
-            allowed = {row: each.allowed() for row, each in self.by_row.items() if each.how.constraint}
-            if allowed or not self.sampling.is_greedy(rows):
-                tokens.copy_(self.sampling.sample(logits, self.runner.positions[:rows, 0], allowed))
-            self.inflight.append(InflightStep.of(self.by_row, tokens, self.sampling.logprobs(logits, tokens)))
+            positions = self.runner.positions[:rows, 0]
+            self.inflight.append(InflightStep.sample(self.by_row, self.sampling, logits, positions, tokens))
 
     @property
     def _rows(self) -> int:
@@ -188,10 +183,9 @@ class PooledBatch:
         return all(len(each.answer.ids) + running[each] >= each.how.max_new_tokens for each in requests)
 
     def clear(self) -> None:
-        self.inflight.clear()
         for row, request in self.by_row.items():
             self.pool.release(row)
             self.sampling.set(row, None)
             if request.keeps_cache and not request.sequence.cache.seen:  # its tokens were in the pool alone
                 request.sequence.token_ids = []
-        self.by_row = {}
+        super().clear()

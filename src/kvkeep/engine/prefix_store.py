@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -297,7 +297,7 @@ class PrefixStore:
         assert self.folder is not None and config is not None
         cache = serialize.restored(Cache, self.folder / entry.id, config.model, tensors, facts)
         cache.tokenizer = config.tokenizer
-        sequence = Sequence(replace(config, method=cache.method, budget=cache.budget), cache, list(entry.ids))
+        sequence = config.sequence_of(cache, list(entry.ids))
         sequence.cuts = entry.cuts
         if facts["prefix"]["frozen"]:
             cache.tracker.mark_context()

@@ -208,11 +208,8 @@ class Request:
         how = self.how
         if not how.edits_logits:
             return None
-        penalties = how.repetition_penalty, how.frequency_penalty, how.presence_penalty
         ends = sorted(self.eos_token_ids.union(how.stop_token_ids))
-        early = 0 if how.constraint else how.min_tokens
-        vocabulary = vocabulary_size(self.config.model)
-        return Edit(how.logit_bias, *penalties, early, self.ids, self.answer.ids, ends, vocabulary)
+        return Edit(how, self.ids, self.answer.ids, ends, vocabulary_size(self.config.model))
 
     def report_progress(self) -> None:
         """Report how far the prompt is prefilled, after a chunk."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -36,10 +36,7 @@ class RetrievalBatch(PooledBatch):
         sizes = self.pool.sizes_for(request.sequence.cache, request.how.max_new_tokens)
         return self.pool.row_bytes(self.pool.sizes.max(_rounded(sizes))) <= self._byte_limit
 
-    def has_room(self, request: Request, waiting: Iterable[Request]) -> bool:
-        """The pool grows for this one and those that wait, as far as memory allows."""
-        if len(self.by_row) >= self.max_rows:
-            return False
+    def _has_memory(self, request: Request, waiting: Iterable[Request]) -> bool:
         cache, room = request.sequence.cache, request.how.max_new_tokens
         if not self.pool.fits(cache, room):
             rows = len(self.by_row) + 1 + len(list(waiting))
@@ -62,10 +59,8 @@ class RetrievalBatch(PooledBatch):
         if self.pool.grow(rows, small):
             self.runner.graphs.clear()  # they have the old buffers
 
-    def warmup(self, budget: int | float | None, rows: int, progress: Callable[[str], None]) -> None:
-        """Room for texts as long as the model takes, if half the memory suffices; a graph for every number of rows."""
-        if not self.on_gpu:
-            return
+    def _grow_for(self, budget: int | float | None, rows: int) -> None:
+        """Make room for texts as long as the model takes, if half the memory suffices."""
         plan, tokens = self.pool.plan, context_length(self.model)
 
         def sizes() -> RowSizes:
@@ -77,7 +72,6 @@ class RetrievalBatch(PooledBatch):
             tokens //= 2
         self._grow(rows, 1, self.pool.sizes.max(sizes()))
         self.pool.capture_offloader()
-        self.capture(progress)
 
     @property
     def replays(self) -> bool:

@@ -94,10 +94,11 @@ class TokenLogprobs:
     top: list[tuple[int, float]]  # the likeliest tokens, and theirs
 
     @classmethod
-    def of(cls, found: Tensor, most: int) -> TokenLogprobs:
+    def of(cls, found: Sequence[Sequence[float]], most: int) -> TokenLogprobs:
         """Read a row of `SamplingRows.logprobs`: found [2, 1 + most or more]"""
-        tokens, each = found[0].long().tolist(), found[1].tolist()
-        return cls(tokens[0], each[0], list(zip(tokens[1 : most + 1], each[1:], strict=False)))
+        (token, *tokens), (logprob, *logprobs) = found
+        top = zip(map(int, tokens[:most]), logprobs, strict=False)
+        return cls(int(token), logprob, list(top))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,6 +62,10 @@ class SequenceConfig:
     host_budget: HostMemoryBudget | None = None  # shared by all sequences; None: each has its own
     allow_special_tokens: bool = False  # what looks like a control token in a user's text is one
 
+    def is_like(self, other: SequenceConfig) -> bool:
+        """Whether another one has the same method and budget, by name: in every process that shares the model alike."""
+        return (self.method.name, self.budget) == (other.method.name, other.budget)
+
     @cached_property
     def device(self) -> torch.device:
         return execution_device(self.model)
@@ -87,6 +91,10 @@ class SequenceConfig:
         if self.host_budget is not None:
             cache.share_host_budget(self.host_budget)
         return Sequence(self, cache)
+
+    def sequence_of(self, cache: Cache, token_ids: list[int]) -> Sequence:
+        """The sequence of a cache that was saved, with its own method and budget."""
+        return Sequence(replace(self, method=cache.method, budget=cache.budget), cache, token_ids)
 
     def chunk_size(self, tokens: int) -> int:
         """Tokens of one forward pass of a prefill of so many."""

@@ -77,30 +77,29 @@ def prefill(
     sequences = {
         config: _sequence(model, tokenizer, config, method, config in evicting) for config, method in configs.items()
     }
-    windowed = {config for config, method in configs.items() if method.retrieval and method.retrieval.window}
-    separate = [config for config in configs if config in evicting or too_long or config in windowed]
+    separate = [
+        config
+        for config, method in configs.items()
+        if config in evicting or too_long or (method.retrieval and method.retrieval.window)
+    ]
     together = [config for config in configs if config not in separate]
     groups = [together] if share and together else [[config] for config in together]
     found: dict[Config, PrefilledContext] = {}
     for group in [*groups, *([config] for config in separate)]:
         began = now(model.device)
         if group[0] in separate:
-            logits = _prefill_one(sequences[group[0]], ids, question)
+            sequence = sequences[group[0]]
+            if question:
+                sequence.set_question(question, len(ids))
+            logits = sequence.prefill(ids)
         else:
             logits = _prefill_together(model, [sequences[config] for config in group], ids)
         seconds = now(model.device) - began
         for config in group:
-            sequence = sequences[config]
             frozen = not (config in evicting or configs[config].retrieval)
-            report = sequence.cache.report()
-            found[config] = PrefilledContext(config, sequence, report, logits, seconds, len(group), frozen)
+            report = sequences[config].cache.report()
+            found[config] = PrefilledContext(config, sequences[config], report, logits, seconds, len(group), frozen)
     return [found[config] for config in configs]
-
-
-def _prefill_one(sequence: Sequence, ids: Tensor, question: str) -> Tensor:
-    if question:
-        sequence.set_question(question, len(ids))
-    return sequence.prefill(ids)
 
 
 def _prefill_together(model: Any, sequences: Seq[Sequence], ids: Tensor) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvkeep.errors import BadInput
 
@@ -17,6 +17,8 @@ try:
 except ImportError:  # not on Windows, where there is no lock
     fcntl = None  # type: ignore[assignment]
 
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 LOCK = ".lock"
 KEY = ("task", "id", "protocol", "method", "budget")
 
@@ -123,6 +125,14 @@ def make_folder(path: str | Path) -> Path:
     except OSError as error:
         raise BadInput(f"{str(path)!r} cannot be made a folder ({error.strerror}); give another.") from None
     return Path(path)
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, keys in the order of their first values."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def key(row: dict[str, Any]) -> tuple:

@@ -18,6 +18,8 @@ from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
 from kvkeep.evaluate.tasks.needle import DEPTHS, needle
 from kvkeep.evaluate.tasks.ruler import GROUPS, ruler, unavailable
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
+from kvkeep.model.chat import split_template
+from kvkeep.model.user_text import ids_of
 from kvkeep.registry import check_new, did_you_mean, load_plugins
 
 SHORT = ("arc_easy", "openbookqa", "wic", "winogrande")
@@ -26,7 +28,6 @@ READ = {
     "math500": math.math500,
     **dict.fromkeys(("aime", "aime24", "aime25"), math.aime),
 }
-PROBLEMS = [name for name in READ if name not in SHORT]
 NEEDLES = {"needle": "sandwich", "needle_number": "number"}
 MADE = (*NEEDLES, *infinitebench.MADE)  # passkey is generated, infinitebench/passkey comes from a file
 RULER_SAMPLES = 100  # of each task and length without --limit; officially 500
@@ -152,12 +153,7 @@ def _task(name: str, path: Path | None, tokenizer: Any, sources: Sources) -> lis
         return needle(tokenizer, sources.lengths, depths, sources.haystack, NEEDLES[name], seed=sources.seed)
     if _is_made(name):
         return [sample for length in sources.lengths for sample in _sized(name, length, tokenizer, sources)]
-    read = _checked(name, _reader(name)(path))[: sources.limit]
-    if name not in PROBLEMS:
-        return read
-    # they are asked for the reasoning and a boxed answer, with tokens for both
-    asked = [(sample, math.PROMPT.format(question=sample.question)) for sample in read]
-    return [replace(sample, question=question, max_new_tokens=2048, long=True) for sample, question in asked]
+    return _checked(name, _reader(name)(path))[: sources.limit]
 
 
 def _checked(name: str, read: Any) -> list[Sample]:
@@ -190,19 +186,11 @@ def _sized(name: str, length: int, tokenizer: Any, sources: Sources) -> list[Sam
     """Samples of a generated task that fill this length."""
     if name in RULER:
         count, files = sources.limit or RULER_SAMPLES, sources.files
-        made = ruler(name, length, tokenizer, count, sources.seed, reserve=_template(tokenizer), **files)
+        reserve = len(ids_of(tokenizer, "".join(split_template(tokenizer, enable_thinking=False))))
+        made = ruler(name, length, tokenizer, count, sources.seed, reserve, **files)
     else:
         made = infinitebench.sized(name, length, tokenizer, sources.limit or len(DEPTHS), sources.seed)
     return [replace(sample, task=f"{name}_{length}") for sample in made]
-
-
-def _template(tokenizer: Any) -> int:
-    """Tokens the chat template adds to a message."""
-    if not tokenizer.chat_template:
-        return 0
-    chat = [{"role": "user", "content": ""}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, enable_thinking=False)
-    return len(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def _file(name: str, data: Path) -> Path | None:

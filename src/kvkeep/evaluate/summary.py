@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.evaluate.metrics.longbench import RANGES, averages, length_range
-from kvkeep.evaluate.results import write_error
+from kvkeep.evaluate.results import grouped, write_error
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
 
 Z_95 = 1.96  # standard errors of a 95 % interval
@@ -38,15 +38,12 @@ class Cell:
 
 def summarize(rows: Iterable[dict[str, Any]]) -> list[Cell]:
     """Summarize rows, in the order of the first of each cell; ranges of lengths from short to long."""
-    groups: dict[tuple, dict[str, list[dict[str, Any]]]] = {}
-    for row in rows:
-        place = row["task"], row["protocol"], row["method"], row["budget"]
-        groups.setdefault(place, {}).setdefault(_range(row), []).append(row)
+    groups = grouped(((row["task"], row["protocol"], row["method"], row["budget"]), row) for row in rows)
     return [
-        _cell((f"{task} {part}".rstrip(), protocol, method, budget), parts[part])
-        for (task, protocol, method, budget), parts in groups.items()
+        _cell((f"{task} {part}".rstrip(), protocol, method, budget), mine)
+        for (task, protocol, method, budget), found in groups.items()
         for part in ("", *RANGES)
-        if part in parts
+        if (mine := [row for row in found if _range(row) == part])
     ]
 
 
@@ -89,11 +86,8 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
 
 def means(scores: Mapping[str, float]) -> dict[str, float]:
     """Averages of LongBench, and of RULER at each length, under names with the number of tasks; none of one task."""
-    lengths: dict[str, list[float]] = {}
-    for name, score in scores.items():
-        task, _, length = name.rpartition("_")
-        if task in RULER:
-            lengths.setdefault(length, []).append(score)
+    parts = ((name.rpartition("_"), score) for name, score in scores.items())
+    lengths = grouped((length, score) for (task, _, length), score in parts if task in RULER)
     several = {length: found for length, found in lengths.items() if len(found) > 1}
     ruler = {f"RULER {length} ({len(found)} tasks)": mean(found) for length, found in several.items()}
     return averages(scores) | ruler

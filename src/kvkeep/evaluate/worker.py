@@ -32,9 +32,10 @@ from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.choice import pairs
 from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.hf_cache import UNLIMITED, context_length
+from kvkeep.model.user_text import ids_of
 
 TimedRow = tuple[dict[str, Any], dict[str, Any]]  # a row of rows.jsonl, and one of times.jsonl
-ONE_ANSWER = ("math", "aime")  # metrics of problems with one right answer, which follows the reasoning
+REASONED = ("math", "aime")  # metrics of answers that follow some reasoning
 MADE = ("version", "seed", "length", "depth", "words", "splitter", "asked", "capped")  # how a sample was generated
 PACKAGES = ("kvkeep", "torch", "transformers", "jieba")  # a row may depend on their versions
 REPORTED = ("kept_per_head", "coverage", "bytes", "peak_bytes", "full_bytes", "host_bytes", "index_bytes")
@@ -107,10 +108,10 @@ class Worker:
                 prefilled[limit] = prompt.context, self._prefill(prompt, sample, configs)
             for context, ids, timed in self._decode(prefilled[limit][1], prompt, sample):
                 answer = _until_stop(self.tokenizer.decode(ids, skip_special_tokens=True), sample.stops)
-                score = METRICS[sample.metric](answer, _references(sample), **sample.extra)
+                score = METRICS[sample.metric](answer, list(sample.references), **sample.extra)
                 facts = {"score": score, "answer": answer, "new_tokens": len(ids)}
                 facts |= {"cut": len(ids) == sample.max_new_tokens}  # the answer may be unfinished
-                if sample.metric in ONE_ANSWER:
+                if sample.metric in REASONED:
                     facts |= {"answered": extract_answer(answer) is not None}
                 yield self._row(item, sample, prompt, context, facts), {**_row_key(item, sample, context), **timed}
 
@@ -149,7 +150,7 @@ class Worker:
 
     def _ends(self, sample: Sample) -> tuple[int, ...]:
         """The tokens that would end an answer before it begins."""
-        stops = (self.tokenizer(stop, add_special_tokens=False).input_ids[-1] for stop in sample.stops)
+        stops = (ids_of(self.tokenizer, stop)[-1] for stop in sample.stops)
         return *eos_token_ids(self.model, self.tokenizer), *stops
 
     def _rank_choices(self, item: Item) -> Iterator[TimedRow]:
@@ -228,11 +229,6 @@ def _compressed(sample: Sample, prompt: Prompt, context: PrefilledContext) -> st
     if sample.long or not (method.retrieval or context.is_frozen):
         return "decoding"
     return "context" if len(prompt.question) else "whole prompt"
-
-
-def _references(sample: Sample) -> str | list[str]:
-    """A problem of mathematics has one right answer; elsewhere any of several will do."""
-    return sample.references[0] if sample.metric in ONE_ANSWER else list(sample.references)
 
 
 def _budget_unit(context: PrefilledContext) -> str:

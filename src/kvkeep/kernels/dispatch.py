@@ -84,6 +84,12 @@ def _is_float32(scores: Tensor, *_: Any) -> bool:
     return scores.dtype == torch.float32
 
 
+def _packs(
+    scores: Tensor, forced: Tensor, mask: Tensor | None, member: Tensor | None = None, units: Tensor | None = None
+) -> bool:
+    return scores.dtype == torch.float32 and (units is None or units.dtype == torch.float32)
+
+
 def _dense_last_axis(vectors: Tensor, *_: Any) -> bool:
     return vectors.stride(-1) == 1
 
@@ -103,8 +109,7 @@ def _small_bfloat16(keys: Tensor, *_: Any) -> bool:
 
 
 def _unit_fits(keys: Tensor, mass: Tensor, units: int, *_: Any) -> bool:
-    heads = len(mass) if mass.dim() == 2 else 64
-    return keys.shape[1] // units * heads <= 2**14
+    return keys.shape[1] // units * len(mass) <= 2**14
 
 
 def _angles_fit(vectors: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> bool:
@@ -165,12 +170,10 @@ gather_blocks = Kernel("gather", "host_gather")
 rms_norm = KernelDispatch("rms_norm", "layer_ops", elementwise.rms_norm, _dense_last_axis)
 gated = KernelDispatch("gated", "layer_ops", elementwise.gated, _two_dense_last_axes)
 rotate_heads = KernelDispatch("rotate_heads", "layer_ops", elementwise.rotate_heads, _two_dense_last_axes)
-rotate = KernelDispatch("rotate", "apply_rope", elementwise.rotate, _dense_last_axis)
 apply_angles = KernelDispatch("apply_angles", "apply_rope", elementwise.apply_angles, _angles_fit)
 
 # Scores
 column_mass = KernelDispatch("column_mass", "column_mass", scoring.column_mass)
-column_maximum = KernelDispatch("column_maximum", "column_maximum", scoring.column_maximum)
 repeated_attention = KernelDispatch("repeated_attention", "column_maximum", scoring.repeated_attention)
 chunk_mass = KernelDispatch("chunk_mass", "column_mass", scoring.chunk_mass, _chunk_fits)
 quadratic_form = KernelDispatch("quadratic_form", "key_products", scoring.quadratic_form, _small_bfloat16)
@@ -178,10 +181,9 @@ js_distance = KernelDispatch("js_distance", "divergence", scoring.js_distance)
 assign = KernelDispatch("assign", "assign", scoring.assign)
 means = KernelDispatch("means", "assign", scoring.means)
 key_similarity = KernelDispatch("key_similarity", "key_products", scoring.key_similarity)
-smooth = KernelDispatch("smooth", "selection", scoring.smooth, _is_float32)
 
 # Selection
-ranks = KernelDispatch("ranks", "selection", ranking.ranks)
+ranks = KernelDispatch("ranks", "selection", ranking.ranks, _packs)
 places_of = KernelDispatch("places_of", "selection", ranking.places_of)
 top_counts = KernelDispatch("top_counts", "selection", ranking.top_counts)
 evict_voted = KernelDispatch("evict_voted", "evict_voted", votes.evict_voted, _has_few_kv_heads)

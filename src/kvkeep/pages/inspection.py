@@ -93,9 +93,9 @@ class Inspection:
     note: str = ""
 
 
-def kept_mask(cache: Cache, tokens: int, row: int = 0) -> Tensor:
+def kept_mask(cache: Cache, tokens: int) -> Tensor:
     """Which of a prompt's tokens a cache holds. [layers, kv_heads, tokens] bool"""
-    layers = [cache.kept(layer)[row] for layer in cache.compressed_layers]
+    layers = [cache.kept(layer)[0] for layer in cache.compressed_layers]
     mask = torch.zeros(len(layers), max(map(len, layers)), tokens, dtype=torch.bool)
     for layer, heads in enumerate(layers):
         for head, positions in enumerate(heads):

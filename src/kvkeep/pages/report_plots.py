@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from kvkeep.cache.report import held_share
+from kvkeep.evaluate.results import grouped
 from kvkeep.evaluate.summary import Cell, mean
 from kvkeep.pages.report_facts import NeedleCell, ReportFacts
 from kvkeep.plots import COLOURS, RAMP, STYLE, save
@@ -54,17 +55,15 @@ def _curve(panel: Any, method: str, cells: Sequence[Cell], methods: Sequence[str
 
 def memory_chart(cells: Sequence[Cell]) -> Any:
     """Mean score of all tasks against memory, of configs that have them all."""
-    methods, tasks = list(dict.fromkeys(cell.method for cell in cells)), {cell.task for cell in cells}
-    configs: dict[str, dict[Any, list[Cell]]] = {method: {} for method in methods}
-    for cell in cells:
-        configs[cell.method].setdefault(cell.budget, []).append(cell)
+    by_method, tasks = grouped((cell.method, cell) for cell in cells), {cell.task for cell in cells}
     figure, panel = plt.subplots(figsize=(7, 4.6), layout="constrained")
-    for method, budgets in configs.items():
+    for method, found in by_method.items():
+        budgets = grouped((cell.budget, cell) for cell in found)
         whole = [mine for mine in budgets.values() if len(mine) == len(tasks)]
         points = sorted(
             (mean(100 * held_share(c.bytes, c.full_bytes) for c in mine), mean(c.score for c in mine)) for mine in whole
         )
-        panel.plot([x for x, _ in points], [y for _, y in points], linewidth=1, **_style(method, methods))
+        panel.plot([x for x, _ in points], [y for _, y in points], linewidth=1, **_style(method, list(by_method)))
     panel.set(
         xlabel="memory of keys and values (percent of a full cache)", ylabel="mean score (percent)", ylim=(-3, 103)
     )
@@ -74,9 +73,7 @@ def memory_chart(cells: Sequence[Cell]) -> Any:
 
 def needle_maps(cells: Sequence[NeedleCell]) -> Any:
     """Share found by length and depth, a panel for each task, method and budget; 0 to 1 everywhere."""
-    maps: dict[tuple, list[NeedleCell]] = {}
-    for cell in cells:
-        maps.setdefault((cell.method, cell.budget, cell.task), []).append(cell)
+    maps = grouped(((cell.method, cell.budget, cell.task), cell) for cell in cells)
     figure, panels = _panels(len(maps))
     for panel, ((method, budget, task), mine) in zip(panels, maps.items(), strict=False):
         lengths, depths = sorted({cell.length for cell in mine}), sorted({cell.depth for cell in mine})

@@ -100,9 +100,7 @@ class FrontMetrics:
 
     def page(self, replicas: Iterable[tuple[int, str]]) -> bytes:
         """Join the pages of all replicas. replicas: number and page of each"""
-        merged = CollectorRegistry()
-        merged.register(_Merged(replicas))
-        return generate_latest(merged) + generate_latest(self.registry)
+        return generate_latest(_Merged(replicas)) + generate_latest(self.registry)
 
 
 class _Merged(Collector):

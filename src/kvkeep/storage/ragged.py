@@ -237,8 +237,7 @@ class RaggedLayer:
             codes.append(keys[:, :, 0], values[:, :, 0])
             return self._write(keys[..., :0], values[..., :0], torch.stack(list(positions)))
         if columns is None and not self.codes:
-            if not self._has_room(keys.shape[2]):
-                self._make_room(keys.shape[2], to_come)
+            self.reserve(keys.shape[2], to_come)
             return self._write(keys, values, torch.stack(list(positions)))
         rows = []
         for row, where in enumerate(positions):
@@ -247,8 +246,10 @@ class RaggedLayer:
             rows.append([_concat(old, self._new(k, v, where)) for old, k, v in heads])
         self._write_segments(rows, GROWTH)
 
-    def _make_room(self, count: int, to_come: int) -> None:
-        """Repack for so many more tokens in every segment, and a 64th."""
+    def reserve(self, count: int, to_come: int = 0) -> None:
+        """Make room for so many more tokens in every segment, and a 64th beyond, or for those `to_come`."""
+        if self._has_room(count):
+            return
         room = [n + max(count + (n + count) // GROWTH, to_come) for n in self.lengths]
         *starts, total = accumulate(room, initial=0)
         first, lengths, tokens = upload(starts, self.ends.device), self.ends - self.segment_starts, sum(self.lengths)
@@ -259,22 +260,16 @@ class RaggedLayer:
         self.starts, self.room, self.is_shared = starts, room, False
         self.segment_starts, self.ends = first, first + lengths
 
-    def reserve(self, count: int) -> None:
-        """Room for so many more tokens in every segment."""
-        if not self._has_room(count):
-            self._make_room(count, 0)
-
     @property
     def can_capture(self) -> bool:
         """Tokens can be appended by the device alone."""
         return bool(self) and self._writable
 
     def count_appended(self, positions: Tensor) -> None:
-        """Tokens whose keys and values the device has appended. positions [rows, count]"""
+        """Count tokens whose keys and values the device has appended. positions [rows, count]"""
         count = positions.shape[1]
         where = positions[:, None].expand(-1, self.kv_heads, -1).reshape(-1)
-        slots = (self.ends[:, None] + torch.arange(count, device=self.ends.device)).flatten()
-        new, flat = self._new(NOTHING, NOTHING, where).parts, self.flat.parts
+        slots, new, flat = self._free_slots(count), self._new(NOTHING, NOTHING, where).parts, self.flat.parts
         for name in flat.keys() - {"keys", "values"}:
             flat[name].index_copy_(0, slots, new[name].to(flat[name].dtype))
         self.lengths = [length + count for length in self.lengths]
@@ -297,20 +292,22 @@ class RaggedLayer:
 
     def _write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Write the same number of new tokens into the room of every segment."""
-        count = positions.shape[1]
-        where = positions[:, None].expand(-1, self.kv_heads, -1).reshape(-1)
-        new, flat = self._new(keys.flatten(0, 2), values.flatten(0, 2), where).parts, self.flat.parts
-        slots = self.ends
-        if count > 1:
-            slots = (self.ends[:, None] + torch.arange(count, device=keys.device)).flatten()
-        elif append_ragged.uses_kernel(keys) and keys.dtype == flat["keys"].dtype and keys.shape[-1]:
+        flat, count = self.flat, positions.shape[1]
+        if count == 1 and append_ragged.uses_kernel(keys) and keys.dtype == flat.keys.dtype and keys.shape[-1]:
             starts, lengths = self.device_segments
             active = lengths.new_ones(len(keys), 1)
-            append_ragged(flat.pop("keys"), flat.pop("values"), keys, values, starts, lengths, active)
-        for name, buffer in flat.items():
-            buffer.index_copy_(0, slots, new[name].to(buffer.dtype))
-        self.lengths = [length + count for length in self.lengths]
-        self.ends += count
+            append_ragged(flat.keys, flat.values, keys, values, starts, lengths, active)
+        else:
+            slots = self._free_slots(count)
+            for buffer, new in ((flat.keys, keys), (flat.values, values)):
+                buffer.index_copy_(0, slots, new.flatten(0, 2).to(buffer.dtype))
+        self.count_appended(positions)
+
+    def _free_slots(self, count: int) -> Tensor:
+        """The first free slots of every segment."""
+        if count == 1:
+            return self.ends
+        return (self.ends[:, None] + torch.arange(count, device=self.ends.device)).flatten()
 
     @property
     def device_segments(self) -> tuple[Tensor, Tensor]:

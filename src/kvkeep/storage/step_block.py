@@ -42,26 +42,6 @@ class StepShape:
 
 
 @dataclass
-class SlotState:
-    """What is stored with every token, but for its key and value."""
-
-    token_positions: Tensor  # [rows, layers, kv_heads, slots]
-    free_slot: Tensor  # [rows, layers, kv_heads] of the next token
-    rope_positions: Tensor | None
-    token_state: Tensor  # [rows, layers, kv_heads, slots, k]
-
-    def insert(self, positions: Tensor) -> None:
-        """Store the new tokens; their slots are free, so an interrupted pass loses nothing. positions [rows, layers]"""
-        slot = self.free_slot[..., None]
-        where = positions[..., None, None].expand_as(slot).to(self.token_positions.dtype)
-        self.token_positions.scatter_(-1, slot, where)
-        if self.rope_positions is not None:
-            self.rope_positions.scatter_(-1, slot, where)
-        if len(self.token_state):
-            self.token_state.scatter_(-2, slot[..., None].expand(*slot.shape, self.token_state.shape[-1]), 0.0)
-
-
-@dataclass
 class StepRows:
     """What is known of every row, but for keys and values; NOTHING where the method does not need it."""
 
@@ -213,26 +193,33 @@ class StepBlock:
                 return _dense_attention(query, keys, values, *how, logits)
         return padded_attention(query, keys, values, used, *how, logits)
 
-    def slots(self, rows: int, numbers: slice) -> SlotState:
-        """The state of some of the layers. [rows, layers, kv_heads, …]"""
-        placed = self.rows.rope_positions[:rows, numbers] if self.shape.placed else None
-        token_state = self.rows.token_state[:rows, numbers] if self.shape.state_width else NOTHING
-        positions, free_slot = (part[:rows, numbers] for part in (self.rows.token_positions, self.rows.free_slot))
-        return SlotState(positions, free_slot, placed, token_state)
+    def insert(self, rows: int, numbers: slice) -> None:
+        """Store what is known of the new tokens; their slots are free, so an interrupted pass loses nothing."""
+        slot = self.rows.free_slot[:rows, numbers, :, None]
+        where = self.rows.lengths[:rows, None, None, None].expand_as(slot).to(torch.int32)
+        for positions in (self.rows.token_positions, self.rows.rope_positions):
+            if positions is not NOTHING:
+                positions[:rows, numbers].scatter_(-1, slot, where)
+        if self.shape.state_width:
+            index = slot[..., None].expand(*slot.shape, self.shape.state_width)
+            self.rows.token_state[:rows, numbers].scatter_(-2, index, 0.0)
 
-    def logits(self, rows: int, numbers: slice) -> Tensor:
+    @property
+    def logits(self) -> Tensor:
         """[rows, layers, kv_heads, group, slots]"""
         if not self.shape.observed:
             return NOTHING
-        return self.rows.logits[:rows, numbers].unflatten(2, (self.shape.kind.kv_heads, -1))
+        return self.rows.logits.unflatten(2, (self.shape.kind.kv_heads, -1))
 
     def evict(self, rows: int, numbers: slice, slots: Tensor | None, token_state: Tensor) -> None:
         """Store the new token state, and free these slots where KV heads are full. slots [rows * layers, kv_heads]"""
-        mine, used, active = self.slots(rows, numbers), self.rows.used[:rows, None], self.rows.active[:rows, None]
-        free = used if slots is None else torch.where(used < self.shape.full, used, slots.view_as(mine.free_slot))
-        mine.free_slot.copy_(torch.where(active > 0, free, mine.free_slot))
+        used, active = self.rows.used[:rows, None], self.rows.active[:rows, None]
+        before = self.rows.free_slot[:rows, numbers]
+        free = used if slots is None else torch.where(used < self.shape.full, used, slots.view_as(before))
+        before.copy_(torch.where(active > 0, free, before))
         if self.shape.state_width:
-            mine.token_state.copy_(token_state.view_as(mine.token_state))
+            mine = self.rows.token_state[:rows, numbers]
+            mine.copy_(token_state.view_as(mine))
 
     def advance(self, rows: int) -> None:
         """Count the tokens of a step."""

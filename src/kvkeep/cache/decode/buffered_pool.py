@@ -119,9 +119,7 @@ class BufferedPool(RowPool):
         super().admit(row, cache, self.room_for(cache, answer))
         lengths = {i: layer.row_lengths(0) for i, layer in cache.backend.store.items()}
         self.used[row] = mine = BufferedRow(cache, answer, lengths=lengths)
-        window = mine.backend.query_buffer
-        window.merge_steps()
-        known = {i: queries for (i, _), queries in window.queries.items()}
+        known = {i: queries for (i, _), queries in mine.backend.query_buffer.queries.items()}
         mine.queries = min((queries.shape[1] for queries in known.values()), default=0)
         for ring in self.rings.values():
             ring.written[row] = cache.seen

@@ -67,10 +67,6 @@ class DraftSize:
 class DraftPool(RowPool):
     """Copies of the texts, a row for each, and the queries of all steps."""
 
-    def __init__(self, model: Any, size: DraftSize) -> None:
-        super().__init__(model, size.rows, size.slots, size.longest, window=size.steps)
-        self.size = size
-
     @property
     def model(self) -> Any:
         model = self._model()
@@ -104,6 +100,7 @@ class Drafts:
         self.free()
 
     def free(self) -> None:
+        self.size = DraftSize()
         self.pool: DraftPool | None = None
         self.runner: Runner | None = None
 
@@ -111,17 +108,13 @@ class Drafts:
     def nbytes(self) -> int:
         return self.pool.nbytes if self.pool else 0
 
-    @property
-    def size(self) -> DraftSize:
-        return self.pool.size if self.pool else DraftSize()
-
     def reserve(self, size: DraftSize, most: int) -> Runner:
         """Make room, if there is not enough, in at most so many bytes, unless this size needs more."""
         if self.runner is None or size | self.size != self.size:
             size, model = self._rounded(size | self.size, most), self.model()
             self.free()
-            self.pool = DraftPool(model, size)
-            self.runner = Runner(self.pool, size.rows)
+            self.pool = DraftPool(model, size.rows, size.slots, size.longest, window=size.steps)
+            self.runner, self.size = Runner(self.pool, size.rows), size
         return self.runner
 
     def _rounded(self, size: DraftSize, most: int) -> DraftSize:
@@ -163,7 +156,7 @@ def model_state(model: Any) -> Any:
 def _can_capture(model: Any) -> bool:
     """Whether nothing but its weights decides what the model computes, where all drafts wait for each other."""
     kind = model.device.type
-    if kind not in DEVICES or torch.is_autocast_enabled(kind):
+    if kind not in DEVICES or torch.is_autocast_enabled(kind) or single_device(model) is None:
         return False
     if kind == "cuda" and torch.cuda.current_stream(model.device) != torch.cuda.default_stream(model.device):
         return False
@@ -173,22 +166,17 @@ def _can_capture(model: Any) -> bool:
 _drafts: weakref.WeakKeyDictionary[Any, Drafts] = weakref.WeakKeyDictionary()
 
 
-def _held_drafts(model: Any) -> Drafts | None:
-    """The model's own, made anew where the model has changed; None where its steps cannot be captured."""
-    if not _can_capture(model):
-        return None
-    drafts, state = _drafts.get(model), model_state(model)
-    if drafts is None or drafts.state != state:
-        if single_device(model) is None:
-            return None
-        drafts = _drafts[model] = Drafts(model, state)
-    return drafts
-
-
 @contextmanager
 def drafts_of(model: Any, nbytes: int) -> Iterator[Drafts | None]:
-    """The model's own, for so many bytes; None where nothing is captured, or another drafts."""
-    drafts = _held_drafts(model) if nbytes <= most_held(model) else None
+    """The model's own, for so many bytes, made anew where the model has changed.
+
+    None where its steps cannot be captured, or another drafts.
+    """
+    drafts = None
+    if nbytes <= most_held(model) and _can_capture(model):
+        drafts, state = _drafts.get(model), model_state(model)
+        if drafts is None or drafts.state != state:
+            drafts = _drafts[model] = Drafts(model, state)
     if drafts is None or not drafts.lock.acquire(blocking=False):
         yield None
         return

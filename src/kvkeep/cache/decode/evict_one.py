@@ -150,14 +150,14 @@ class EvictOne:
         """Insert the new tokens. -> the layers as further rows"""
 
         def flat(part: Tensor) -> Tensor:
-            return part if part is NOTHING else part.flatten(0, 1)
+            return part if part is NOTHING else part[:rows, layers].flatten(0, 1)
 
-        slots, lengths = block.slots(rows, layers), block.rows.lengths[:rows, None].expand(-1, len(calls))
-        slots.insert(lengths)
-        stored = flat(slots.token_positions), flat(slots.token_state), flat(slots.free_slot)
+        block.insert(rows, layers)
+        stored = flat(block.rows.token_positions), flat(block.rows.token_state), flat(block.rows.free_slot)
+        lengths = block.rows.lengths[:rows].repeat_interleave(len(calls))
         value = torch.stack([call.value[:, :, 0] for call in calls], 1)
         how = calls[0].scale, calls[0].softcap, _sink_logits(calls, block.shape.kind.kv_heads, rows)
-        return Step(*stored, flat(block.logits(rows, layers)), flat(value), flat(lengths) + 1, *how)
+        return Step(*stored, flat(block.logits), value.flatten(0, 1), lengths + 1, *how)
 
     def _move_sinks(self, block: StepBlock, rows: slice) -> None:
         """To their positions for the next token, in rows that have evicted."""

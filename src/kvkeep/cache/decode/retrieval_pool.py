@@ -111,12 +111,9 @@ class RetrievalPool(DecodePool):
         if row in self.by_row:
             raise CacheMisuse(f"row {row} is in use.")
         backend, unit = backend_of(cache), self.plan.shape.unit
-        known = backend.densities(self.plan.layers, 0) if self.plan.config.density else []
-        for number, (i, layer) in enumerate(self.rows_of.items()):
+        for i, layer in self.rows_of.items():
             state: LayerState = backend.states[i][0]
             layer.put(row, state, backend.question.get(i))
-            if known and (mean := known[number]) is not None:
-                layer.set_density(row, mean, (state.density or (0, 0))[1])
         units = state.host.tokens // unit
         self.by_row[row] = Row(state.near_start, 0, state.num_near, units)
         numbers = [state.near_start, 0, units, int(units > 0), 1]
@@ -124,15 +121,12 @@ class RetrievalPool(DecodePool):
 
     def complete(self, row: int, cache: Cache, count: int) -> None:
         """Bring the cache of an admitted row to what it is after `count` decoded tokens."""
-        self.offload_ready()
         here, states = self.by_row[row], backend_of(cache).states
         seen = here.base + here.end
         assert seen == cache.seen + count
 
         def decoded(i: int) -> None:
-            state = self.rows_of[i].take(row, states[i][0], seen, here.begin, here.units)
-            full = state.device_tokens > self.plan.budget
-            states[i] = [state.replace(retrieved=None) if full and here.units else state]
+            states[i] = [self.rows_of[i].take(row, states[i][0], seen, here.begin, here.units)]
 
         cache.append_decoded(count, decoded)
 
@@ -153,8 +147,8 @@ class RetrievalPool(DecodePool):
         return False
 
     def offload_ready(self) -> None:
-        """In rows beyond the budget, every complete unit leaves the near window."""
-        near, unit, rounds = self.plan.sizes.near, self.plan.shape.unit, 0
+        """In rows beyond the budget, every complete unit leaves the near window, and the new token has room there."""
+        near, unit, rounds = self.plan.sizes.left_near, self.plan.shape.unit, 0
         for number, row in self.by_row.items():
             if row.base + row.end < self.plan.budget:
                 continue
@@ -180,7 +174,7 @@ class RetrievalPool(DecodePool):
 
     def _offload_units(self) -> Tensor:
         """One unit of every row that has one; which these are, the device knows."""
-        unit, near = self.plan.shape.unit, self.plan.sizes.near
+        unit, near = self.plan.shape.unit, self.plan.sizes.left_near
         length = self.rows_of[self.plan.layers[0]].lengths[:, 0]
         ready = (length - self.begin >= near + unit) & (self.started * self.active[:, 0] > 0)
         first = self.begin.clamp_max(self.sizes.near - unit)[:, None]
@@ -213,11 +207,11 @@ class RetrievalPool(DecodePool):
         plan, unit = self.plan, self.plan.shape.unit
         base, begin, units, _, active = self.counts[:, :rows]
         length = self.rows_of[plan.layers[0]].lengths[:rows, 0].clone()  # layers count the new token themselves
-        units, position, fits = units * active, base + length, plan.budget - plan.shape.sinks - length + begin
-        quota = (fits - int(plan.config.window is None)).clamp(0, plan.quota_limit) // unit
+        units, position, near = units * active, base + length, (length - begin + 1).clamp_min(plan.sizes.near)
+        quota = (plan.budget - plan.shape.sinks - near).clamp_min(0) // unit
         count = torch.minimum(quota, units)
         edge, weight = torch.full_like(position, plan.sizes.near), (active.double() / (position + 1)).float()
         num_far = torch.where(units > 0, plan.shape.sinks + count * unit, 0)
         plan.rope_shift.begin()
-        rest = base + begin, weight, fits, count, num_far, len(plan.layers) * quota
+        rest = base + begin, weight, quota, count, num_far, len(plan.layers) * quota
         return RowStep(self.active[:rows], begin, units, position, -position, edge, *rest)

@@ -20,7 +20,7 @@ from kvkeep.compress.protocols import RowIndex
 from kvkeep.compress.retrieval.config import RetrievalConfig, Sizes
 from kvkeep.compress.retrieval.index import OffloadedTokens, RowQueries
 from kvkeep.kernels.dispatch import append_ragged, mean_queries, select_counted, share_quota, slotted_attention
-from kvkeep.kernels.torch.retrieval_units import Moments
+from kvkeep.kernels.torch.retrieval_units import unit_tokens
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.offload.host import HostStore, Pair
 from kvkeep.storage.offload.layer_state import AppendBuffer, LayerState, Retrieved
@@ -110,7 +110,7 @@ class RowStep:
     edge: Tensor  # position from which far keys are seen
     near_start: Tensor  # position of the oldest near token
     weight: Tensor  # of the new token among all, 0 in rows that are not in use
-    fits: Tensor  # tokens that the budget would leave for retrieval without the new one
+    quota: Tensor  # units that the budget leaves to a layer
     count: Tensor  # units that a layer retrieves, where all layers retrieve as many
     num_far: Tensor  # tokens of these, and sinks
     left: Tensor  # units that later layers may still retrieve, where layers share
@@ -154,31 +154,20 @@ class LayerRows:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self.tensors, *self.units.tensors))
 
-    @property
-    def index_nbytes(self) -> int:
-        """Bytes of what is stored about units."""
-        return self.entries.nbytes + self.units.slot_of.nbytes + self.units.table.nbytes
-
     # a row comes and goes
 
     def put(self, row: int, state: LayerState, question: Tensor | None) -> None:
         """A row of the pool; its sinks are the first near tokens until some token is offloaded."""
         plan, n, unit = self.plan, state.num_near, self.plan.shape.unit
-        for part in (
-            self.count,
-            self.has_query,
-            self.question,
-            self.query,
-            *([] if self.mass is None else [self.mass]),
-        ):
+        for part in self.tensors:
             part[row] = 0
         for target, part in zip(self.near, state.near, strict=True):
             target[row, :, :n] = part
-        self.lengths[row], self.density[row] = n, torch.nan
+        self.lengths[row], self.density[row] = n, state.density
         if self.mass is not None and state.mass is not None:
             self.mass[row, :, :n] = state.mass
         if state.moments is not None:
-            self.moments[row] = torch.stack([state.moments.mean, state.moments.variance])
+            self.moments[row] = torch.stack(state.moments)
         if question is not None:
             self.question[row] = question.mean(0)
         if state.host.tokens:
@@ -211,9 +200,6 @@ class LayerRows:
             keys = state.host.keys()
             self.entries[row, :, : state.host.tokens] = torch.cat([each.to(self.device) for each in keys], 1)
 
-    def set_density(self, row: int, mean: float | None, steps: int) -> None:
-        self.density[row] = torch.tensor([torch.nan if mean is None else mean, steps], dtype=torch.float64)
-
     def begin_offloading(self, row: int) -> None:
         """The first near tokens become the sinks, without their rotation."""
         sinks = self.plan.shape.sinks
@@ -229,7 +215,7 @@ class LayerRows:
         near = self.near.map(lambda t: t[row, :, begin:end].clone())
         mass = None if self.mass is None else self.mass[row, :, begin:end].clone()
         mass = mass if mass is None or plan.needs("mass_per_head") else mass[0]
-        moments = None if state.moments is None else Moments(seen, *self.moments[row].clone().unbind())
+        moments = state.moments and tuple(self.moments[row].clone())
         state = state.replace(near=near, mass=mass, moments=moments, seen=seen, scores=None, retrieved=None)
         if not units:
             return state
@@ -239,10 +225,7 @@ class LayerRows:
         if not plan.needs("keys"):
             state = state.replace(unit_index=self._index(row, state.unit_index, units))
         state = state.replace(sinks=self.units.pair.map(lambda t: t[row, :, :sinks].clone()))
-        if plan.config.density:
-            mean, steps = self.density[row].tolist()
-            state = state.replace(density=None if mean != mean else (mean, int(steps)))
-        return state.replace(retrieved=self._retrieved(row, state.host))
+        return state.replace(density=self.density[row].clone(), retrieved=self._retrieved(row, state.host))
 
     def _index(self, row: int, index: AppendBuffer | None, units: int) -> AppendBuffer:
         """A row's index, longer by the units that left the near window since, one after the other."""
@@ -254,8 +237,7 @@ class LayerRows:
 
     def _retrieved(self, row: int, host: HostStore) -> Retrieved:
         unit, count = self.plan.shape.unit, int(self.count[row])
-        index = self.selected[row, :, :count].long()
-        index = (index[..., None] * unit + torch.arange(unit, device=index.device)).flatten(1)
+        index = unit_tokens(self.selected[row, :, :count].long(), unit)
         query = self.query[row].clone() if self.plan.config.similar is not None else None
         return Retrieved(query, index, host.gather(index, unit))
 
@@ -318,8 +300,8 @@ class LayerRows:
         """Units to choose from: none where the query is like the last one, and what was retrieved still fits."""
         rows = len(vectors)
         query, has_query, count = self.query[:rows], self.has_query[:rows], self.count[:rows]
-        fits = count * self.plan.shape.unit <= step.fits
-        same = has_query & fits & (cosine_similarity(vectors, query, 1) >= (self.plan.config.similar or 0.0))
+        similar = cosine_similarity(vectors, query, 1) >= (self.plan.config.similar or 0.0)
+        same = has_query & similar & (count <= step.quota)
         units = torch.where(same, 0, step.units)
         torch.where((units > 0)[:, None], vectors, query, out=query)
         has_query.logical_or_(units > 0)

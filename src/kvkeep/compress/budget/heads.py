@@ -94,7 +94,7 @@ class HeadsOfLayers(AdaptiveHeads):
         self, scores: Tensor, forced: Tensor, lengths: Sequence[int], budget: int, units: Units | None, rank: Tensor,
         needed: Needed | None = None,
     ) -> Tensor:  # fmt: skip
-        """As those of one layer; every layer keeps as many."""
+        """Every layer keeps as many; its KV heads share them as those of one layer do."""
         assert needed is None  # in decode, the budget alone decides
         by_unit = (None, None) if units is None else (units.member, units.scores)
         total = len(lengths) * budget // self.layers

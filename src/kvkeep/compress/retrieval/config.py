@@ -21,6 +21,7 @@ class Sizes:
     sinks: int
     near: int
     unit: int  # the most a retrieved unit usually takes
+    left_near: int  # near tokens that a decode step leaves beside the new one, those of a filling chunk included
 
     @property
     def minimum(self) -> int:
@@ -57,7 +58,8 @@ class RetrievalConfig(Checked):
     def _requested(self, budget: int) -> Sizes:
         sinks = min(self.default_sizes[0], budget // 16) if self.sinks is None else self.sinks
         near = max(1, min(self.default_sizes[1], budget // 4)) if self.near is None else self.near
-        return Sizes(sinks, near, self.chunking.size(budget))
+        unit = self.chunking.size(budget)
+        return Sizes(sinks, near, unit, near - unit if self.chunking.uniform and unit <= near else near)
 
     def check(self, budget: int, name: str) -> None:
         sizes = self._requested(budget)

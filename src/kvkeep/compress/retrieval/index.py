@@ -14,14 +14,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from kvkeep.arguments import Amount, Checked, Positive
 from kvkeep.kernels import dispatch
 from kvkeep.kernels.dispatch import means, score_page_bounds, score_representatives, score_tokens
-from kvkeep.kernels.torch import retrieval_units
 from kvkeep.kernels.torch.ranking import best_first
-from kvkeep.kernels.torch.retrieval_units import Moments, activation_bias, by_head, concat_heads, score_entropy
+from kvkeep.kernels.torch.retrieval_units import by_head, concat_heads
 from kvkeep.types import Selection
 
 NEG_INF = float("-inf")
@@ -53,10 +51,18 @@ class RetrievalQuery:
     queries: Tensor  # [heads, w, dim]
     kv_heads: int
     scale: float
-    moments: Moments | None = None  # of all queries so far, this window's included; None: of no others
     question: Tensor | None = None  # [x, kv_heads * dim] queries of the question, if known during prefill
-    prefill: bool = True  # else one decoded token
-    vector: Tensor | None = None  # [kv_heads * dim] one vector for the window, where it is known already
+    weighted: Tensor | None = None  # [kv_heads * dim] `weighted_query`, for an index that needs moments
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """[heads, dim]"""
+        return self.queries.float().mean(1)
+
+    @cached_property
+    def vector(self) -> Tensor:
+        """One vector for the window: queries averaged within their group, KV heads concatenated. [kv_heads * dim]"""
+        return concat_heads(self.queries, self.kv_heads).mean(0) if self.weighted is None else self.weighted
 
 
 @dataclass(frozen=True)
@@ -68,16 +74,6 @@ class RowQueries:
     scale: float
     question: Tensor  # [rows, kv_heads * dim] mean query of the question; zeros where there is none
     units: Tensor  # [rows] scores of further units are undefined
-
-
-def weighted_query(
-    queries: Tensor, kv_heads: int, so_far: Moments | None, question: Tensor | None = None, reverse: bool = False
-) -> tuple[Moments, Tensor]:
-    """Moments of all queries, this window's included, and the window's query. Shapes as above"""
-    count, mean, variance = (so_far.count, so_far.mean, so_far.variance) if so_far else (0, None, None)
-    given = queries, kv_heads, count, mean, variance, question
-    mean, variance, query = retrieval_units.weighted_query(*given, True) if reverse else dispatch.weighted_query(*given)
-    return Moments(count + queries.shape[1], mean, variance), query
 
 
 @dataclass(frozen=True)
@@ -103,24 +99,14 @@ class Representatives(Checked):
 
     def build(self, tokens: OffloadedTokens) -> Tensor:
         """The mean of a unit's representatives, heads concatenated. [1, units, kv_heads * dim]"""
+        mass = tokens.mass if self.per_head else tokens.mass.expand(len(tokens.keys), -1)
         if tokens.member is None:
-            given = tokens.keys, tokens.mass, tokens.count, self.count, self.cosine, tokens.out
-            return dispatch.unit_representatives(*given)
-        if self.per_head:
-            ranked = ranked_in_units(tokens.mass, tokens.member[0], tokens.count, self.count)
-            return by_head(tokens.keys, ranked, self.cosine)
-        keys, member = concat_heads(tokens.keys, len(tokens.keys)), tokens.member[0]
-        vectors = normalize(keys, dim=-1) if self.cosine else keys
-        chosen = chosen_in_units(tokens.mass, member, tokens.count, self.count).to(vectors.dtype)
-        total = vectors.new_zeros(tokens.count, vectors.shape[1])
-        total.index_add_(0, member, vectors * chosen[:, None])
-        size = vectors.new_zeros(tokens.count).index_add_(0, member, chosen)
-        return (total / size[:, None])[None]
+            return dispatch.unit_representatives(tokens.keys, mass, tokens.count, self.count, self.cosine, tokens.out)
+        return by_head(tokens.keys, ranked_in_units(mass, tokens.member[0], tokens.count, self.count), self.cosine)
 
     def score(self, query: RetrievalQuery, unit_index: Tensor, sizes: Tensor) -> Tensor:
         """[1, units]"""
-        vector = self._vector(query) if query.vector is None else query.vector
-        scores = score_representatives(vector, unit_index, self.cosine)
+        scores = score_representatives(query.vector, unit_index, self.cosine)
         if query.question is not None and self.weight:
             scores = scores + self.weight * score_representatives(query.question.mean(0), unit_index, self.cosine)
         return scores
@@ -132,14 +118,6 @@ class Representatives(Checked):
             asked = score_representatives(query.question, entries[:, 0], self.cosine, query.units)
             scores = scores + self.weight * asked
         return scores[:, None]
-
-    def _vector(self, query: RetrievalQuery) -> Tensor:
-        window, question = concat_heads(query.queries, query.kv_heads), query.question
-        if question is not None and query.prefill and self.question_in_window:
-            window = torch.cat([window, question])
-        if not self.bias:
-            return window.mean(0)
-        return activation_bias(window, query.moments or Moments.of(window), self.reverse)
 
 
 @dataclass(frozen=True)
@@ -157,7 +135,7 @@ class EachToken:
     def score(self, query: RetrievalQuery, unit_index: Sequence[Tensor], sizes: Tensor) -> Tensor:
         """unit_index: the offloaded keys, [kv_heads, n, dim] each -> [1, tokens]"""
         heads, _, dim = query.queries.shape
-        mean = query.queries.float().mean(1).view(query.kv_heads, -1, dim) * query.scale
+        mean = query.mean.view(query.kv_heads, -1, dim) * query.scale
         logits = torch.cat([mean @ keys.to(mean.device).float().transpose(1, 2) for keys in unit_index], -1)
         return logits.softmax(-1).sum((0, 1))[None]
 
@@ -186,7 +164,7 @@ class Bounds:
 
     def score(self, query: RetrievalQuery, unit_index: Tensor, sizes: Tensor) -> Tensor:
         """[kv_heads, units]"""
-        return score_page_bounds(query.queries.float().mean(1), unit_index)
+        return score_page_bounds(query.mean, unit_index)
 
     def score_rows(self, query: RowQueries, entries: Tensor) -> Tensor:
         """entries [rows, kv_heads, most, 2, dim] -> [rows, kv_heads, most]"""
@@ -217,19 +195,13 @@ class Centres(Checked):
 
     def score(self, query: RetrievalQuery, unit_index: Tensor, sizes: Tensor) -> Tensor:
         """[kv_heads, units]"""
-        mean = query.queries.float().mean(1).view(query.kv_heads, -1, query.queries.shape[-1])
+        mean = query.mean.view(query.kv_heads, -1, query.queries.shape[-1])
         if not self.estimate:
             return score_representatives(mean.mean(1), unit_index, False) * query.scale
         logits = mean @ unit_index.float().transpose(1, 2) * query.scale
         per_key = logits - (logits + sizes.log()[:, None]).logsumexp(-1, keepdim=True)
         per_key = per_key.exp().mean(1)
         return per_key.masked_fill(per_key * sizes.sum(1, keepdim=True) < self.threshold, NEG_INF)
-
-
-def chosen_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> Tensor:
-    """Which tokens are among the `count` best of their unit; the later of equals. scores, member [n] -> [n] bool"""
-    order, rank = _unit_by_unit(scores, member, torch.bincount(member, minlength=units))
-    return torch.empty_like(rank).scatter(0, order, rank) < count
 
 
 def ranked_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> Tensor:
@@ -239,19 +211,13 @@ def ranked_in_units(scores: Tensor, member: Tensor, units: int, count: int) -> T
     scores [heads, n], member [n] -> [heads, units, count], or the size of the largest unit if that is less
     """
     sizes = torch.bincount(member, minlength=units)
-    order, rank = _unit_by_unit(scores.masked_fill(sizes[member] <= count, 0), member, sizes)
+    best = best_first(scores.masked_fill(sizes[member] <= count, 0))
+    order = best.gather(1, member[best].sort(dim=1, stable=True).indices)  # tokens unit after unit, best first
+    rank = torch.arange(len(member), device=order.device) - (sizes.cumsum(0) - sizes)[member[order]]
     count = min(count, int(sizes.max()))
     place = torch.where(rank < count, member[order] * count + rank, units * count)  # the others into one extra slot
     table = order.new_full((len(scores), units * count + 1), -1).scatter(1, place, order)
     return table[:, :-1].view(len(scores), units, count)
-
-
-def _unit_by_unit(scores: Tensor, member: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens unit after unit, best first, and the rank of each in its unit. scores [..., n] -> twice [..., n]"""
-    best = best_first(scores)
-    order = best.gather(-1, member[best].sort(dim=-1, stable=True).indices)
-    first = sizes.cumsum(0) - sizes
-    return order, torch.arange(len(member), device=order.device) - first[member[order]]
 
 
 def by_unit(member: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,9 +257,3 @@ def _with_neighbours(order: Tensor, sizes: Tensor, quota: int, share: float) -> 
         room -= counts[unit]
     beside = [near for unit in best for near in (unit + 1, unit - 1) if 0 <= near < len(ranked)]
     return torch.tensor(list(dict.fromkeys([*best, *beside, *ranked])), device=order.device)
-
-
-def density(scores: Tensor, reverse: bool = False) -> float:
-    """What a layer's share is proportional to: the entropy of its scores; reverse: 1 / that (ActQKV, appendix D.3)."""
-    entropy = score_entropy(scores)
-    return 1 / max(entropy, 1e-9) if reverse else entropy

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import Checked, Odd, Positive
-from kvkeep.compress.attention import attention_received, pool, squared_value_norms, token_mask
+from kvkeep.compress.attention import attention_received, squared_value_norms, token_mask
 from kvkeep.compress.guard import effective_window
 from kvkeep.kernels.dispatch import column_mass
+from kvkeep.kernels.torch.scoring import pool
 from kvkeep.types import Observation, Step
 
 Gain = Literal["replace", "multiply"]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import AboveZero, Checked, Positive, Seed
-from kvkeep.compress.attention import PromptScores, gram, layer_seed, new_chunks, norms, pool, token_mask, uniform
+from kvkeep.compress.attention import PromptScores, gram, layer_seed, new_chunks, norms, token_mask, uniform
 from kvkeep.compress.budget.coverage import CERTAIN
 from kvkeep.kernels.dispatch import chunk_mass
+from kvkeep.kernels.torch.scoring import pool
 from kvkeep.types import Observation
 
 

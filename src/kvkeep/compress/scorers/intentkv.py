@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvkeep.arguments import Checked, Positive
-from kvkeep.compress.attention import attention, attention_received
+from kvkeep.compress.attention import attention_received
 from kvkeep.kernels.dispatch import column_mass, js_distance
 from kvkeep.kernels.torch.scoring import row_js_distance
 from kvkeep.types import Observation
@@ -40,9 +40,6 @@ class IntentKVScorer(Checked):
         queries = seen.queries[:, -self.window :]
         if not self.intention:
             return attention_received(seen, self.window) / queries.shape[1]
-        if not js_distance.uses_kernel(queries, seen.keys):
-            rows = attention(seen, self.window)  # [kv_heads, group, w, n]
-            return torch.stack([self._question_attention(head) for head in rows])
         given = queries, seen.keys, seen.token_positions, seen.seq_len
         softmax = seen.scale, seen.softcap, seen.sink_logits
         distances = js_distance(*given, self.smooth, *softmax, self._stepwise)
@@ -51,10 +48,6 @@ class IntentKVScorer(Checked):
     @property
     def _stepwise(self) -> bool:
         return self.boundary == "subsequent"
-
-    def _question_attention(self, rows: Tensor) -> Tensor:
-        """Mean attention of the question's rows, over a group. [group, w, n] -> [n]"""
-        return (self.weights(rows)[:, None, :] @ rows).squeeze(1).mean(0)
 
     def weights(self, rows: Tensor) -> Tensor:
         """Equal weights for the rows of each head's question, 0 for those before. [heads, w, n] -> [heads, w]"""

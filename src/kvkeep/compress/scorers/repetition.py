@@ -23,7 +23,7 @@ from torch import Tensor
 from kvkeep.arguments import Checked, Count, Positive
 from kvkeep.compress.attention import PromptScores, new_chunks
 from kvkeep.compress.budget.coverage import CERTAIN
-from kvkeep.kernels.dispatch import column_maximum, repeated_attention
+from kvkeep.kernels.dispatch import repeated_attention
 from kvkeep.types import Observation, Replayed, ReplayPass
 
 FIRST = "\n\nRepeat the previous context exactly."
@@ -61,7 +61,8 @@ class Repetition(PromptScores):
             by = torch.full((keys.shape[1],), seen.expected + self.gap - first, device=keys.device)
             sinks = seen.keys[:, : min(self.sinks, first)]
             softmax = seen.scale, seen.softcap, seen.sink_logits
-            parts.append(column_maximum(queries, seen.rotate(queries, by), keys, sinks, *softmax, self.near))
+            moved = seen.rotate(queries, by)
+            parts.append(repeated_attention(moved, keys, sinks, queries, keys, *softmax, self.near))
         return torch.cat(parts, 1)
 
 
@@ -98,7 +99,7 @@ class Replay(Checked):
             yield ReplayPass(LATER, min(LEAD, start), start, end) if start else ReplayPass(FIRST, 0, 0, end)
 
     def score(self, seen: Replayed) -> Tensor:
-        fed = seen.queries, seen.own_keys, seen.keys, seen.sinks
+        fed = seen.queries, seen.keys, seen.sinks, seen.queries, seen.own_keys
         softmax = seen.scale, seen.softcap, seen.sink_logits
         weights = self._output_weights(seen) if self.by_output else (None, None)
         return repeated_attention(*fed, *softmax, self.near, *weights, self.norm).clamp_min(1e-30)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.arguments import AboveZero, Checked, Odd
-from kvkeep.compress.attention import pool, squared_value_norms, token_mask
+from kvkeep.compress.attention import squared_value_norms, token_mask
 from kvkeep.compress.budget.coverage import CERTAIN
 from kvkeep.compress.protocols import Scorer, ScorerTraits
 from kvkeep.errors import BadParameter
+from kvkeep.kernels.torch.scoring import pool
 from kvkeep.types import Observation
 
 

@@ -20,14 +20,13 @@ from kvkeep.compress.attention import (
     distance_from_end,
     layer_seed,
     mean_and_variance,
-    pool,
     token_mask,
     uniform,
 )
 from kvkeep.compress.budget.coverage import CERTAIN
 from kvkeep.compress.guard import effective_window
 from kvkeep.kernels.torch.ranking import best_first, inverse
-from kvkeep.kernels.torch.scoring import probabilities
+from kvkeep.kernels.torch.scoring import pool, probabilities
 from kvkeep.types import Observation, Step
 
 COMPARED = 2**26  # cosines at a time

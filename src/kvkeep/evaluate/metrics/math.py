@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from kvkeep.evaluate.metrics.equal import LONGEST, same
+from kvkeep.evaluate.metrics.longbench import best_of_references
 
 _UNITS = (
     "degrees? percent inch(?:es)? feet foot ft yards? miles? mph cm mm km m meters? metres? g kg grams? lbs? pounds? "
@@ -74,6 +75,7 @@ def number_word(text: str) -> str:
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
 
 
+@best_of_references
 def math_answer(prediction: str, reference: str | int, **_) -> float:
     r"""The last box (or "the answer is") against the reference, which may be a solution with a box of its own.
 
@@ -85,6 +87,7 @@ def math_answer(prediction: str, reference: str | int, **_) -> float:
     return float(same(normalise(answer), normalise(expected)))
 
 
+@best_of_references
 def aime_answer(prediction: str, reference: str | int, **_) -> float:
     """Compare as integers: 033 is 33."""
     answer = normalise(_short(extract_answer(prediction)))

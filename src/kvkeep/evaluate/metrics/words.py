@@ -71,9 +71,9 @@ def replaced(text: str, *unwanted: str) -> str:
     return text
 
 
-def as_list(references: str | Iterable[str]) -> list[str]:
+def as_list(references: str | int | Iterable[str]) -> list[Any]:
     """One reference or several, as a list."""
-    return [references] if isinstance(references, str) else list(references)
+    return [references] if isinstance(references, str | int) else list(references)
 
 
 def lengths(x: Sequence[str], y: Sequence[str]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvkeep.errors import BadInput, UnknownName
+from kvkeep.evaluate.results import grouped
 from kvkeep.evaluate.tasks.ruler import GROUPS
 from kvkeep.registry import did_you_mean
 
@@ -255,13 +256,12 @@ def used(recipe: Recipe, cell: Cell) -> Budget:
 
 
 def _asked(recipe: Recipe, group: str) -> dict[Point, Asked]:
-    asked: dict[Point, dict[tuple[str, Budget], None]] = {}
-    for cell in recipe.cells:
-        for task, length in recipe.column(cell.column).points if cell.group == group else ():
-            spec = recipe.spec(cell, task)
-            if spec:
-                asked.setdefault((task, length), {})[spec, used(recipe, cell)] = None
-    return {point: tuple(found) for point, found in asked.items()}
+    cells = [cell for cell in recipe.cells if cell.group == group]
+    places = ((cell, point) for cell in cells for point in recipe.column(cell.column).points)
+    asked = grouped(
+        (point, (spec, used(recipe, cell))) for cell, point in places if (spec := recipe.spec(cell, point[0]))
+    )
+    return {point: tuple(dict.fromkeys(found)) for point, found in asked.items()}
 
 
 def _by_yarn(asked: Mapping[Point, Asked], yarn: Yarn | None) -> Iterable[tuple[float | None, dict[Point, Asked]]]:
@@ -278,24 +278,17 @@ def _by_yarn(asked: Mapping[Point, Asked], yarn: Yarn | None) -> Iterable[tuple[
 
 def _samples(asked: Mapping[Point, Asked]) -> Iterable[tuple[tuple[str, ...], tuple[int, ...], Asked]]:
     """Tasks with the same lengths and configs, together."""
-    lengths: dict[tuple[str, Asked], list[int]] = {}
-    for (task, length), found in asked.items():
-        lengths.setdefault((task, found), []).extend([length] if length else [])
-    tasks: dict[tuple[tuple[int, ...], Asked], list[str]] = {}
-    for (task, found), sizes in lengths.items():
-        tasks.setdefault((tuple(sizes), found), []).append(task)
+    lengths = grouped(((task, found), length) for (task, length), found in asked.items())
+    tasks = grouped(((tuple(filter(None, sizes)), found), task) for (task, found), sizes in lengths.items())
     return [(tuple(names), sizes, found) for (sizes, found), names in tasks.items()]
 
 
 def _grids(asked: Asked) -> Iterable[tuple[tuple[str, ...], tuple[int | float, ...]]]:
     """Methods with the same budgets, together; `full` goes with the first."""
-    budgets: dict[str, list[int | float]] = {}
-    for method, budget in asked:
-        budgets.setdefault(method, []).extend([] if budget is None else [budget])
-    grids: dict[tuple[int | float, ...], list[str]] = {}
-    for method, sizes in budgets.items():
-        if sizes:
-            grids.setdefault(tuple(sorted(sizes)), []).append(method)
-    free = [method for method, sizes in budgets.items() if not sizes]
+    budgets = grouped(asked)
+    grids = grouped(
+        (tuple(sorted(size for size in sizes if size is not None)), method) for method, sizes in budgets.items()
+    )
+    free = grids.pop((), [])
     first, *rest = grids or {(): []}
     return [((*free, *grids.get(first, [])), first), *((tuple(grids[each]), each) for each in rest)]

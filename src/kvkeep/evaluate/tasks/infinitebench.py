@@ -12,8 +12,8 @@ import random
 import re
 import sys
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,51 +141,17 @@ def _with_letter(references: tuple[str, ...], options: tuple[str, ...], where: s
     return references[0], LETTERS[options.index(references[0])]
 
 
-def _five_digits(source: random.Random) -> str:
-    return "".join(str(source.randint(0, 9)) for _ in range(5))
-
-
-def _ten_digits(source: random.Random) -> str:
-    digits = list(_five_digits(source))
-    while len(digits) < 10:
-        place = source.randrange(len(digits))
-        digits.insert(place, digits[place])
-    return "".join(digits)
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """What is put into noise."""
-
-    line: str
-    question: str
-    draw: Callable[[random.Random], str]
-
-
-IN_NOISE = {
-    "passkey": Hidden(
-        "The pass key is {key}. Remember it. {key} is the pass key.\n", "What is the pass key?", _five_digits
-    ),
-    "number_string": Hidden(
-        "The sequence of digits is {key}. Remember it. {key} is the sequence of digits.\n",
-        "What is the sequence of digits?",
-        _ten_digits,
-    ),
-}
+IN_NOISE = {"passkey": ("pass key", 5), "number_string": ("sequence of digits", 10)}  # what is hidden, its digits
 MADE = (*IN_NOISE, "kv_retrieval")
 
 
-def _in_noise(task: str, name: str, key: str, before: int, lines: int) -> Sample:
-    hidden = IN_NOISE[task]
-    context = NOISE * before + hidden.line.replace("{key}", key) + NOISE * (lines - before)
-    return _filled(task, name, {"context": context, "input": hidden.question}, (key,))
-
-
-def _in_pairs(name: str, pairs: Sequence[tuple[str, str]], wanted: int) -> Sample:
-    key, value = pairs[wanted]
-    context = "JSON data:\n{" + ", ".join(f'"{k}": "{v}"' for k, v in pairs) + "}"
-    asked = f'Key: "{key}"\nThe value associated with the specified key is: '
-    return _filled("kv_retrieval", name, {"context": context, "input": asked}, (value,))
+def _digits(source: random.Random, count: int) -> str:
+    """Draw five digits; for more, repeat some of them where they are."""
+    digits = [str(source.randint(0, 9)) for _ in range(5)]
+    while len(digits) < count:
+        place = source.randrange(len(digits))
+        digits.insert(place, digits[place])
+    return "".join(digits)
 
 
 def _uuid(source: random.Random) -> str:
@@ -211,16 +177,23 @@ def sized(task: str, length: int, tokenizer: Any, count: int, seed: int = 42) ->
 
 def _drawing(task: str, name: str, share: float, source: random.Random) -> Callable[[int], Sample]:
     """-> one sample by its number of lines or pairs, the same random ones whatever the number"""
-    if task in IN_NOISE:
-        key = IN_NOISE[task].draw(source)
-        return lambda lines: _in_noise(task, name, key, int(share * lines), lines)
     pairs: list[tuple[str, str]] = []
+    what, count = IN_NOISE.get(task, ("", 0))
+    number = _digits(source, count) if count else ""
 
-    def draw(size: int) -> Sample:
+    def in_noise(lines: int) -> Sample:
+        line, before = f"The {what} is {number}. Remember it. {number} is the {what}.\n", int(share * lines)
+        context = NOISE * before + line + NOISE * (lines - before)
+        return _filled(task, name, {"context": context, "input": f"What is the {what}?"}, (number,))
+
+    def in_pairs(size: int) -> Sample:
         pairs.extend((_uuid(source), _uuid(source)) for _ in range(size - len(pairs)))
-        return _in_pairs(name, pairs[:size], int(share * size))
+        key, value = pairs[int(share * size)]
+        context = "JSON data:\n{" + ", ".join(f'"{k}": "{v}"' for k, v in pairs[:size]) + "}"
+        asked = f'Key: "{key}"\nThe value associated with the specified key is: '
+        return _filled(task, name, {"context": context, "input": asked}, (value,))
 
-    return draw
+    return in_noise if number else in_pairs
 
 
 def _longest(draw: Callable[[int], Sample], tokenizer: Any, length: int) -> Sample:

@@ -25,17 +25,16 @@ MARGIN = 500  # of any other context length, left free
 NEEDS_CLASSES = {"trec", "lsht"}
 
 
-def longbench(path: str | Path, task: str | None = None) -> list[Sample]:
+def longbench(path: str | Path) -> list[Sample]:
     """Lines with `answers`, and `context` and `input` or a filled-in `prompt`; all are asked in the official words.
 
-    The task is the one given, the line's `dataset`, or the file's name; a name that ends in _e is LongBench-E.
+    The task is the line's `dataset`, or the file's name; a name that ends in _e is LongBench-E.
     """
-    stem = Path(path).stem
-    return samples(path, partial(_sample, stem=stem, task=task))
+    return samples(path, partial(_sample, stem=Path(path).stem))
 
 
-def _sample(record: dict[str, Any], where: str, number: int, stem: str, task: str | None) -> Sample:
-    given = str(task or record.get("dataset") or stem)
+def _sample(record: dict[str, Any], where: str, number: int, stem: str) -> Sample:
+    given = str(record.get("dataset") or stem)
     name = given.removesuffix("_e")
     if name not in TEMPLATES:
         raise BadInput(f"{where}: no LongBench task is called '{name}'.{did_you_mean(name, TEMPLATES)}")

@@ -11,7 +11,8 @@ from kvkeep.evaluate.metrics.math import last_box
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.build import identity, samples, text
 
-PROMPT = "{question}\n\nReason step by step, and put the final answer in \\boxed{{}}."
+ASK = "\n\nReason step by step, and put the final answer in \\boxed{}."
+MAX_NEW_TOKENS = 2048  # for the reasoning, too
 
 
 def math500(path: str | Path) -> list[Sample]:
@@ -26,8 +27,8 @@ def aime(path: str | Path) -> list[Sample]:
 
 def _samples(path: str | Path, task: str, metric: str, answer: Callable[[dict[str, Any], str], str]) -> list[Sample]:
     def make(record: dict[str, Any], where: str, number: int) -> Sample:
-        name = identity(record, number, "id", "unique_id")
-        return Sample(task, name, text(record, where, "problem", "question"), (answer(record, where),), metric)
+        name, asked = identity(record, number, "id", "unique_id"), text(record, where, "problem", "question") + ASK
+        return Sample(task, name, asked, (answer(record, where),), metric, max_new_tokens=MAX_NEW_TOKENS, long=True)
 
     return samples(path, make, "problems")
 

@@ -16,6 +16,7 @@ from kvkeep.errors import BadInput, BadParameter
 from kvkeep.evaluate.metrics.short_answers import EXPECTED
 from kvkeep.evaluate.sample import Sample
 from kvkeep.evaluate.tasks.infinitebench import NOISE
+from kvkeep.model.user_text import ids_of
 from kvkeep.registry import Registry
 
 DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)  # percent
@@ -114,27 +115,24 @@ class _Straw:
 
     def __init__(self, tokenizer: Any, text: str, longest: int):
         self.tokenizer = tokenizer
-        while len(ids := self._encode(text)) < longest:
+        while len(ids := ids_of(tokenizer, text)) < longest:
             text += text
         self.ids = ids[:longest]
-        self.periods = set(self._encode("."))
+        self.periods = set(ids_of(tokenizer, "."))
 
     def with_needle(self, hidden: str, length: int, depth: float) -> str:
         """The first tokens of the haystack, and the needle where the sentence before its depth ends."""
-        needle = self._encode(hidden)
+        needle = ids_of(self.tokenizer, hidden)
         room = length - BUFFER - len(needle)
         if room < 1:
             raise BadParameter(f"length={length} has no room for a needle of {len(needle)} tokens and {BUFFER} free.")
-        straw = self._encode(self._decode(self.ids[:length]))[:room]
+        straw = ids_of(self.tokenizer, self._decode(self.ids[:length]))[:room]
         end = len(straw)
         if depth < 100:
             end = int(len(straw) * (depth / 100))
             while end and straw[end - 1] not in self.periods:
                 end -= 1
         return self._decode([*straw[:end], *needle, *straw[end:]])
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -45,21 +45,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
-def rotate(vectors: Tensor, *angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate vectors [heads, n, dim] in float32 by each (cosines, sines) [n, dim] in turn, rounding after each.
-
-    Pairs lie half a vector apart: both halves of the cosines are equal, the first half of the sines is negated.
-    """
-    for cos, sin in angles:
-        other = vectors.roll(vectors.shape[-1] // 2, -1)  # the other number of each pair
-        vectors = (vectors * cos).add_(other * sin).to(vectors.dtype)
-    return vectors
-
-
 def apply_angles(vectors: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:
-    """Rotate the first 2 * pairs channels in float32; the others stay. vectors [.., n, dim], cos, sin [.., n, pairs]"""
+    """Rotate the first 2 * pairs channels, in float32 at least; the others stay.
+
+    vectors [.., n, dim], cos, sin [.., n, pairs]
+    """
     pairs = cos.shape[-1]
-    paired, rest = vectors[..., : 2 * pairs].float(), vectors[..., 2 * pairs :]
+    wide = torch.promote_types(vectors.dtype, torch.float32)
+    paired, rest = vectors[..., : 2 * pairs].to(wide), vectors[..., 2 * pairs :]
     a, b = (paired[..., 0::2], paired[..., 1::2]) if interleaved else paired.chunk(2, -1)
     rotated = (a * cos - b * sin, b * cos + a * sin)
     both = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from kvkeep.kernels.torch.scoring import probabilities
+from kvkeep.kernels.torch.scoring import probabilities, softmax
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # queries, keys, values, scale
 
@@ -83,11 +83,7 @@ def decode_attention_with_logits(
         logits = (logits / softcap).tanh() * softcap
     if masked is not None:
         logits = logits.masked_fill(masked, float("-inf"))
-    if sink_logits is None:
-        probs = logits.softmax(-1)
-    else:
-        extra = sink_logits.float().view(1, keys.shape[1], -1, 1).expand(rows, -1, -1, 1)
-        probs = torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
+    probs = softmax(logits[:, :, :, None], sink_logits)[:, :, :, 0]
     output = probs.to(values.dtype) @ values
     return output.reshape(rows, heads, 1, -1).to(queries.dtype), logits
 
@@ -155,33 +151,17 @@ def padded_attention(
     sink_logits: Tensor | None = None,
     logits_out: Tensor | None = None,
 ) -> Tensor:
-    """Attention over a padded batch: each KV head uses its first `lengths` slots, ending with the queries' keys.
+    """Attention over a padded batch: each KV head uses its first `lengths` slots.
 
-    queries [rows, heads, q, dim], keys and values [rows, kv_heads, size, dim], lengths [rows, kv_heads]
-    -> [rows, heads, q, dim]
-    logits_out [rows, heads, size] float32, of one query each: -inf, and filled up to `lengths`
+    queries [rows, heads, 1, dim], keys and values [rows, kv_heads, size, dim], lengths [rows, kv_heads]
+    -> [rows, heads, 1, dim]
+    logits_out [rows, heads, size] float32: -inf, and filled up to `lengths`
     """
-    rows, heads, q, dim = queries.shape
-    kv_heads, size = keys.shape[1:3]
+    unused = torch.arange(keys.shape[2], device=keys.device) >= lengths[..., None, None]
+    output, logits = decode_attention_with_logits(queries, keys, values, scale, softcap, sink_logits, unused)
     if logits_out is not None:
-        unused = torch.arange(size, device=keys.device) >= lengths[..., None, None]
-        output, logits = decode_attention_with_logits(queries, keys, values, scale, softcap, sink_logits, unused)
         logits_out.copy_(logits.detach().flatten(1, 2))
-        return output
-    ahead = torch.arange(q - 1, -1, -1, device=keys.device)  # new tokens after each query
-    seen = torch.arange(size, device=keys.device) < (lengths[..., None] - ahead)[..., None]
-    seen = seen[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).reshape(rows, kv_heads, -1, size)
-    grouped = queries.to(keys.dtype).reshape(rows, kv_heads, -1, dim)
-    if softcap is None and sink_logits is None:
-        output = sdpa(grouped, keys, values.to(keys.dtype), attn_mask=seen, scale=scale)
-    else:
-        logits = (grouped @ keys.transpose(-1, -2)).float() * scale
-        logits = (logits if softcap is None else (logits / softcap).tanh() * softcap).masked_fill(~seen, float("-inf"))
-        if sink_logits is not None:
-            extra = sink_logits.float().view(1, kv_heads, -1, 1).repeat_interleave(q, 2).expand(rows, -1, -1, -1)
-            logits = torch.cat([logits, extra], -1)
-        output = logits.softmax(-1)[..., :size].to(values.dtype) @ values
-    return output.reshape(rows, heads, q, -1).to(queries.dtype)
+    return output
 
 
 def ragged_attention(
@@ -195,7 +175,7 @@ def ragged_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """`padded_attention` over a flat buffer with one segment, of any size, per row and KV head.
+    """Attention over a flat buffer with one segment, of any size, per row and KV head.
 
     queries [rows, heads, q, dim], keys and values [slots, dim], starts and lengths [rows, kv_heads], none longer than
     `longest` -> [rows, heads, q, dim]

@@ -112,21 +112,13 @@ def unit_representatives(
 ) -> Tensor:
     """The mean of the `count` tokens of each unit with most mass; the later of equals. Units are uniform spans.
 
-    keys [kv_heads, n, dim], mass [n], or [heads, n]: a choice per query head (see `by_head`)
+    keys [kv_heads, n, dim], mass [heads, n], or [kv_heads, n]: a choice of each (see `by_head`)
     -> [1, units, kv_heads * dim] float32; `cosine`: the mean of their directions
     """
-    if mass.dim() == 2:
-        size = keys.shape[1] // units
-        mass = mass.view(len(mass), units, size) if count < size else mass.new_zeros(len(mass), units, size)
-        start = torch.arange(units, device=keys.device) * size
-        return by_head(keys, best_first(mass)[..., :count] + start[:, None], cosine)
-    vectors = concat_heads(keys, len(keys)).view(units, -1, len(keys) * keys.shape[-1])
-    best = best_first(mass.view(vectors.shape[:2]))[:, :count].sort(1).values
-    chosen = vectors.gather(1, best[..., None].expand(-1, -1, vectors.shape[-1]))
-    chosen = normalize(chosen, dim=-1) if cosine else chosen
-    zero = chosen.new_zeros(())
-    total = chosen.sum(1) if best.shape[1] <= 4 else sum(chosen.unbind(1), zero)  # added in order in both cases
-    return (total / best.shape[1])[None]
+    size = keys.shape[1] // units
+    mass = mass.reshape(len(mass), units, size) if count < size else mass.new_zeros(len(mass), units, size)
+    start = torch.arange(units, device=keys.device) * size
+    return by_head(keys, best_first(mass)[..., :count] + start[:, None], cosine)
 
 
 def by_head(keys: Tensor, ranked: Tensor, cosine: bool) -> Tensor:
@@ -175,8 +167,12 @@ def score_tokens(queries: Tensor, keys: Tensor, scale: float, units: Tensor) -> 
 
 def select_uniform_units(scores: Tensor, size: int, quota: int) -> Tensor:
     """`select_units` where units are uniform, none scores NEG_INF and the quota is whole units. [heads, quota]"""
-    best = best_first(scores)[:, : quota // size].sort(1).values
-    return (best[..., None] * size + torch.arange(size, device=scores.device)).flatten(1)
+    return unit_tokens(best_first(scores)[:, : quota // size].sort(1).values, size)
+
+
+def unit_tokens(units: Tensor, size: int) -> Tensor:
+    """The tokens of uniform units. [heads, n] -> [heads, n * size]"""
+    return (units[..., None] * size + torch.arange(size, device=units.device)).flatten(1)
 
 
 def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tensor) -> None:
@@ -189,7 +185,9 @@ def select_counted(scores: Tensor, units: Tensor, counts: Tensor, selected: Tens
             selected[row, :, :count] = best_first(scores[row, :, :n])[:, :count].sort(1).values
 
 
-def share_quota(scores: Tensor, units: Tensor, left: Tensor, densities: Tensor, layer: int, most: int) -> Tensor:
+def share_quota(
+    scores: Tensor, units: Tensor, left: Tensor, densities: Tensor, layer: int, most: int, reverse: bool = False
+) -> Tensor:
     """`density_share` in units, for all rows; their quotas left [rows] and the layer's mean density, in place.
 
     scores [rows, most units], units [rows]: how many count, 0 leaves a row as it is; densities [rows, layers, 2]
@@ -199,9 +197,9 @@ def share_quota(scores: Tensor, units: Tensor, left: Tensor, densities: Tensor, 
     for row, (n, quota, known) in enumerate(zip(units.tolist(), left.tolist(), densities.tolist(), strict=True)):
         if not n:
             continue
-        now, (mean, steps) = score_entropy(scores[row : row + 1, :n]), known[layer]
+        now, (mean, steps) = float(density(scores[row, :n], reverse)), known[layer]
         later = [now if isnan(mean) else mean for mean, _ in known[layer + 1 :]]
-        shares[row] = share = min(density_share(now, later, quota, 1), most)
+        shares[row] = share = min(density_share(now, later, quota), most)
         left[row] = quota - share
         steps = 0 if isnan(mean) else steps
         mean = ((mean if steps else 0.0) * steps + now) / (steps + 1)
@@ -209,14 +207,17 @@ def share_quota(scores: Tensor, units: Tensor, left: Tensor, densities: Tensor, 
     return shares
 
 
-def density_share(now: float, later: list[float], left: int, unit: int) -> int:
-    """ActQKV: this layer's part of the quota left, by the entropy of its scores; whole units, never more than left."""
+def density_share(now: float, later: list[float], left: int) -> int:
+    """ActQKV: this layer's part of the units left, by the density of its scores; never more than left."""
     total = now + sum(later)
     part = now / total if total > 0 else 1 / (1 + len(later))
-    return min(left, int(part * left / unit + 1e-9) * unit)
+    return min(left, int(part * left + 1e-9))
 
 
-def score_entropy(scores: Tensor) -> float:
-    """Entropy of the softmax over units. scores [1, units]"""
-    probs = scores[0].softmax(0)
-    return float(torch.special.entr(probs).sum())
+def density(scores: Tensor, reverse: bool = False) -> Tensor:
+    """What a layer's share is proportional to: the entropy of its scores; reverse: 1 / that (ActQKV, appendix D.3).
+
+    scores [units] -> []
+    """
+    entropy = torch.special.entr(scores.softmax(0)).sum()
+    return 1 / entropy.clamp_min(1e-9) if reverse else entropy

@@ -1,4 +1,4 @@
-"""Attention statistics, clustering and smoothing for scorers, in torch."""
+"""Attention statistics and clustering for scorers, in torch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ def probabilities(
     queries [heads, w, dim], keys [kv_heads, n, dim], sink_logits [heads] -> [kv_heads, group, w, n]
     allowed [kv_heads, w, m]: mask of the last m keys; earlier ones are visible to all queries
     """
-    logits = masked_logits(queries, keys, allowed, scale, softcap)
-    if sink_logits is not None:
-        extra = sink_logits.float().view(logits.shape[0], logits.shape[1], 1, 1).expand(*logits.shape[:-1], 1)
-        return torch.cat([logits, extra], dim=-1).softmax(-1)[..., :-1]
-    return logits.softmax(-1).nan_to_num_(0.0) if allow_fully_masked else logits.softmax(-1)
+    probs = softmax(masked_logits(queries, keys, allowed, scale, softcap), sink_logits)
+    return probs.nan_to_num_(0.0) if allow_fully_masked else probs
+
+
+def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Probabilities of logits [.., kv_heads, group, w, n], each head with its learned sink logit [heads]."""
+    if sink_logits is None:
+        return logits.softmax(-1)
+    extra = sink_logits.float().view(*logits.shape[-4:-2], 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, extra], -1).softmax(-1)[..., :-1]
 
 
 def masked_logits(queries: Tensor, keys: Tensor, allowed: Tensor, scale: float, softcap: float | None = None) -> Tensor:
@@ -89,48 +94,12 @@ def column_mass(
     return mass
 
 
-def column_maximum(
-    queries: Tensor,
-    moved: Tensor,
-    keys: Tensor,
-    sinks: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    near: int | None = None,
-) -> Tensor:
-    """The most attention each key of a chunk gets from any query of it, or query head, when the chunk is read again.
-
-    One softmax of each query: `moved` over sinks and keys, `queries` over the keys up to their own, which stand for the
-    second reading so far. Queries come in blocks.
-    near: only queries of tokens at most so far from the key's count; None: all
-    queries and moved [heads, m, dim], keys [kv_heads, m, dim], sinks [kv_heads, s, dim] -> [kv_heads, m] float32
-    """
-    m, count, kv_heads = queries.shape[1], sinks.shape[1], len(keys)
-    reach, places = m if near is None else near, torch.arange(m, device=keys.device)
-    block = query_block(queries, m)
-    all_keys, all_visible = torch.cat([sinks, keys], 1).float(), keys.new_ones(1, 1, 0, dtype=torch.bool)
-    highest = keys.new_full((kv_heads, m), -torch.inf, dtype=torch.float32)
-    for start in range(0, m, block):
-        end = min(start + block, m)
-        own = all_visible.new_ones(1, end - start, end - start).tril()
-        second = masked_logits(moved[:, start:end], all_keys, all_visible, scale, softcap)
-        first = masked_logits(queries[:, start:end], all_keys[:, count : count + end], own, scale, softcap)
-        lse = torch.logaddexp(first.logsumexp(-1), second.logsumexp(-1))
-        if sink_logits is not None:
-            lse = torch.logaddexp(lse, sink_logits.float().view(kv_heads, -1, 1))
-        low, high = max(0, start - reach), min(m, end + reach)
-        far = (places[start:end, None] - places[low:high]).abs() > reach
-        second = second[..., count + low : count + high].sub_(lse[..., None]).masked_fill_(far, -torch.inf)
-        highest[:, low:high] = torch.maximum(highest[:, low:high], second.flatten(1, 2).amax(1))
-    return highest.exp()
-
-
 def repeated_attention(
     queries: Tensor,
-    own_keys: Tensor,
     keys: Tensor,
     sinks: Tensor,
+    own_queries: Tensor,
+    own_keys: Tensor,
     scale: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
@@ -139,29 +108,32 @@ def repeated_attention(
     query_weights: Tensor | None = None,
     norm: int = 0,
 ) -> Tensor:
-    """The attention each of `keys` gets from tokens that are fed after them: the most of any query and query head.
+    """The attention each of `keys` gets from tokens that are read after them: the most of any query and query head.
 
     norm: of all of them, in the place of the most (0): 1: their sum, 2: the root of the sum of squares
-    One softmax of each query, over sinks, keys, and its own tokens' keys up to itself. Queries come in blocks.
+    One softmax of each query: over sinks and keys and, as it is in own_queries, over its own tokens' keys up to itself.
+    Queries come in blocks.
     near: the last m queries are of the keys' tokens again; those of tokens at most so far from a key count; None: all
-    queries [heads, q, dim], own_keys [kv_heads, q, dim], keys [kv_heads, m, dim], sinks [kv_heads, s, dim]
-    key_weights [heads, m], query_weights [q]: factors of the attention -> [kv_heads, m] float32
+    queries and own_queries [heads, q, dim], own_keys [kv_heads, q, dim], keys [kv_heads, m, dim], sinks [kv_heads, s,
+    dim], key_weights [heads, m], query_weights [q]: factors of the attention -> [kv_heads, m] float32
     """
     (kv_heads, m, _), q, count = keys.shape, queries.shape[1], sinks.shape[1]
-    all_keys = torch.cat([sinks, keys, own_keys], 1).float()
-    block, highest = query_block(queries, all_keys.shape[1]), all_keys.new_zeros(kv_heads, m)
+    text, own_keys = torch.cat([sinks, keys], 1).float(), own_keys.float()
+    block, highest = query_block(queries, count + m + q), text.new_zeros(kv_heads, m)
+    all_visible = torch.ones(1, 1, 0, dtype=torch.bool, device=keys.device)
     for start in range(0, q, block):
         end = min(start + block, q)
-        own = torch.ones(1, end - start, end - start, dtype=torch.bool, device=keys.device).tril()
-        visible = all_keys[:, : count + m + end]
-        rows = probabilities(queries[:, start:end], visible, own, scale, softcap, sink_logits)[..., count : count + m]
+        own = all_visible.new_ones(1, end - start, end - start).tril()
+        earlier = masked_logits(queries[:, start:end], text, all_visible, scale, softcap)
+        again = masked_logits(own_queries[:, start:end], own_keys[:, :end], own, scale, softcap)
+        rows = softmax(torch.cat([earlier, again], -1), sink_logits)[..., count : count + m]
         if key_weights is not None:
             rows = rows * key_weights.view(kv_heads, -1, 1, m)
         if query_weights is not None:
             rows = rows * query_weights[start:end, None]
         if near is not None:
-            again = torch.arange(start, end, device=keys.device) - (q - m)
-            rows = rows.masked_fill((again[:, None] - torch.arange(m, device=keys.device)).abs() > near, 0)
+            places = torch.arange(start, end, device=keys.device) - (q - m)
+            rows = rows.masked_fill((places[:, None] - torch.arange(m, device=keys.device)).abs() > near, 0)
         if norm:
             highest += rows.pow(norm).sum((1, 2))
         else:
@@ -286,11 +258,13 @@ def key_similarity(keys: Tensor, token_mask: Tensor, kappa: int) -> Tensor:
     return total / count.clamp_min(1)
 
 
-def smooth(scores: Tensor, among: Tensor, width: int, kind: str) -> Tensor:
-    """Pool the scores of the tokens `among`, with each other only. scores, among [kv_heads, n]"""
+def pool(scores: Tensor, among: Tensor, width: int, kind: str = "avg") -> Tensor:
+    """Smooth the scores of the tokens `among`, with each other only. scores, among [kv_heads, n]"""
+    if width == 1:
+        return scores
     if kind == "max":
-        smooth = max_pool1d(scores.masked_fill(~among, float("-inf")), width, 1, width // 2)
+        pooled = max_pool1d(scores.masked_fill(~among, float("-inf")), width, 1, width // 2)
     else:
         total, count = (avg_pool1d(x, width, 1, width // 2) for x in (scores * among, among.to(scores.dtype)))
-        smooth = total / count.clamp_min(1e-9)
-    return torch.where(among, smooth, scores)
+        pooled = total / count.clamp_min(1e-9)
+    return torch.where(among, pooled, scores)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.torch.elementwise import rotate
+from kvkeep.kernels.torch.elementwise import apply_angles
 
 Pair = tuple[Tensor, Tensor]
 
@@ -88,7 +88,7 @@ def slotted_attention(
     queries, rotated [rows, heads, dim]; far: keys and values [rows, kv_heads, sinks + slots * unit, dim], slots [rows,
     1 or kv_heads, most], None where units lie in this order, num_far [rows] tokens; near: [rows, kv_heads, size, dim],
     of which begin … end [rows] count
-    angles: cosines and sines [tokens, dim] by which the far keys are rotated, the first by those of 0
+    angles: cosines and sines [tokens, dim / 2] by which the far keys are rotated, the first by those of 0
     mass [rows, 1 or heads, size]: what near tokens of active rows [rows] get is added to it; see `band` there
     -> [rows, heads, dim]
     """
@@ -118,7 +118,9 @@ def _far(far: Pair, slots: Tensor | None, row: int, m: int, sinks: int, unit: in
         token = torch.arange(m, device=slots.device) - sinks
         place = slots[row].long()[:, token.clamp_min(0) // unit] * unit + token % unit + sinks
         keys, values = (_gather(t[row], torch.where(token < 0, token + sinks, place)) for t in far)
-    return (keys, values) if angles is None else (rotate(keys, (angles[0][:m], angles[1][:m])), values)
+    if angles is not None:
+        keys = apply_angles(keys, angles[0][:m], angles[1][:m], False, keys.dtype)
+    return keys, values
 
 
 def _gather(tokens: Tensor, place: Tensor) -> Tensor:

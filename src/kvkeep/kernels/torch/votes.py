@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.kernels.torch.ranking import ranks, top_counts
-from kvkeep.kernels.torch.scoring import probabilities, smooth, sum_over_queries
+from kvkeep.kernels.torch.scoring import pool, probabilities, sum_over_queries
 
 
 class VoteRule(NamedTuple):
@@ -62,8 +62,7 @@ def evict_voted(
         voting = queries[row, (seen[row] - 1 - ages) % ring].transpose(0, 1)
         visible = age[:, None] >= ages[:, None]
         votes = sum_over_queries(probabilities(voting, keys[slots], visible, scale, softcap, sink_logits))
-        if rule.pool > 1:
-            votes = smooth(votes, age >= rule.window, rule.pool, rule.pooling)
+        votes = pool(votes, age >= rule.window, rule.pool, rule.pooling)
         votes, forced = votes.masked_fill(age < 0, -torch.inf), (age < rule.recent) | (index < rule.sinks)
         rank = ranks(votes, forced & (age >= 0), age >= 0)
         counts = top_counts(votes, rank, sure, len(held) * rule.budget, None, None)

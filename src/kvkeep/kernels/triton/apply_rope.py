@@ -1,63 +1,21 @@
-"""RoPE with given angles: `rotate`, one or two rotations in one pass; `apply_angles`, all or the first channels."""
+"""RoPE with given angles, of all channels or the first ones."""
 
 import torch
-import triton
 import triton.language as tl
 
 from kvkeep.kernels.triton.common import cdiv, kernel, pow2
 from kvkeep.kernels.triton.tiles import load_rows, store_rows
 
-TOKENS = 8  # per program
-
-
-def rotate(vectors, *angles):
-    """Do what the reference does, for one or two rotations of vectors with last stride 1"""
-    heads, n, dim = vectors.shape
-    output = torch.empty(heads, n, dim, dtype=vectors.dtype, device=vectors.device)
-    (cos, sin), (then_cos, then_sin) = angles[0], angles[-1]
-    _rotate[heads, cdiv(n, TOKENS)](
-        vectors, cos, sin, then_cos, then_sin, output, *vectors.stride()[:2], n, dim // 2, len(angles) == 2, TOKENS,
-        pow2(dim // 2), num_warps=4,
-    )  # fmt: skip
-    return output
-
-
-@kernel(do_not_specialize=["n"])
-def _rotate(
-    vectors, cos, sin, then_cos, then_sin, output, head_stride, token_stride, n, half, TWICE: tl.constexpr,
-    TOKENS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    head, tokens = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    valid = tokens < n
-    source = vectors + head * head_stride + tokens * token_stride
-    a, b = load_rows(source, valid, half, HALF), load_rows(source + half, valid, half, HALF)
-    angle = tokens * 2 * half + half  # the sines of the second half are not negated
-    a, b = rotate_pair(a, b, load_rows(cos + angle, valid, half, HALF), load_rows(sin + angle, valid, half, HALF))
-    if TWICE:
-        c, s = load_rows(then_cos + angle, valid, half, HALF), load_rows(then_sin + angle, valid, half, HALF)
-        a, b = rotate_pair(a, b, c, s)
-    target = output + (head * n + tokens) * 2 * half
-    store_rows(target, a, valid, half, HALF)
-    store_rows(target + half, b, valid, half, HALF)
-
-
-@triton.jit
-def rotate_pair(a, b, cos, sin):
-    """Rotate in float32, rounded to the input dtype after each rotation."""
-    first, second = a.to(tl.float32), b.to(tl.float32)
-    return (first * cos - second * sin).to(a.dtype), (second * cos + first * sin).to(b.dtype)
-
-
-ANGLE_TOKENS = 16  # per program
+TOKENS = 16  # per program
 
 
 def apply_angles(vectors, cos, sin, interleaved, dtype):
     """Do what the reference does; vectors [heads, n, dim] with last stride 1, angles [n, pairs] or [heads, n, pairs]"""
     (heads, n, dim), pairs = vectors.shape, cos.shape[-1]
     output, rest = torch.empty(heads, n, dim, dtype=dtype, device=vectors.device), dim - 2 * pairs
-    _apply_angles[heads * cdiv(n, ANGLE_TOKENS),](
+    _apply_angles[heads * cdiv(n, TOKENS),](
         vectors, cos, sin, output, *vectors.stride()[:2], n * pairs if cos.ndim == 3 else 0, n, heads, dim, pairs,
-        interleaved, rest > 0, ANGLE_TOKENS, pow2(pairs), pow2(max(1, rest)), num_warps=4,
+        interleaved, rest > 0, TOKENS, pow2(pairs), pow2(max(1, rest)), num_warps=4,
     )  # fmt: skip
     return output
 

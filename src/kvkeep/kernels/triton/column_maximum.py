@@ -17,25 +17,18 @@ from kvkeep.kernels.triton.tiles import LOG2E, attention_logits, load_rows
 BLOCK = 64  # queries and keys
 
 
-def column_maximum(queries, moved, keys, sinks, scale, softcap=None, sink_logits=None, near=None):
-    """Do what the reference does."""
-    m = queries.shape[1]
-    queries, moved, keys = (t if t.stride(-1) == 1 else t.contiguous() for t in (queries, moved, keys))
-    lse = _log_sums(moved, keys, sinks, queries, keys, scale, softcap, sink_logits)
-    return _maximum(moved, keys, lse, scale, softcap, m if near is None else min(near, m))
-
-
 def repeated_attention(
-    queries, own_keys, keys, sinks, scale, softcap=None, sink_logits=None, near=None, key_weights=None,
+    queries, keys, sinks, own_queries, own_keys, scale, softcap=None, sink_logits=None, near=None, key_weights=None,
     query_weights=None, norm=0,
 ):  # fmt: skip
     """Do what the reference does."""
-    q, m = queries.shape[1], keys.shape[1]
-    queries, own_keys, keys = (t if t.stride(-1) == 1 else t.contiguous() for t in (queries, own_keys, keys))
-    lse = _log_sums(queries, keys, sinks, queries, own_keys, scale, softcap, sink_logits)
+    parts = queries, keys, own_queries, own_keys
+    queries, keys, own_queries, own_keys = (t if t.stride(-1) == 1 else t.contiguous() for t in parts)
+    lse = _log_sums(queries, keys, sinks, own_queries, own_keys, scale, softcap, sink_logits)
     if query_weights is not None:
         lse = lse - query_weights.log()
-    return _maximum(queries, keys, lse, scale, softcap, q + m if near is None else near, key_weights, norm)
+    near = queries.shape[1] + keys.shape[1] if near is None else near
+    return _maximum(queries, keys, lse, scale, softcap, near, key_weights, norm)
 
 
 def _log_sums(queries, keys, sinks, own_queries, own_keys, scale, softcap, sink_logits):
@@ -56,8 +49,8 @@ def _maximum(
     scale: float,
     softcap: float | None,
     near: int,
-    weights: Tensor | None = None,
-    norm: int = 0,
+    weights: Tensor | None,
+    norm: int,
 ) -> Tensor:
     """Take the maximum over all queries of tokens at most `near` from a key; the last m are of the keys' tokens.
 

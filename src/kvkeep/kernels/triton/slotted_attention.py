@@ -8,7 +8,6 @@ that near tokens got to their mass.
 import triton
 import triton.language as tl
 
-from kvkeep.kernels.triton.apply_rope import rotate_pair
 from kvkeep.kernels.triton.common import cdiv, kernel, padded, pow2
 from kvkeep.kernels.triton.decode import (
     PROGRAMS,
@@ -78,9 +77,10 @@ def _partial(
         place = segment * far_size + tl.where(behind >= 0, sinks + slot * unit + behind % unit, tokens)
         k_a, k_b = _load_halves(far_keys + place * dim, valid, half, HALF)
         if cos is not None:
-            angle = tokens * dim + half  # the sines of the second half are not negated
+            angle = tokens * half
             c, s = load_rows(cos + angle, valid, half, HALF), load_rows(sin + angle, valid, half, HALF)
-            k_a, k_b = rotate_pair(k_a, k_b, c, s)
+            x, y = k_a.to(tl.float32), k_b.to(tl.float32)
+            k_a, k_b = (x * c - y * s).to(k_a.dtype), (y * c + x * s).to(k_b.dtype)
         row_max, row_sum, result = _add_keys(
             a, b, k_a, k_b, far_values + place * v_dim, valid, row_max, row_sum, result, v_dim, scale, softcap, V_DIM
         )

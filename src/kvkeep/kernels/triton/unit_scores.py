@@ -161,51 +161,20 @@ def unit_representatives(keys, mass, units, count, cosine, out=None):
     size = n // units
     if out is None:
         out = floats(keys, 1, units, kv_heads * dim)
-    if mass.dim() == 2 and count >= size:
-        mass = mass[0]  # all tokens are chosen
-    if mass.dim() == 2:
-        group = len(mass) // kv_heads
-        width = pow2(kv_heads) * pow2(group)
-        _by_head[units,](
-            keys, mass, out, keys.stride(0), mass.stride(0), size, min(count, size), kv_heads, group, dim, cosine,
-            pow2(size), pow2(kv_heads), pow2(group), pow2(dim),
-            num_warps=8 if width * max(pow2(size), pow2(dim)) > 4096 else 4,
-        )  # fmt: skip
-        return out
+    if count >= size:  # all tokens are chosen
+        mass = mass[:1].expand(kv_heads, -1)
+    group = len(mass) // kv_heads
+    width = pow2(kv_heads) * pow2(group)
     _unit_representatives[units,](
-        keys, mass, out, keys.stride(0), size, min(count, size), kv_heads, dim, cosine, pow2(size),
-        pow2(kv_heads), pow2(dim), num_warps=4,
+        keys, mass, out, keys.stride(0), mass.stride(0), size, min(count, size), kv_heads, group, dim, cosine,
+        pow2(size), pow2(kv_heads), pow2(group), pow2(dim),
+        num_warps=8 if width * max(pow2(size), pow2(dim)) > 4096 else 4,
     )  # fmt: skip
     return out
 
 
-@kernel()
-def _unit_representatives(
-    keys, mass, out, head_stride, size, count, kv_heads, dim, COSINE: tl.constexpr, SIZE: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    unit = tl.program_id(0).to(tl.int64)
-    tokens, heads = tl.arange(0, SIZE), tl.arange(0, HEADS)
-    scores = tl.load(mass + unit * size + tokens, mask=tokens < size, other=float("-inf"))
-    other = tl.load(mass + unit * size + tokens, mask=tokens < size, other=float("-inf"))
-    is_later = tokens[None, :] > tokens[:, None]  # of equals, the later one is chosen
-    equal = (other[None, :] == scores[:, None]) & (tokens < size)[None, :]
-    ahead = (other[None, :] > scores[:, None]) | (equal & is_later)
-    chosen = (tl.sum(ahead.to(tl.int32), 1) < count) & (tokens < size)
-    order = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    total = tl.zeros([HEADS, DIM], tl.float32)
-    for i in range(0, count):
-        token = unit * size + tl.sum(tl.where(chosen & (order == i), tokens, 0), 0)
-        vectors = keys + heads.to(tl.int64) * head_stride + token * dim
-        key = load_rows(vectors, heads < kv_heads, dim, DIM).to(tl.float32)
-        if COSINE:
-            key = key / tl.maximum(tl.sqrt(tl.sum(tl.sum(key * key, 1), 0)), 1e-12)
-        total += key
-    store_rows(out + (unit * kv_heads + heads) * dim, total / count, heads < kv_heads, dim, DIM)
-
-
 @kernel(do_not_specialize=["m_stride"])
-def _by_head(
+def _unit_representatives(
     keys, mass, out, k_stride, m_stride, size, count, kv_heads, group, dim, COSINE: tl.constexpr, SIZE: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvkeep.storage.offload.host import HostStore, Pair
 
+UNKNOWN = torch.tensor([torch.nan, 0.0], dtype=torch.float64)
 NO_SINKS = Pair(torch.empty(0, 0, 0), torch.empty(0, 0, 0))
 
 
@@ -70,9 +71,9 @@ class LayerState:
     unit_size: int = 0  # tokens of every unit, if uniform
     unit_sizes: tuple[Tensor, ...] = ()  # tokens of each unit, if not, [1 or kv_heads, units] each
     offloaded_positions: tuple[Tensor, ...] = ()  # of the offloaded tokens, if units are scattered, [1 or kv_heads, n]
-    moments: Any = None  # of all queries so far
-    scores: Tensor | None = None  # [1, units] of the units for the window prefilled last, if layers share by density
-    density: tuple[float, int] | None = None  # mean entropy of the scores while decoding, over how many steps
+    moments: tuple[Tensor, Tensor] | None = None  # mean and variance of all queries so far, [kv_heads * dim] each
+    scores: Tensor | None = None  # [1, units] of the units for a pass's last window, until it ends, for their density
+    density: Tensor = UNKNOWN  # [2] mean of the scores' density, over how many decode steps; 0: of the prefill's end
     retrieved: Retrieved | None = None
 
     def replace(self, **changes: Any) -> LayerState:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.kernels.dispatch import fetch_units
+from kvkeep.kernels.torch.retrieval_units import unit_tokens
 from kvkeep.storage.offload.host import HostBlock, HostStore, Pair
 
 
@@ -128,6 +129,6 @@ class UnitSlots:
         if store is None or (last is not None and last.equal(units)):
             return
         self.last[row] = units
-        index = (units[..., None] * unit + torch.arange(unit)).flatten(1)
+        index = unit_tokens(units, unit)
         for target, part in zip(self.pair, store.gather(index, unit), strict=True):
             target[row, :, sinks : sinks + index.shape[1]] = part

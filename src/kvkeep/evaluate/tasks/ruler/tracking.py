@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+
+import numpy
 
 from kvkeep.errors import BadParameter
 from kvkeep.evaluate.tasks.ruler.frame import Drawn, Frame, Prompt
@@ -25,7 +26,7 @@ EXAMPLE_LENGTH, EXAMPLE_STEP, EXAMPLE_VALUE = 500, 5, "12345"
 
 
 def chains(frame: Frame, file: Path | None) -> Iterator[Drawn]:
-    drawn = Chains.of(frame.seed)
+    drawn = Chains(random.Random(frame.seed), numpy.random.RandomState(frame.seed))
     example = drawn.example(frame)
     step = 5 if frame.short else 10
     units = frame.units(drawn.draw, step, extra=frame.count(example))
@@ -37,13 +38,7 @@ class Chains:
     """The draws of one run: names and places come from Python's generator, values from numpy's."""
 
     rng: random.Random
-    values: Any
-
-    @classmethod
-    def of(cls, seed: int) -> Chains:
-        import numpy
-
-        return cls(random.Random(seed), numpy.random.RandomState(seed))
+    values: numpy.random.RandomState
 
     def draw(self, units: int) -> Prompt:
         return self._prompt(self._names(5), self._value(), units)
@@ -82,7 +77,7 @@ class Chains:
         return Prompt(context, QUESTION.format(value=value), prefix, tuple(names))
 
     def _names(self, letters: int) -> list[str]:
-        names = [self._name(letters) for _ in range(SIZE)]
+        names: list[str] = []
         while len(set(names)) < SIZE:
             names = [self._name(letters) for _ in range(SIZE)]
         return names

@@ -26,9 +26,8 @@ CODED_QUESTION = (
     "What are the three most frequently appeared words in the above coded text?"
 )
 CODED_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
-
-
-ALPHA, LETTERS = 2.0, 6  # of coded words
+LETTERS = 6  # of a coded word
+ZETA = math.pi**2 / 6  # Riemann's, of 2: the sum of all 1 / rank^2
 
 
 def common_words(frame: Frame, file: Path | None) -> Iterator[Drawn]:
@@ -65,7 +64,7 @@ def numbered(words: Sequence[str]) -> str:
 
 
 def frequent_words(frame: Frame, file: Path | None) -> Iterator[Drawn]:
-    """The word of a rank makes up n / (rank^ALPHA zeta(ALPHA)) of n words. The first is dots, to be ignored."""
+    """The word of a rank makes up n / (rank^2 ZETA) of n words. The first is dots, to be ignored."""
     rng = random.Random(frame.seed)
     space = frame.room - frame.answer
     if space < 4 * 50:
@@ -79,7 +78,7 @@ def frequent_words(frame: Frame, file: Path | None) -> Iterator[Drawn]:
 
 
 def _fitting(frame: Frame, words: list[str], count: int, step: int) -> Drawn:
-    fewest = math.ceil(4**ALPHA * zeta(ALPHA))  # all that is asked for is there
+    fewest = math.ceil(4**2 * ZETA)  # all that is asked for is there
     while count >= fewest:
         prompt = _coded(words, frame.seed, count)
         if (length := frame.length(prompt)) <= frame.room:
@@ -98,15 +97,7 @@ def _coded_words(rng: random.Random, seed: int, size: int) -> list[str]:
 
 
 def _coded(words: list[str], seed: int, count: int) -> Prompt:
-    whole = zeta(ALPHA)
-    times = [int(count * rank**-ALPHA / whole) for rank in range(1, len(words) + 1)]
+    times = [int(count * rank**-2.0 / ZETA) for rank in range(1, len(words) + 1)]
     every = [word for word, often in zip(words, times, strict=True) for _ in range(often)]
     random.Random(seed).shuffle(every)
     return Prompt(CODED.format(context=" ".join(every)), CODED_QUESTION, CODED_PREFIX, tuple(words[1:4]))
-
-
-def zeta(s: float) -> float:
-    """Riemann's, by Euler and Maclaurin."""
-    n = 100
-    tail = n ** (1 - s) / (s - 1) + n**-s / 2 + s * n ** (-s - 1) / 12 - s * (s + 1) * (s + 2) * n ** (-s - 3) / 720
-    return math.fsum(k**-s for k in range(1, n)) + tail
