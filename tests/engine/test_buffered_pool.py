@@ -44,9 +44,9 @@ def test_rows_with_a_buffer_decode_as_each_does_alone(spec, monkeypatch):
 @pytest.mark.parametrize(("spec", "selections"), [("rkv", 1), ("snapkv+adakv", 1), ("kvkeep", 1), ("pyramidkv", 2)])
 def test_where_layers_decide_by_themselves_all_are_selected_from_at_once(spec, selections, monkeypatch):
     calls = []
-    for module, name in ((evictor, "decide"), (evictor, "compress"), (eviction, "decide")):
-        each = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, each=each: calls.append(given[0]) or each(*given))
+    for module in (evictor, eviction):
+        each = module.decide
+        monkeypatch.setattr(module, "decide", lambda *given, each=each: calls.append(given[0]) or each(*given))
     engine = kvkeep.Engine(tiny_chat.model(), tiny_chat.tokenizer(), spec, 48, schedule=6)
     engine.generate(PROMPTS[3], max_new_tokens=2)
     calls.clear()
