@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep.compress.attention import attention, pool, squared_value_norms, token_mask
+from kvkeep.compress.attention import attention, squared_value_norms, token_mask
 from kvkeep.compress.method import Method
 from kvkeep.compress.parse import parse
 from kvkeep.compress.pipeline import compress, update_token_state
 from kvkeep.compress.scorers.ahakv import relative_value_norms
 from kvkeep.compress.scorers.intentkv import IntentKVScorer
+from kvkeep.kernels.torch.scoring import pool
 from kvkeep.types import Observation
 
 QUESTIONS = (

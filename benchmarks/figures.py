@@ -27,8 +27,7 @@ from torch.nn.functional import normalize
 from torch.special import entr
 
 import kvkeep
-from kvkeep.cache import retrieval
-from kvkeep.cache.retrieval import density_share
+from kvkeep.cache.retrieval import LayerRetriever
 from kvkeep.compress.attention import attention
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate import suite
@@ -263,14 +262,17 @@ def recalled(lab: Lab, steps: int = 16) -> str:
     """Figure 5: tokens that a decode step retrieves, by layer."""
     budget, shares = (512 if lab.small else 2048), []
 
-    def share(*asked: Any) -> int:
-        shares.append(density_share(*asked))  # layer after layer
-        return shares[-1]
+    divide = LayerRetriever._share
+
+    def share(*asked: Any) -> Any:
+        state, tokens = divide(*asked)
+        shares.append(tokens)  # layer after layer
+        return state, tokens
 
     for _, ids in lab.prompts("longbench/narrativeqa"):
         cache = kvkeep.Cache(lab.model, "actqkv", budget)
         logits = lab.model(ids[None].to(lab.model.device), past_key_values=cache, logits_to_keep=1).logits
-        with mock.patch.object(retrieval, "density_share", share):
+        with mock.patch.object(LayerRetriever, "_share", share):
             for _ in range(steps):
                 logits = lab.model(logits[:, -1:].argmax(-1), past_key_values=cache).logits
     found = torch.tensor(shares).view(-1, lab.model.config.num_hidden_layers)

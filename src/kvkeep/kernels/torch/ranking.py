@@ -63,7 +63,10 @@ def ranks(
 
 def places_of(rank: Tensor, counts: Tensor, total: int) -> Tensor:
     """Head and index of the first `counts` tokens of each head, ascending, `total` in all. [2, total]"""
-    return (rank < counts[:, None]).nonzero().t().contiguous()
+    kept = (rank < counts[:, None]).flatten()
+    place, index = torch.where(kept, kept.cumsum(0) - 1, total), torch.arange(len(kept), device=kept.device)
+    found = index.new_empty(total + 1).scatter_(0, place, index)[:total]  # the host does not wait for a number
+    return torch.stack([found // rank.shape[1], found % rank.shape[1]])
 
 
 def inverse(order: Tensor) -> Tensor:
