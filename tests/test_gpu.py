@@ -229,7 +229,7 @@ def test_attention_tells_every_querys_sum(heads, kv_heads, n, dim):
 
 def test_a_kernel_started_again_is_the_one_for_its_arguments():
     """Sizes, places in memory and dtypes change from call to call; nothing compiled for others is used."""
-    from kvkeep.kernels.triton import apply_rope, host_gather
+    from kvkeep.kernels.triton import host_gather, layer_ops
 
     def drawn(heads, n, dim, kind, offset):
         return torch.randn(heads * n * dim + offset, device="cuda").to(kind)[offset:].view(heads, n, dim)
@@ -240,7 +240,7 @@ def test_a_kernel_started_again_is_the_one_for_its_arguments():
         angle = torch.randn(n, dim // 2, device="cuda")
         for interleaved in (False, True):
             given = keys, angle.cos(), angle.sin(), interleaved, kind
-            got, want = apply_rope.apply_angles(*given), elementwise.apply_angles(*given)
+            got, want = layer_ops.apply_angles(*given), elementwise.apply_angles(*given)
             bound = 2e-6 if kind == torch.float32 else 2 * torch.finfo(kind).eps  # rounded alike, unless on a verge
             assert (got.float() - want.float()).abs().max() <= bound * keys.float().abs().max()
         table = torch.empty(3, 4 + n, dtype=torch.int64, device="cuda")
@@ -253,7 +253,7 @@ def test_a_kernel_started_again_is_the_one_for_its_arguments():
         for have, part, there in zip(found, (keys, values), home, strict=True):
             assert have.equal(part.gather(1, index[..., None].expand(-1, -1, part.shape[-1])))
             assert there.equal(part.cpu())
-    ready = [len(known) for _, known in apply_rope._apply_angles.plans.values()]
+    ready = [len(known) for _, known in layer_ops._apply_angles.plans.values()]
     assert 1 < sum(ready) < 100  # compiled for some, started again for the others
 
 

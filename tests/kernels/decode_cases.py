@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvkeep.kernels.torch import reference, scoring
-from kvkeep.kernels.triton import column_mass, column_maximum, decode
+from kvkeep.kernels.triton import column_mass, decode
 from kvkeep.types import PAD_POSITION
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -194,7 +194,7 @@ def test_repeated_attention(shape, capped, kind, more, near, mass):
     given = queries, keys, first, *((queries, own) if more else (again, keys))
     weights = (torch.rand(heads, m, device=DEVICE), torch.rand(q, device=DEVICE) + 0.1) if weighted else (None, None)
     how = 0.3, softcap, drawn(heads) if sunk else None, near, *weights, norm
-    got = column_maximum.repeated_attention(*given, *how)
+    got = column_mass.repeated_attention(*given, *how)
     want = scoring.repeated_attention(*(t.float() for t in given), *how)
     assert off(got, want) <= BOUND[kind]
 

@@ -11,7 +11,7 @@ from conftest import make_llama
 
 import kvkeep
 from kvkeep.kernels.torch import elementwise
-from kvkeep.kernels.triton import apply_rope, host_gather
+from kvkeep.kernels.triton import host_gather, layer_ops
 from kvkeep.storage.offload.host import HostMemoryBudget, HostStore
 from kvkeep.storage.offload.pinned import HostBlockTable
 
@@ -235,7 +235,7 @@ def test_angles(heads, n, dim, pairs, interleaved, own, wide, kind):
     angle = 100 * torch.rand(*([heads] if own else []), n, pairs, device=DEVICE)
     vectors = drawn(n + 3, heads, dim, kind=kind).transpose(0, 1)[:, 1 : n + 1]
     how = vectors, angle.cos(), angle.sin(), interleaved, torch.float32 if wide else kind
-    got, want = apply_rope.apply_angles(*how), elementwise.apply_angles(*how)
+    got, want = layer_ops.apply_angles(*how), elementwise.apply_angles(*how)
     bound = 1e-6 if wide or kind == torch.float32 else 2 * torch.finfo(kind).eps
     assert got.dtype == want.dtype and (got.float() - want.float()).abs().max() <= bound * vectors.float().abs().max()
     assert got[..., 2 * pairs :].equal(want[..., 2 * pairs :])

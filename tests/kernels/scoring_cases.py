@@ -12,7 +12,7 @@ from kvkeep.compress.retrieval.index import Bounds, Centres, OffloadedTokens, Re
 from kvkeep.kernels.torch import scoring
 from kvkeep.kernels.torch.retrieval_units import concat_heads
 from kvkeep.kernels.torch.scoring import entropy, probabilities
-from kvkeep.kernels.triton import assign, divergence, key_products, unit_scores
+from kvkeep.kernels.triton import divergence, key_products, unit_scores
 from kvkeep.types import PAD_POSITION
 
 TIE = 1e-6  # cosines this close are the same to float32
@@ -144,7 +144,7 @@ def test_assign(heads, n, c, dim, kind):
     sizes[:, c // 2] = 1
     for size in (None, sizes):
         cosines = plain_cosines(keys, centres, torch.ones_like(sizes) if size is None else size)
-        got = assign.assign(keys, centres, size)
+        got = key_products.assign(keys, centres, size)
         # another choice than the reference's is right only if its cosine, in double, is the highest but for a hair
         assert got.dtype == torch.int64
         assert (cosines.amax(-1) - cosines.gather(-1, got[..., None])[..., 0]).max() <= TIE
@@ -157,13 +157,17 @@ def test_assign(heads, n, c, dim, kind):
 def test_assign_gives_ties_to_the_lower_number(kind):
     torch.manual_seed(0)
     keys, centres = drawn(1, 50, 16, kind=kind), drawn(1, 40, 16)
-    once = assign.assign(keys, centres)
-    assert assign.assign(keys, torch.cat([centres, centres, 2 * centres], 1)).equal(once)  # in other blocks, and longer
+    once = key_products.assign(keys, centres)
+    assert key_products.assign(keys, torch.cat([centres, centres, 2 * centres], 1)).equal(
+        once
+    )  # in other blocks, and longer
     nothing = torch.zeros(1, 3, 16, device=DEVICE, dtype=kind)
-    assert assign.assign(nothing, centres).eq(0).all()
+    assert key_products.assign(nothing, centres).eq(0).all()
     sizes = torch.tensor([[0, 0, 5, *[1] * 37]], device=DEVICE)
-    assert assign.assign(nothing, centres, sizes).eq(2).all()
-    assert assign.assign(keys, centres, torch.zeros_like(sizes)).eq(0).all()  # nobody in reach: as torch's maximum
+    assert key_products.assign(nothing, centres, sizes).eq(2).all()
+    assert (
+        key_products.assign(keys, centres, torch.zeros_like(sizes)).eq(0).all()
+    )  # nobody in reach: as torch's maximum
 
 
 @pytest.mark.parametrize("kind", BOUND, ids=str)
@@ -173,10 +177,10 @@ def test_means(heads, n, c, dim, kind):
     keys, member = drawn(heads, n, dim, kind=kind), torch.randint(0, c, (heads, n), device=DEVICE)
     member[-1, n // 2 + 1 :] = c  # a shorter head: padding is nobody's
     member[member == c // 2] = 0  # a cluster without members (where there are two)
-    (got, size), (want, count) = assign.means(keys, member, c), scoring.means(keys, member, c)
+    (got, size), (want, count) = key_products.means(keys, member, c), scoring.means(keys, member, c)
     assert size.equal(count) and got[size == 0].eq(0).all()
     assert off(got, want) <= BOUND[torch.float32]
-    assert assign.means(keys, member, c)[0].equal(got)
+    assert key_products.means(keys, member, c)[0].equal(got)
 
 
 @pytest.mark.parametrize("kind", BOUND, ids=str)

@@ -170,16 +170,16 @@ gather_blocks = Kernel("gather", "host_gather")
 rms_norm = KernelDispatch("rms_norm", "layer_ops", elementwise.rms_norm, _dense_last_axis)
 gated = KernelDispatch("gated", "layer_ops", elementwise.gated, _two_dense_last_axes)
 rotate_heads = KernelDispatch("rotate_heads", "layer_ops", elementwise.rotate_heads, _two_dense_last_axes)
-apply_angles = KernelDispatch("apply_angles", "apply_rope", elementwise.apply_angles, _angles_fit)
+apply_angles = KernelDispatch("apply_angles", "layer_ops", elementwise.apply_angles, _angles_fit)
 
 # Scores
 column_mass = KernelDispatch("column_mass", "column_mass", scoring.column_mass)
-repeated_attention = KernelDispatch("repeated_attention", "column_maximum", scoring.repeated_attention)
+repeated_attention = KernelDispatch("repeated_attention", "column_mass", scoring.repeated_attention)
 chunk_mass = KernelDispatch("chunk_mass", "column_mass", scoring.chunk_mass, _chunk_fits)
 quadratic_form = KernelDispatch("quadratic_form", "key_products", scoring.quadratic_form, _small_bfloat16)
 js_distance = KernelDispatch("js_distance", "divergence", scoring.js_distance)
-assign = KernelDispatch("assign", "assign", scoring.assign)
-means = KernelDispatch("means", "assign", scoring.means)
+assign = KernelDispatch("assign", "key_products", scoring.assign)
+means = KernelDispatch("means", "key_products", scoring.means)
 key_similarity = KernelDispatch("key_similarity", "key_products", scoring.key_similarity)
 
 # Selection
