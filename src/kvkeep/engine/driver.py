@@ -202,8 +202,9 @@ class Driver:
                 draft_pool.warmup(config.model, rows, longest, self.scheduler.memory.draft_room())
             for batch in self.scheduler.held.batches.values():
                 batch.warmup(budget, rows, progress)
-            if on_gpu and (every := config.method.schedule.every):
-                self.run([Request(config, ids, Generation(every + 2))], 1)  # until it evicts while it decodes
+            answer = 2 + (config.method.schedule.every or 0)  # until it evicts while it decodes
+            if on_gpu and 2 < answer <= context_length(config.model) - tokens:
+                self.run([Request(config, ids, Generation(answer))], 1)
 
     def close(self) -> None:
         """Cancel all requests, and free the pool."""
