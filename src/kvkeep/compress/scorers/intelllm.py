@@ -32,12 +32,12 @@ class IntelLLMScorer(Checked):
         start, tail = (0, near) if self.mode == "global" else (self.head, 0)
         lengths = tuple(max(0, n - start - tail) for n in seen.lengths)
         if longest := max(lengths):
-            scores[:, start : start + longest] = self._scores(seen, start, lengths)
+            scores[:, start : start + longest] = self._scores(seen, start, tail, lengths)
         return scores.masked_fill(first | last, 0.0)
 
-    def _scores(self, seen: Observation, start: int, lengths: tuple[int, ...]) -> Tensor:
+    def _scores(self, seen: Observation, start: int, tail: int, lengths: tuple[int, ...]) -> Tensor:
         """Attention over this range of each head's tokens only, as if the others were masked before the softmax."""
         part = slice(start, start + max(lengths))
-        shown = replace(seen, keys=seen.keys[:, part], token_positions=seen.token_positions[:, part], lengths=lengths)
-        positions = shown.token_positions.masked_fill(distance_from_end(shown) < 0, PAD_POSITION)
-        return attention_received(replace(shown, token_positions=positions), self.window)
+        positions = seen.token_positions.masked_fill(distance_from_end(seen) < tail, PAD_POSITION)[:, part]
+        shown = replace(seen, keys=seen.keys[:, part], token_positions=positions, lengths=lengths)
+        return attention_received(shown, self.window)
