@@ -26,7 +26,7 @@ READ = (
     "streamingllm,kvkeep,kvkeep_context,random,knorm,keydiff,lagkv,expected_attention+adakv,compactor+adakv,snapkv+adakv,"
     "lookahead,echo+shared,kvzip:local=true,kvzip"
 )
-BUFFERED = ("rkv", "buffer"), ("kvkeep", "buffer"), ("snapkv+adakv", "step")
+BUFFERED = ("rkv", "buffer"), ("kvkeep", "buffer"), ("snapkv+adakv", "buffer"), ("snapkv+adakv", "step")
 
 
 def text(tokens: int, seed: int = 0) -> str:
