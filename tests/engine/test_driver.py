@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import tiny_chat
 import torch
+from serving import wait_until
 
 import kvkeep
 from kvkeep.engine import batch, memory, pooled_batch, prefilling
@@ -191,10 +192,11 @@ def test_memory_is_flat_over_many_requests():
             handles[number % 4].cancel()
             for handle in handles:
                 handle.result()
-            if number == 50:
-                size = engine._driver.scheduler.held.batches["append: None"].pool.nbytes
     assert len(live) > 340 and sum(ref() is not None for ref in live) <= 4
-    assert engine._driver.scheduler.held.batches["append: None"].pool.nbytes == size
+    pool = engine._driver.scheduler.held.batches["append: None"].pool
+    wait_until(lambda: all(free.largest == pool.tokens for free in pool.free.values()))  # every slot is free again
+    four_rows = 4 * pool.slots_of(64 + 3)
+    assert pool.tokens <= 2 * four_rows  # how far it grew depends on which requests were there at once
 
 
 def test_a_stream_goes_on_while_a_long_prompt_is_prefilled(monkeypatch):
