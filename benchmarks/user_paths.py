@@ -160,7 +160,7 @@ class Run:
         """What a method adds to reading a text; the first of them is the measure."""
         base = 0.0
         for method in methods:
-            engine = self.engine(method)
+            engine = self.engine(method, history=None)
             engine.read(text(length if not base else length // 8, 1))  # kernels are compiled
             began = self.now()
             engine.read(text(length))

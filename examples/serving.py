@@ -31,7 +31,7 @@ def ask(client):
     for event in client.chat.completions.create(model=model, messages=messages, max_tokens=12, stream=True):
         print(event.choices[0].delta.content or "", end="", flush=True)
 
-    print("\n\nA text that is compressed once, and a question about it:")
+    print("\n\nA text that is prefilled once, and a question about it:")
     context = client.post("/contexts", body={"model": model, "text": text}, cast_to=object)
     how = {"max_tokens": 18, "temperature": 0, "extra_body": {"kvkeep": {"context": context["id"]}}}
     answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": QUESTION}], **how)

@@ -67,4 +67,4 @@ def test_every_guide_has_an_example():
 def test_the_script_starts_a_server_and_asks_it():
     script = str(ROOT / "examples" / "serving.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "4827163" in done.stdout and '"method":"kvkeep_context"' in done.stdout, done.stderr
+    assert done.returncode == 0 and "4827163" in done.stdout and '"cached_tokens":128' in done.stdout, done.stderr

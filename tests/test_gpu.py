@@ -13,6 +13,7 @@ from kvkeep.cache.decode import draft_pool, policy
 from kvkeep.cache.decode.buffered_pool import BufferedPool
 from kvkeep.cache.decode.vote_pool import VotePool
 from kvkeep.compress.parse import parse
+from kvkeep.engine.history_store import sequence_after
 from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.sampling import Generation
@@ -22,6 +23,7 @@ from kvkeep.model import cuda_graph
 from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.fused import fused_ops
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
+from kvkeep.storage.history import History, HostPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 IDS = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, :400]
@@ -354,3 +356,23 @@ def test_a_warm_up_captures_drafts_of_packed_prompts():
     answers = engine.generate(prompts, max_new_tokens=20)
     assert answers == [engine.generate(prompt, max_new_tokens=20) for prompt in prompts]
     assert draft_pool._drafts[model].runner.graphs == before
+
+
+@pytest.mark.parametrize("spec", EVICTING)
+def test_turns_over_a_history_in_pinned_memory_say_what_they_say_on_a_processor(spec):
+    """In chunks, and after what is stored."""
+    ids, answers, kept = IDS[0, :300] % 250, {}, {}
+    for device in ("cpu", "cuda"):
+        model, words = tiny_chat.sharp()
+        engine = kvkeep.Engine(model.double().to(device), words, spec, 40, prefill_chunk_size=100)
+        known = History(HostPool(torch.device(device)))
+        for end in (170, 240, 300):
+            sequence = sequence_after(known.until(end - 66), engine.config, ids[:end], end - 40)
+            sequence.defer_eviction(end)
+            logits, known = sequence.prefill(ids[:end]), sequence.history
+            answers[device, end], kept[device, end] = logits.cpu(), [sequence.cache.kept(i) for i in range(2)]
+        assert all(block.layer(i).device.type == "cpu" for block in known.blocks for i in range(2))
+        assert device == "cpu" or all(block.layer(0).is_pinned() for block in known.blocks)
+    for end in (170, 240, 300):
+        assert (answers["cpu", end] - answers["cuda", end]).abs().max() < 1e-9
+        assert kept["cpu", end] == kept["cuda", end]

@@ -229,7 +229,7 @@ def test_a_request_has_its_own_method_or_budget_in_the_place_of_the_engines():
 
 def test_an_engine_covers_prompts_and_contexts():
     chat, text = tiny_chat.sharp(), "the quick brown fox jumps over the lazy dog. " * 8
-    engine = kvkeep.Engine(*chat, budget="auto", coverage=0.3)
+    engine = kvkeep.Engine(*chat, budget="auto", coverage=0.3, history=None)
     answers = engine.generate([text, text[:200]], max_new_tokens=6)
     assert answers == [engine.generate(each, max_new_tokens=6) for each in (text, text[:200])]
     report = engine.cache.report()

@@ -243,7 +243,7 @@ def test_the_engine_feeds_the_text_again_with_words(monkeypatch):
     model, text = tiny_chat.model().double(), "".join(chr(97 + i * i % 23) for i in range(150))
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data *= 5
-    engine = kvkeep.Engine(model, TOKENIZER, "kvzip", 40, chunk=64)
+    engine = kvkeep.Engine(model, TOKENIZER, "kvzip", 40, chunk=64, history=None)
     context = engine.read(text)
     assert said == [FIRST, LATER, LATER] and context.report().kept_per_head == 40
     ids = torch.tensor([context.sequence.token_ids])

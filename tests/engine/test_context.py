@@ -1,4 +1,4 @@
-"""Engine.read: one text, many questions."""
+"""Engine.read without a history: one text is compressed, many questions are asked."""
 
 import warnings
 from pathlib import Path
@@ -35,7 +35,7 @@ def chat():
 
 
 def engine(chat, method="full", budget=None, **options):
-    return kvkeep.Engine(*chat, method, budget, **options)
+    return kvkeep.Engine(*chat, method, budget, **{"history": None, **options})
 
 
 def quietly(context, question, **options):
@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_run_again_is_read_by_its_prefill_alone():
     model, words = tiny_chat.sharp()
     own = type(model).forward
     model.forward = lambda *args, **kwargs: own(model, *args, **kwargs)
-    engine = kvkeep.Engine(model, words, budget=100)
+    engine = kvkeep.Engine(model, words, budget=100, history=None)
     context = engine.read(TEXT)
     assert engine.method.name == "kvkeep" and engine.generate(TEXT, **SHORT)
     assert context.sequence.cache.method.name == "echo:near=8+shared" and context.report().kept_per_head == 100
@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_run_again_is_read_by_its_prefill_alone():
 
 
 def test_who_chooses_no_method_gets_one_that_needs_no_question(chat):
-    one = kvkeep.Engine(*chat, budget=100)
+    one = kvkeep.Engine(*chat, budget=100, history=None)
     context, known = one.read(TEXT), one.read(TEXT, question="Why?")
     assert one.method.name == known.sequence.cache.method.name == "kvkeep_lookahead"
     assert context.sequence.cache.method.name == "kvkeep_context"
@@ -109,7 +109,7 @@ def test_models_that_cannot_be_read_with_the_usual_method_take_another_or_say_so
 )
 def test_what_is_pinned_is_compressed_by_a_method_that_needs_no_question(chat, method, used):
     """Nobody could warn who asks about it."""
-    with kvkeep.Engine(*chat, method, 100, prefix_cache=10**8) as one:
+    with kvkeep.Engine(*chat, method, 100, prefix_cache=10**8, history=None) as one:
         pinned = [one.pin(TEXT), one.pin(TEXT, budget=90)]
         assert [one.prefixes.config_of("", id).method.name for id in pinned] == [used, used]
         named = one.pin(TEXT, method="snapkv")
@@ -134,7 +134,7 @@ def test_questions_do_not_disturb_each_other(spec):
     In float64: the text repeats itself, and rounding, which differs with the rows of a step, breaks ties in float32.
     """
     model, words = tiny_chat.sharp()
-    context = kvkeep.Engine(model.double(), words, spec, 100, prefill_chunk_size=64).read(TEXT)
+    context = kvkeep.Engine(model.double(), words, spec, 100, prefill_chunk_size=64, history=None).read(TEXT)
     first = [quietly(context, question) for question in QUESTIONS]
     held = context.sequence.cache.report()
     again = [quietly(context, question) for question in reversed(QUESTIONS)][::-1]

@@ -214,7 +214,7 @@ def test_a_stream_goes_on_while_a_long_prompt_is_prefilled(monkeypatch):
 @pytest.mark.filterwarnings("ignore::kvkeep.errors.QueryAwareWarning")
 def test_a_stream_goes_on_while_a_text_is_read(monkeypatch):
     monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 16)
-    engine, said = precise("snapkv"), []
+    engine, said = precise("snapkv", history=None), []
     want = engine.generate(PROMPTS[0], max_new_tokens=60), engine.read(TEXT).ask("Why?", max_new_tokens=3)
     with engine._driver.lock:  # only this thread steps: the answer does not end before the text is read
         handle = engine.submit(PROMPTS[0], max_new_tokens=60)

@@ -25,7 +25,7 @@ def chat():
 
 
 def engine(chat, **options):
-    return kvkeep.Engine(*chat, "snapkv", 64, **options)
+    return kvkeep.Engine(*chat, "snapkv", 64, history=None, **options)
 
 
 def fails_once(monkeypatch, owner, name, error):

@@ -108,7 +108,7 @@ def test_the_follower_answers_what_the_leader_is_asked():
         assert not raised and not failed and [each.text for each in told] == [each.text for each in asked]
         assert {each.text for each in asked[1:]} == set(texts) and all(each.error is None for each in asked)
         assert [each.num_cached for each in told] == [each.num_cached for each in asked] and asked[-1].num_cached == 0
-        assert max(each.num_cached for each in asked) >= 300 and parts[1].made == 2
+        assert max(each.num_cached for each in asked) >= 256 and parts[1].made == 2
         assert len({id(each.config) for each in told}) == len({id(each.config) for each in asked})
         assert [entry.id for entry in leader.prefixes.entries.values()] == list(follower.prefixes.entries)
 
@@ -194,7 +194,7 @@ def test_a_method_that_does_not_say_when_two_are_equal_is_one_object_everywhere(
 
 def test_memory_is_what_the_process_that_holds_most_has_left(monkeypatch):
     """Heads of one process may keep more than those of another."""
-    engine = kvkeep.Engine(*tiny_chat.retrieving(), "kvkeep", 64, memory=900_000, prefix_cache=10**8)
+    engine = kvkeep.Engine(*tiny_chat.retrieving(), "kvkeep", 64, memory=900_000, prefix_cache=10**8, history=None)
     with engine:
         engine.submit(TEXT, **HOW).result()
         scheduler = engine._driver.scheduler

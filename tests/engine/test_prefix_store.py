@@ -30,7 +30,7 @@ def chat():
 
 
 def engine(chat, method="snapkv", budget=64, store=PLENTY, **options):
-    return kvkeep.Engine(*chat, method, budget, prefix_cache=store, **options)
+    return kvkeep.Engine(*chat, method, budget, prefix_cache=store, **{"history": None, **options})
 
 
 def answered(one, messages, **how):
@@ -65,9 +65,10 @@ def test_every_turn_says_the_same_with_a_warm_store_and_an_empty_one(chat, spec)
         assert (cold.kept_tokens, cold.kept_bytes) == (request.kept_tokens, request.kept_bytes)
         assert cold.selection == request.selection
         if number:
-            before = len(warm[number - 1][1].ids)
-            assert request.num_cached == before - 1  # all but what the template puts before an answer
-            assert request.ids[: before - 1].equal(warm[number - 1][1].ids[:-1])
+            before = warm[number - 1][1]
+            stored = before.cuts[-1] if before.cuts else 0
+            assert request.num_cached == stored and request.ids[: len(before.ids) - 1].equal(before.ids[:-1])
+            assert stored == len(before.ids) - 1 or (before.whole_end or number == 1)  # but for the newest message
 
 
 def test_what_was_stored_is_what_the_prefix_alone_gives(chat):
@@ -76,9 +77,10 @@ def test_what_was_stored_is_what_the_prefix_alone_gives(chat):
         answered(one, say(*TALK[:3]))
         kept = {len(entry.ids): entry.sequence for entry in one.prefixes.entries.values()}
     request = answered(engine(chat), say(*TALK[:3]))
-    assert sorted(kept) == list(request.cuts) and len(kept) == 3
+    assert sorted(kept) == list(request.cuts) and len(kept) == 2
     for count, stored in kept.items():
-        alone = one.config.new_sequence()
+        alone = stored.config.new_sequence()
+        assert alone.config.method.name == "kvkeep_context"  # no question is known of what is stored
         for start, end in pairwise((0, *[cut for cut in request.cuts if cut <= count])):
             alone.prefill(request.ids[:end])
             assert len(alone.token_ids) == end > start
@@ -146,7 +148,12 @@ def test_what_a_request_does_with_a_stored_prefix_does_not_change_it(chat):
 def prefixes(one, count, key=""):
     """Store so many."""
     for number in range(count):
-        answered(one, say(f"{number:03d}" + TALK[0]), owner=key)
+        answered(one, begun(number), owner=key)
+
+
+def begun(number):
+    """A conversation of which one message is stored."""
+    return say(f"{number:03d}" + TALK[0], "Yes.", "Why?")
 
 
 def test_the_least_recently_used_leave_within_the_bytes(chat):
@@ -158,10 +165,10 @@ def test_the_least_recently_used_leave_within_the_bytes(chat):
         assert size == nbytes_of(entry.sequence) == held.bytes + held.index_bytes > held.bytes
     with engine(chat, store=int(3.5 * size)) as one:
         prefixes(one, 3)
-        answered(one, say("000" + TALK[0]))  # used again
-        answered(one, say("003" + TALK[0]))
+        answered(one, begun(0))  # used again
+        answered(one, begun(3))
         assert len(one.prefixes) == 3 and one.prefixes.nbytes == 3 * size <= one.prefixes.max_bytes
-        found = {number: answered(one, say(f"00{number}" + TALK[0])).num_cached > 0 for number in (0, 2, 3, 1)}
+        found = {number: answered(one, begun(number)).num_cached > 0 for number in (0, 2, 3, 1)}
         assert found == {0: True, 2: True, 3: True, 1: False}
     with engine(chat, store=size - 1) as one:
         prefixes(one, 2)
@@ -261,7 +268,7 @@ def test_a_restarted_engine_finds_what_was_saved(chat, spec, tmp_path):
     with engine(chat, spec, 96, PrefixStore(PLENTY, tmp_path)) as one:
         assert one.prefixes.nbytes > 0 and all(entry.sequence is None for entry in one.prefixes.entries.values())
         again = answered(one, say(*TALK[:3]))
-        assert again.num_cached == len(want.ids) - 1
+        assert again.num_cached == want.cuts[-1] > 200
         assert again.answer.ids == want.answer.ids
         assert answered(one, [*said, {"role": "user", "content": TALK[1]}]).answer.ids == longer.answer.ids
 
@@ -447,7 +454,7 @@ def test_what_no_engine_saves_is_skipped_and_links_lead_where_they_may(chat, tmp
 def test_what_another_model_saved_is_left_alone(chat, tmp_path):
     with engine(chat, store=PrefixStore(PLENTY, tmp_path)) as one:
         id = one.pin(TALK[3])
-    other = kvkeep.Engine(tiny_chat.model(512), chat[1], "snapkv", 64, prefix_cache=PrefixStore(PLENTY, tmp_path))
+    other = engine((tiny_chat.model(512), chat[1]), store=PrefixStore(PLENTY, tmp_path))
     assert len(other.prefixes) == 0 and (tmp_path / id).exists()
 
 
@@ -461,7 +468,7 @@ def test_evicted_ones_leave_the_disk(chat, tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == set(one.prefixes.entries) and len(one.prefixes) == 2
     with engine(chat, store=PrefixStore(size, tmp_path)) as one:
         assert len(one.prefixes) == 1 and len(list(tmp_path.iterdir())) == 1
-        assert answered(one, say("004" + TALK[0])).num_cached > 0  # the newest
+        assert answered(one, begun(4)).num_cached > 0  # the newest
 
 
 def test_a_full_disk_costs_no_answer(chat, tmp_path, monkeypatch, recwarn):
@@ -487,3 +494,15 @@ def test_memory_caps_the_store_too(chat):
         answered(one, TALK[3] * 2, method="full")  # the store makes room
         assert len(one.prefixes) < 5
     assert 0.5 * cap < max(held) <= cap
+
+
+@pytest.mark.parametrize(("spec", "used"), [("snapkv", "kvkeep_context"), ("knorm", "knorm"), ("full", "full")])
+def test_nothing_of_the_newest_message_is_evicted(chat, spec, used):
+    """What was said before is kept by a method that needs no question, unless a request names one."""
+    with engine(chat, spec, 40) as one:
+        request = answered(one, say(*TALK[:3]))
+        newest = len(request.ids) - request.cuts[-1]
+        assert request.config.method.name == used and newest > 64
+        assert request.kept_tokens == (len(request.ids) if spec == "full" else 40 + newest)
+        named = answered(one, say(*TALK[:3]), method="snapkv")
+        assert named.config.method.name == "snapkv" and named.kept_tokens < 50

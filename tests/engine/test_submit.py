@@ -254,7 +254,7 @@ def test_chats_of_many_threads(chat):
 
 def test_a_text_nobody_waits_for_is_given_up_between_the_passes_over_it(chat, monkeypatch):
     calls, between_passes = [], Prefilling._between_passes
-    with engine(chat, "kvzip", 64, prefix_cache=10**7) as one:
+    with engine(chat, "kvzip", 64, prefix_cache=10**7, history=None) as one:
 
         def leave(self, requests, active):
             calls.append(requests)

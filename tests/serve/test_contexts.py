@@ -53,7 +53,7 @@ def test_a_context_is_asked_about_as_the_engine_does(served, apis):
         expected = engine.read(TEXT).ask("How many geese?", max_new_tokens=10)
     reply = ask(apis[0], made["id"])
     assert reply.choices[0].message.content == expected and reply.usage.kvkeep["method"] == "knorm"
-    assert reply.usage.prompt_tokens_details.cached_tokens == made["tokens"] < reply.usage.prompt_tokens
+    assert 0 <= made["tokens"] - reply.usage.prompt_tokens_details.cached_tokens < 64  # whole blocks
     assert call(served, "alice", name=f"/{made['id']}") == (200, made)
     assert made in call(served, "alice")[1]["data"]
 
@@ -61,13 +61,13 @@ def test_a_context_is_asked_about_as_the_engine_does(served, apis):
 @pytest.mark.parametrize(
     ("asked", "used"),
     [
-        ({}, {"method": "kvkeep_context", "budget": 64}),  # the server's own needs a question
-        ({"budget": 100}, {"method": "kvkeep_context", "budget": 100}),
+        ({}, {"method": "kvkeep", "budget": 64}),
+        ({"budget": 100}, {"method": "kvkeep", "budget": 100}),
         ({"kvkeep": {"method": "kvkeep", "budget": 0.5}}, {"method": "kvkeep", "budget": 0.5}),
         ({"method": "knorm"}, {"method": "knorm", "budget": 64}),
     ],
 )
-def test_a_context_says_how_it_was_compressed(served, apis, asked, used):
+def test_a_context_says_how_questions_about_it_are_answered(served, apis, asked, used):
     _, made = call(served, "alice", "POST", body={"text": TEXT + str(used), **asked})
     usage = ask(apis[0], made["id"]).usage.kvkeep
     assert made["kvkeep"] == used == {name: usage[name] for name in used}
@@ -97,10 +97,10 @@ def test_what_a_context_has_already_is_refused_by_name(served, apis, more):
 def test_a_context_deleted_while_its_request_waits_is_not_found(served, apis, monkeypatch):
     _, made = call(served, "alice", "POST", body={"text": TEXT + "Gone."})
 
-    def gone(key, id):
-        raise KeyError(id)
+    def gone(*given):
+        raise KeyError(made["id"])
 
-    monkeypatch.setattr(served.engine.prefixes, "get", gone)
+    monkeypatch.setattr(served.engine.prefixes, "after_text", gone)
     with pytest.raises(openai.NotFoundError) as caught:
         ask(apis[0], made["id"])
     assert caught.value.code == "context_not_found"
@@ -134,7 +134,7 @@ def test_a_public_context_is_everybodys_to_ask_and_is_there_until_all_who_made_i
 
 def test_an_agents_loop_pays_for_new_tokens_only(apis):
     """A history that grows: what was seen before is found, for its key alone, and the answers are the same."""
-    history = [{"role": "system", "content": TEXT[:300]}]
+    history = [{"role": "system", "content": "An agent's loop. " + TEXT[:300]}]
     cached = []
     for turn in range(4):
         history.append({"role": "user", "content": f"Question {turn}: " + TEXT[:100]})
@@ -155,7 +155,7 @@ def test_a_chat_is_encoded_once_for_all_its_answers(served, apis, monkeypatch):
     monkeypatch.setattr(tokenizer, "__call__", lambda *given, **how: calls.append(1) or call_it(*given, **how))
     said = [{"role": "user", "content": "Once. " + TEXT}, {"role": "assistant", "content": "So."}]
     said = [*said, {"role": "user", "content": "Why?"}]
-    for cached in (0, len(TEXT)):
+    for cached in (0, len(TEXT) - 64):
         calls.clear()
         reply = apis[0].chat.completions.create(model="tiny", messages=said, n=3, max_tokens=4, seed=1)
         assert len(reply.choices) == 3 and len(calls) == 1
@@ -167,7 +167,7 @@ def test_what_is_stored_is_counted(served, apis):
     with urllib.request.urlopen(f"{served.url}/metrics") as reply:
         lines = reply.read().decode().splitlines()
     found = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
-    assert found["kvkeep_prefix_bytes"] == served.engine.prefixes.nbytes
+    assert found["kvkeep_history_bytes"] == served.engine.histories.nbytes > 0 == found["kvkeep_prefix_bytes"]
     assert 0 < found["kvkeep_cached_tokens_total"] < found["kvkeep_prompt_tokens_total"]
 
 
@@ -180,7 +180,8 @@ def test_without_a_store_there_are_no_contexts():
 def test_a_key_may_have_so_many_contexts_and_bytes():
     """Others are not affected; whoever removes one has room again, and what was too much is not kept."""
     limits = {"max_contexts": 2, "max_context_bytes": 40_000}
-    with serving.thread(serving.engine("knorm", 64, prefix_cache=10**7), ["alice", "bob"], **limits) as served:
+    engine = serving.engine("knorm", 64, prefix_cache=10**7, history=None)
+    with serving.thread(engine, ["alice", "bob"], **limits) as served:
         first = call(served, "alice", "POST", body={"text": TEXT})[1]
         assert 10_000 < first["bytes"] < 20_000
         assert call(served, "alice", "POST", body={"text": TEXT + "2"})[0] == 200

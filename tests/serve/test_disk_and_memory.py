@@ -44,23 +44,23 @@ def test_a_store_is_whole_and_warm_after_kill_9_under_load(tmp_path):
 
     with serving.process(tmp_path, *options, double=True) as first, serving.client(first) as api:
         before = {number: ask(api, number).choices for number in range(3)}
-        wait_until(lambda: len([*kept.glob("[!.]*")]) >= 3)
+        wait_until(lambda: len([*kept.rglob("*.kvblock")]) >= 12 * 3)
         clients = [threading.Thread(target=asks, args=(api, 1000 + number)) for number in range(4)]
         for client in clients:
             client.start()
-        wait_until(lambda: len([*kept.glob("[!.]*")]) >= 8)
+        wait_until(lambda: len([*kept.rglob("*.kvblock")]) >= 12 * 8)
         first.kill()
         for client in clients:
             client.join()
     with serving.process(tmp_path, *options, double=True) as second, serving.client(second) as api:
-        assert not [*kept.glob(".*")]
+        assert not [*kept.rglob(".*")]
         for number, choices in before.items():
             again = ask(api, number)
-            assert again.usage.prompt_tokens_details.cached_tokens > len(TEXT)
+            assert again.usage.prompt_tokens_details.cached_tokens > len(TEXT) - 64
             assert again.choices == choices
-        assert metric(second, "kvkeep_prefix_bytes") > 0
+        assert metric(second, "kvkeep_history_bytes") > 0
         second.kill()
-        assert "skipped" not in "".join(second.said) + second.stderr.read()
+        assert "damaged" not in "".join(second.said) + second.stderr.read()
 
 
 def test_a_full_disk_costs_no_answer_and_is_said(tmp_path):
@@ -72,10 +72,10 @@ def test_a_full_disk_costs_no_answer_and_is_said(tmp_path):
     options = "--prefix-folder", str(kept), "--dtype", "auto"
     with serving.process(tmp_path, *options, **how) as served, serving.client(served) as api:
         assert [ask(api, number).choices for number in range(3)] == [ask(api, number).choices for number in range(3)]
-        assert ask(api, 0).usage.prompt_tokens_details.cached_tokens > len(TEXT)  # of memory
-        wait_until(lambda: metric(served, "kvkeep_unsaved_prefixes") == metric(served, "kvkeep_prefixes"))
+        assert ask(api, 0).usage.prompt_tokens_details.cached_tokens > len(TEXT) - 64  # of memory
+        wait_until(lambda: metric(served, "kvkeep_unsaved_blocks") > 0)
         served.kill()
-        assert "could not be saved" in served.stderr.read() and not [*kept.iterdir()]
+        assert "could not be saved" in served.stderr.read() and not [*kept.rglob("*.kvblock"), *kept.rglob(".*")]
 
 
 def test_out_of_memory_for_one_request_is_its_own(monkeypatch):
@@ -85,7 +85,7 @@ def test_out_of_memory_for_one_request_is_its_own(monkeypatch):
     too_much = torch.tensor(engine.tokenizer("#" * 20).input_ids[:20])
 
     def short_of_memory(chunks, *rest):
-        if any(ids.equal(too_much) for _, whole in chunks for ids in whole.unfold(0, 20, 1)[:40]):
+        if any(ids[n : n + 20].equal(too_much) for _, ids in chunks for n in range(40)):
             raise torch.OutOfMemoryError("CUDA out of memory: the secret prompt")
         return forward(chunks, *rest)
 

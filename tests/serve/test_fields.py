@@ -169,7 +169,7 @@ def test_a_response_with_a_tool_call_is_continued_by_its_result(api):
     how = {"tools": [tool], "tool_choice": "none", **BRIEF}
     whole = api.responses.create(input=[{"role": "user", "content": "Time?"}, *called.output, result], **how)
     short = api.responses.create(input=[result], previous_response_id=called.id, **how)
-    assert short.output_text == whole.output_text and short.usage == whole.usage
+    assert short.output_text == whole.output_text and short.usage.total_tokens == whole.usage.total_tokens
 
 
 def test_a_response_is_of_its_key_and_can_be_removed(served, api):

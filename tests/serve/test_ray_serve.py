@@ -93,7 +93,7 @@ def test_conversations_stay_with_their_replica_and_are_spread_over_all(served, a
             first = f"{number}: {TEXT}"
             said = chat(alice, first).choices[0].message.content
             again = chat(alice, first, said, "And now?")
-            assert again.usage.prompt_tokens_details.cached_tokens >= len(first)
+            assert again.usage.prompt_tokens_details.cached_tokens > len(first) - 64
             expected = chat(one, first).choices[0].message.content
             assert (said, again.choices[0].message.content) == (
                 expected,
@@ -119,7 +119,7 @@ def test_contexts_are_found_wherever_they_are(served, alice):
         assert {each["id"] for each in json.load(reply)["data"]} >= {each["id"] for each in made}
     for each in made:
         about = {"extra_body": {"kvkeep": {"context": each["id"]}}}
-        assert chat(alice, "How many?", **about).usage.prompt_tokens_details.cached_tokens == each["tokens"]
+        assert chat(alice, "How many?", **about).usage.prompt_tokens_details.cached_tokens == each["tokens"] // 64 * 64
         with serving.client(served, "bob") as bob, pytest.raises(openai.NotFoundError):
             chat(bob, "How many?", **about)
 
@@ -160,7 +160,7 @@ def test_a_replica_that_is_killed_fails_its_own_answers_alone(served, alice):
         again = chat(alice, prompt, **SLOW).choices[0].message.content
         assert again.startswith(text) and (is_lost or again == text)
     about = {"extra_body": {"kvkeep": {"context": made["id"]}}}
-    assert chat(alice, "How many?", **about).usage.prompt_tokens_details.cached_tokens == made["tokens"]
+    assert chat(alice, "How many?", **about).usage.prompt_tokens_details.cached_tokens == made["tokens"] // 64 * 64
 
 
 def read(stream):

@@ -132,7 +132,7 @@ def test_what_is_known_is_not_prefilled_again(api, one):
     talk = [{"role": "user", "content": f"Now: {TEXT}"}, {"role": "assistant", "content": "Geese."}]
     talk += [{"role": "user", "content": "How many?"}]
     first, again = (api.chat.completions.create(messages=talk[:end], **COLD) for end in (1, 3))
-    assert again.usage.prompt_tokens_details.cached_tokens > len(TEXT)
+    assert again.usage.prompt_tokens_details.cached_tokens > len(TEXT) - 64
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert said(again) == said(one.chat.completions.create(messages=talk, **COLD))
 
@@ -140,7 +140,7 @@ def test_what_is_known_is_not_prefilled_again(api, one):
 @pytest.mark.parametrize("method", ["kvkeep", "compactor+adakv"])
 def test_a_context_is_read_once_asked_about_and_removed(split, api, one, method):
     unnamed = api.post("/contexts", body={"model": "tiny", "text": TEXT}, cast_to=object)
-    assert unnamed["kvkeep"]["method"] == "compactor+adakv" and api.delete(f"/contexts/{unnamed['id']}", cast_to=object)
+    assert unnamed["kvkeep"]["method"] == "kvkeep" and api.delete(f"/contexts/{unnamed['id']}", cast_to=object)
     how = {"model": "tiny", "text": TEXT, "method": method}
     made = [each.post("/contexts", body=how, cast_to=object) for each in (api, one)]
     assert made[0]["tokens"] == made[1]["tokens"] and made[0]["bytes"] < made[1]["bytes"]
@@ -148,7 +148,7 @@ def test_a_context_is_read_once_asked_about_and_removed(split, api, one, method)
     for question in ("How many geese?", "Who counted?"):
         mine, other = (chat(each, question, **how) for each, how in zip((api, one), about, strict=True))
         assert said(mine) == said(other)
-        assert mine.usage.prompt_tokens_details.cached_tokens == made[0]["tokens"]
+        assert mine.usage.prompt_tokens_details.cached_tokens // 64 == made[0]["tokens"] // 64
     assert api.delete(f"/contexts/{made[0]['id']}", cast_to=object)["deleted"]
     with pytest.raises(openai.NotFoundError):
         chat(api, "How many geese?", **about[0])

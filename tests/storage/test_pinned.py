@@ -64,7 +64,7 @@ def test_pinned_memory_is_pinned_as_long_as_somebody_holds_a_part_of_it(monkeypa
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: setattr(driver, "waits", driver.waits + 1))
-    block = pinned._allocate_pinned(2**20, torch.device("cuda"))
+    block = pinned.allocate_pinned(2**20, torch.device("cuda"))
     part = block.view(torch.float32).narrow(0, 512, 8).fill_(3)
     assert driver.pinned == {block.data_ptr(): 2**20} and len(block) == 2**20 and not block[:: pinned.PAGE].any()
     del block
@@ -80,11 +80,11 @@ def test_where_the_driver_will_not_pin_what_is_there_torch_is_asked(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: asked.append(pin_memory) or empty(size))
     monkeypatch.setattr(torch, "zeros", Mock(side_effect=RuntimeError("told of the refusal")))
-    assert len(pinned._allocate_pinned(4096, torch.device("cuda"))) == 4096 and asked == [True]
+    assert len(pinned.allocate_pinned(4096, torch.device("cuda"))) == 4096 and asked == [True]
 
 
 def test_a_block_that_could_not_be_made_ahead_is_done_without(monkeypatch):
-    sizes, make = [], pinned._allocate_pinned
+    sizes, make = [], pinned.allocate_pinned
 
     def full_for_once(size, device):
         sizes.append(size)
@@ -92,7 +92,7 @@ def test_a_block_that_could_not_be_made_ahead_is_done_without(monkeypatch):
             raise MemoryError("no room for the block ahead")
         return make(size, device)
 
-    monkeypatch.setattr(pinned, "_allocate_pinned", full_for_once)
+    monkeypatch.setattr(pinned, "allocate_pinned", full_for_once)
     arena = pinned.Arena(CPU)
     arena.allocate((pinned.SMALLEST,), torch.uint8)
     assert arena.allocate((1000,), torch.uint8).shape == (1000,)

@@ -27,7 +27,7 @@ from kvkeep.cache.gathered_heads import check_shards
 from kvkeep.cache.padding import BatchLayout, PaddingTracker
 from kvkeep.cache.passes import PassEnd, run_passes
 from kvkeep.cache.reach import budget_within
-from kvkeep.cache.replay import LayerRows, Unreplayed, check_can_replay
+from kvkeep.cache.replay import LayerRows, RowText, Unreplayed, check_can_replay
 from kvkeep.cache.report import Report, ShadedText, format_bytes, format_kept, kept_by_part
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.cache.self_check import AttentionCheck
@@ -42,6 +42,7 @@ from kvkeep.model.hf_forward import count_guesses, intercept
 from kvkeep.model.projections import output_weight
 from kvkeep.model.rope import rotations
 from kvkeep.model.user_text import token_texts
+from kvkeep.storage.history import History
 from kvkeep.storage.offload.disk import DiskStore
 from kvkeep.storage.offload.host import HostMemoryBudget
 
@@ -337,6 +338,18 @@ class Cache(HFCacheAdapter):
         fork.copy_hf_layers(self)
         fork.tracker, fork.backend, fork.unreplayed = copy.copy(self.tracker), self.backend.fork(), self.unreplayed
         return fork
+
+    def continue_from(self, history: History, ids: Sequence[int], observe_from: int = 0) -> None:
+        """Begin after the tokens of a history, which gets those of this cache.
+
+        ids: of all its tokens; observe_from: a position: methods that sum over a prompt's queries begin there
+        """
+        backend, tracker, seen = self.backend, self.tracker, history.tokens
+        assert isinstance(backend, EvictingBackend) and not tracker.seen and not self.hf_layers and len(ids) == seen
+        tracker.seen, tracker.kept, tracker.prompt, tracker.padded_length = [seen], [seen], [seen], seen
+        backend.history, backend.query_buffer.observe_from = history, observe_from
+        if self.method.needs_passes and seen:
+            self.unreplayed = Unreplayed([RowText(list(ids), seen)])
 
     def defer_eviction(self, tokens: int) -> None:
         """Keep all tokens until so many have been seen: a prompt prefilled in chunks is then evicted from at once."""

@@ -30,6 +30,7 @@ from kvkeep.kernels.dispatch import ragged_attention
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
+from kvkeep.storage.history import History
 from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
 from kvkeep.types import Budget, Softmax, Tokens
 
@@ -75,6 +76,10 @@ class EvictingBackend:
         self.guessed: dict[int, Guessed] = {}  # of the last forward pass
         self.how: dict[int, Softmax] = {}  # of each layer that holds a whole prompt
         self.selected: dict[int, SelectedLayer] = {}  # layers of such a prompt that are to be evicted from
+        self.history: History | None = None  # of all tokens seen; None: what is evicted is gone
+        self.stored_bytes = 0  # of a history that others have
+        self.token_states: dict[int, Tensor] = {}  # of a prompt in several passes, by layer [kv_heads, n, k]
+        self.new_states: dict[int, Tensor] = {}  # after the pass under way
         self.peak_bytes = 0
 
     @property
@@ -90,6 +95,8 @@ class EvictingBackend:
     def begin(self, layout: BatchLayout) -> None:
         self.snapshots, self.guessed = {}, {}
         self.evict_selected()
+        if self.history and self.history.tokens != layout.seen[0]:
+            self.history = None  # tokens were decoded since
         self.query_buffer.begin(layout.counts)
         self.steps.begin(layout)
 
@@ -99,6 +106,28 @@ class EvictingBackend:
         layer = self.store[index]
         if layout.guessed:
             return self._attend_guesses(index, layer, call, layout)
+        if self.history and not layout.is_step:
+            return self._attend_to_history(index, self.history, call, layout)
+        return self._attend_over_layer(index, layer, call, layout)
+
+    def _attend_to_history(
+        self, index: int, history: History, call: AttentionCall, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to all tokens seen, whatever was evicted; while the prompt goes on, nothing is held of it."""
+        layer = self.steps.store[index] = RaggedLayer(self.bits)
+        if (past := history.read(index)) is not None:
+            layer.hold([self.query_buffer.past_tokens(*past, self.token_states.get(index))])
+        result = self._attend_over_layer(index, layer, call, layout)
+        history.append(index, call.key[0].detach(), call.value[0].detach())
+        if layout.is_deferred:
+            if (state := self.steps.store[index].dense(0).token_state) is not None:
+                self.new_states[index] = state
+            self.steps.store[index] = RaggedLayer(self.bits)
+        return result
+
+    def _attend_over_layer(
+        self, index: int, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor | None]:
         self.snapshots[index] = layer.snapshot(several=layout.guesses is not None)
         layer.whole = layout.is_deferred
         if layer.whole and layer.bits:
@@ -245,6 +274,7 @@ class EvictingBackend:
         """Evict from the rows of `evict_now`; update the token state or the queries of the others."""
         memory, is_chunk = self.method.memory, max(layout.counts) > 1
         updates = memory and (memory.sees_all if is_chunk else not getattr(memory, "prompt_only", False))
+        updates = updates and layout.seen[0] + layout.counts[0] > self.query_buffer.observe_from
         if not layer or any(layout.evict_now) or updates:
             self.snapshots[index] = None  # evicted tokens cannot be restored
             rows = self.query_buffer.observe(index, call, layout, layer, lse)
@@ -298,6 +328,9 @@ class EvictingBackend:
         self.query_buffer.commit()
         self.evictor.end_pass()
         self.snapshots = {}
+        if self.history:
+            self.history.commit()
+            self.token_states, self.new_states = self.new_states, {}
 
     def settle(self) -> None:
         self.evictor.store_all()
@@ -308,10 +341,14 @@ class EvictingBackend:
 
     @property
     def can_rollback(self) -> bool:
-        return None not in self.snapshots.values()
+        return self.history is not None or None not in self.snapshots.values()
 
     def rollback(self) -> None:
         self.steps.rollback()
+        if self.history and self.snapshots:
+            self.steps.store.update({index: RaggedLayer(self.bits) for index in self.snapshots})
+            self.history.rollback()
+            self.snapshots, self.new_states = {}, {}
         for index, snapshot in self.snapshots.items():
             if snapshot and self.store[index]:
                 self.store[index].restore(snapshot)
@@ -350,6 +387,10 @@ class EvictingBackend:
         layers = [self.store[i] for i in self.layers]
         held = layers, self.query_buffer.nbytes, self.peak_bytes
         report, covered = Report.of(self.method.name, self.budget.value, tokens_seen, *held), self.evictor.covered
+        if known := self.history:
+            report = replace(report, host_bytes=known.nbytes, full_bytes=max(report.full_bytes, known.full_bytes))
+        elif self.stored_bytes:
+            report = replace(report, host_bytes=self.stored_bytes)
         return replace(report, coverage=sum(covered.values()) / len(covered)) if covered else report
 
 

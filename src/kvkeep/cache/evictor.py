@@ -140,10 +140,11 @@ class Evictor:
         may_wait: storing it after the last layer takes no more memory than there was before
         """
         rows = [self._update_token_state(row) for row in rows]
-        if self.method.across_layers:
+        evicts = any(row.observation for row in rows)
+        if self.method.across_layers and evicts:
             return self._compete(index, rows)
         layer_weight = self.method.layers.layer_weight
-        if layer_weight is None:
+        if layer_weight is None or not evicts:
             self._evict_layer(index, rows, [None] * len(rows), may_wait)
             return self._held({index: rows})
         self.pending[index] = rows

@@ -46,6 +46,7 @@ class QueryBuffer:
         self.queries: dict[tuple[int, int], Tensor] = {}  # (layer, row) -> newest queries [heads, w, dim]
         self.before: dict[tuple[int, int], Tensor | None] = {}  # of those changed by a pass that has not completed
         self.shared: dict[Any, Tensor] = {}  # what all layers of a forward pass compute alike
+        self.observe_from = 0  # position of the first query that is summed over, of methods that do
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +68,8 @@ class QueryBuffer:
         for row, count in enumerate(layout.counts):
             if count:
                 self.before[index, row] = self.queries.get((index, row))
-                self._append(index, row, layout.unpad(query, row).detach(), layout.seen[row])
+                queries = self._counted(layout.unpad(query, row).detach(), layout.seen[row])
+                self._append(index, row, queries, layout.seen[row] + count - queries.shape[1])
 
     def commit(self) -> None:
         self.before.clear()
@@ -95,9 +97,11 @@ class QueryBuffer:
             if not count:
                 rows.append(EvictionCandidate(None, tokens, lengths, False))
                 continue
-            queries = layout.unpad(call.query, row).detach()
+            queries = self._counted(layout.unpad(call.query, row).detach(), layout.seen[row])
+            if lse is not None:
+                lse = lse[..., count - queries.shape[1] :]
             if count > 1 or not layout.seen[row] or self.decoding:
-                queries = self._append(index, row, queries, layout.seen[row])
+                queries = self._append(index, row, queries, layout.seen[row] + count - queries.shape[1])
             observation = replace(
                 self.observation(index, queries, call.how, tokens, lengths, layout.seen[row] + count, count),
                 lse=None if lse is None else lse[row], whole=layout.expected,
@@ -145,8 +149,19 @@ class QueryBuffer:
     def first_tokens(self, row: int, call: AttentionCall, layout: BatchLayout) -> Tokens:
         """The tokens of a row whose layer is empty, as [kv_heads, n, …]: views where nothing is padded."""
         keys, values = (layout.unpad(t, row).detach() for t in (call.key, call.value))
-        positions = layout.positions[row].expand(len(keys), -1)
-        token_state = None
+        return self._whole(keys, values, layout.positions[row])
+
+    def past_tokens(self, keys: Tensor, values: Tensor, token_state: Tensor | None) -> list[Tokens]:
+        """Every KV head's tokens before a forward pass, of a history. [kv_heads, n, dim]; token_state: of the first"""
+        where = torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
+        whole = self._whole(keys, values, where)
+        if token_state is not None and whole.token_state is not None:
+            whole.token_state[:, : token_state.shape[1]] = token_state
+        return [whole[head] for head in range(len(keys))]
+
+    def _whole(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tokens:
+        """Tokens that all KV heads hold, with empty token state."""
+        positions, token_state = positions.expand(len(keys), -1), None
         if self.method.memory:
             token_state = keys.new_zeros(*keys.shape[:2], self.method.memory.width, dtype=torch.float32)
         return Tokens(keys, values, positions, positions if self.method.placement else None, token_state)
@@ -154,6 +169,10 @@ class QueryBuffer:
     def _rotate(self, index: int) -> Rotate:
         rotation = self.rotations.get(index)
         return rotation.rotate if rotation else stay
+
+    def _counted(self, queries: Tensor, first: int) -> Tensor:
+        """Drop the queries before `observe_from` where the method sums over them; first: position of the first"""
+        return queries[:, max(0, self.observe_from - first) :] if self.method.sums_queries else queries
 
     def _append(self, index: int, row: int, queries: Tensor, first: int = 0) -> Tensor:
         """-> the row's observation window, or the summary; earlier chunks of the same prompt included

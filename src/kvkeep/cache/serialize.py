@@ -22,16 +22,21 @@ from kvkeep.model.hf_cache import (
     CompressedLayer,
     check_supported,
     fingerprint,
+    key_shape,
+    kv_widths,
     layer_devices,
     layer_tensors,
     restore,
     uncompiled,
 )
 from kvkeep.storage import checkpoint
+from kvkeep.storage.history import History, HostPool
 from kvkeep.storage.quantized import QuantizedLayer
 from kvkeep.types import Tokens
 
 C = TypeVar("C", bound=CacheState)
+WHOLE = ("keys", "values")  # of a history's layer
+NOTHING_SEEN = {"seen": [], "kept": [], "prompt": [], "padded_length": 0}  # of a cache that goes on after a history
 
 
 def save(cache: CacheState, path: str | Path, **more: Any) -> None:
@@ -121,17 +126,46 @@ def load(kind: Callable[..., C], path: str | Path, model: Any) -> C:
     return restored(kind, path, model, *checkpoint.read(path))
 
 
-def load_context(kind: Callable[..., C], path: str | Path, model: Any) -> tuple[C, dict[str, Any]]:
-    """A cache of a context, and the context."""
+def save_context(cache: CacheState, history: History | None, path: str | Path, context: dict[str, Any]) -> None:
+    """Save the cache of a context, or an empty one and the history that it goes on after."""
+    tensors, facts = describe(cache, context=context)
+    for i in cache.compressed_layers if history else ():
+        assert history and (pair := history.read(i))
+        tensors |= {f"whole.{i}.{name}": part for name, part in zip(WHOLE, pair, strict=True)}
+    checkpoint.write(path, tensors, facts | {"whole": history is not None})
+
+
+def load_context(
+    kind: Callable[..., C], path: str | Path, model: Any, pool: HostPool
+) -> tuple[C, dict[str, Any], History | None]:
+    """A cache of a context, the context, and the history that the cache goes on after; None: it has a cache's tokens"""
     tensors, facts = checkpoint.read(path)
-    cache = restored(kind, path, model, tensors, facts)
+    whole = {name: tensors.pop(name) for name in [*tensors] if name.startswith("whole.")}
+    cache = restored(kind, path, model, tensors, facts | NOTHING_SEEN if facts.get("whole") else facts)
     if "context" not in facts:
         raise BadCacheFile(f"{path} is a cache without its text; load it with Cache.load(path, model).")
     try:
         check_context(facts["context"], facts["seen"])
+        history = _history(cache, whole, facts["seen"][0], pool) if facts.get("whole") else None
     except (AttributeError, LookupError, TypeError, ValueError) as e:
         raise BadCacheFile(f"{path} does not describe a context ({e}); save it again.") from e
-    return cache, facts["context"]
+    return cache, facts["context"], history
+
+
+def _history(cache: CacheState, tensors: dict[str, Tensor], tokens: int, pool: HostPool) -> History:
+    """Raise ValueError for tensors that no text of so many tokens has."""
+    history, kv_heads, widths = History(pool), key_shape(cache.model)[0], kv_widths(cache.model)
+    for i in cache.compressed_layers:
+        keys, values = (tensors.pop(f"whole.{i}.{name}") for name in WHOLE)
+        sizes = tuple(kv_heads * part.shape[-1] for part in (keys, values))  # of a token, in all heads
+        fits = sizes == widths.get(i, sizes) and keys.shape[:-1] == values.shape[:-1] == (kv_heads, tokens)
+        if not (fits and keys.dtype == values.dtype and keys.is_floating_point()):
+            raise ValueError(f"keys and values of layer {i}")
+        history.append(i, keys.to(pool.device), values.to(pool.device))
+    if tensors:
+        raise ValueError("tensors")
+    history.commit()
+    return history
 
 
 def restored(kind: Callable[..., C], path: str | Path, model: Any, tensors: dict[str, Tensor], facts: Any) -> C:

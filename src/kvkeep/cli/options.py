@@ -185,10 +185,18 @@ class ServeOptions:
     )
     max_rows: int = option(64, "Decode at most this many answers at a time.", min=1)
     max_waiting: int = option(1024, "Let this many requests wait; more are refused with status 429.", min=1)
-    prefix_cache: str = option(
-        "1GB", "Keep this much of compressed prefixes, which later requests share; 0 keeps none."
+    history: str = option(
+        "host", "Keep the whole of conversations and texts in host memory, for the next turn: `host`, or `none`."
     )
-    prefix_folder: str | None = option(None, "Save these prefixes to this folder, so that they survive a restart.")
+    host_memory: str | None = option(
+        None, "These take at most this much host memory: 64GB.", show_default="half of what is free"
+    )
+    prefix_cache: str = option(
+        "1GB", "Without a history, keep this much of compressed prefixes instead; 0 also refuses POST /v1/contexts."
+    )
+    prefix_folder: str | None = option(
+        None, "Save histories, prefixes and contexts to this folder, so that they survive a restart."
+    )
     max_tokens: int = option(4096, "Allow answers of at most this many tokens.", min=1)
     max_body: str = option("4MB", "Refuse requests with larger bodies than this.")
     max_seconds: float = option(600.0, "End an answer that is not complete after this many seconds.", min=0.1)

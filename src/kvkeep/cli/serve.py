@@ -95,6 +95,8 @@ def _engine(
     limits = {
         "memory": byte_count("--memory", options.memory) if options.memory else None,
         "prefix_cache": PrefixStore(size, options.prefix_folder) if size else None,
+        "history": None if options.history == "none" else options.history,
+        "host_memory": byte_count("--host-memory", options.host_memory) if options.host_memory else None,
         "max_rows": options.max_rows,
         "max_waiting": options.max_waiting,
         "allow_special_tokens": options.allow_special_tokens,

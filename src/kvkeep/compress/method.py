@@ -141,6 +141,17 @@ class Method(Checked):
         return memory if isinstance(memory, ReplayMemory) else None
 
     @property
+    def sums_queries(self) -> bool:
+        """It scores with a sum over all queries of a prompt, not with the last ones."""
+        return self.summary is not None or bool(self.memory and self.memory.sees_all and not self.scores_own_tokens)
+
+    @property
+    def scores_own_tokens(self) -> bool:
+        """It scores a prompt's tokens in the pass that brings them, and not again."""
+        memory = self.memory
+        return bool(memory and memory.sees_all and getattr(memory, "prompt_only", False))
+
+    @property
     def needs_passes(self) -> bool:
         """The model runs again after a prompt, before anything is evicted."""
         return self.replay is not None or self.draft is not None

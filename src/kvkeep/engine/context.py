@@ -1,7 +1,9 @@
 """A text prefilled once, and any number of questions about it: `Engine.read`.
 
-Every question is asked on a fork of the text's cache, so none changes it. Nothing of a question or answer is evicted,
-whatever the method: only the text is compressed, as in the query-agnostic protocol of `kvkeep eval`.
+With a history, the whole text stays on the host. Every question attends to all of it, and the method selects from text
+and question what the answer needs. Without one, the text is compressed before any question is known, as in the
+query-agnostic protocol of `kvkeep eval`; a question is asked on a fork of that cache, and nothing of it or its answer
+is evicted.
 """
 
 from __future__ import annotations
@@ -22,20 +24,25 @@ from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.report import Report
 from kvkeep.engine.detokenizer import Answer
 from kvkeep.engine.driver import Driver, Handle
+from kvkeep.engine.history_store import sequence_after
 from kvkeep.engine.progress import ProgressCallback, ProgressOption, watch
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadCacheFile, CacheMisuse, QueryAwareWarning
 from kvkeep.model.chat import check_text
+from kvkeep.storage.history import HostPool
 
 
 class Context:
-    """The compressed cache of a text. Made by `Engine.read` and `Engine.load_context`."""
+    """A text that is prefilled. Made by `Engine.read` and `Engine.load_context`."""
 
     def __init__(self, driver: Driver, sequence: Sequence, text: str, known_questions: frozenset[str] = frozenset()):
         """sequence: one of its own, with the text prefilled; known_questions: those that took part in the selection"""
-        sequence.cache.tracker.mark_context()
+        if sequence.history is None:
+            sequence.cache.tracker.mark_context()
+        else:
+            sequence.drop_queries()
         self._driver, self.text = driver, text
         self.sequence = sequence  # others than this context must not change it
         self.known_questions, self._warned = known_questions, False
@@ -46,12 +53,16 @@ class Context:
     def read(
         cls, driver: Driver, sequence: Sequence, text: str, question: str | None, progress: ProgressOption
     ) -> Context:
-        """Prefill a text. sequence: an empty one; a question takes part in the selection, and is removed again"""
+        """Prefill a text. sequence: one that has seen nothing but, perhaps, a beginning of it
+
+        question: without a history it takes part in the selection, and is removed again
+        """
         check_text("text", text)
         ids, rest = sequence.config.context_ids(text), []
         sequence.config.check_length(len(ids), 1)
         if question is not None:
             check_text("question", question)
+        if question is not None and sequence.history is None:
             sequence.set_question(question, len(ids))
             if sequence.config.method.query_aware:
                 if sequence.cache.hf_layers:  # which cannot return to an earlier state
@@ -95,10 +106,19 @@ class Context:
 
     def _submit(self, question: str, ids: Tensor, how: Generation, progress: ProgressCallback) -> Handle:
         with self._driver.lock:
-            sequence = self.sequence.fork()
+            sequence = self._continued(ids)
             sequence.set_question(question, self.tokens)
         request = Request(sequence.config, ids, how, sequence, progress=progress, interactive=True, keeps_cache=True)
         return Handle(self._driver.submit(request), self._driver)
+
+    def _continued(self, ids: Tensor) -> Sequence:
+        """A sequence that goes on after the text. ids: of text and question"""
+        if (known := self.sequence.history) is None:
+            return self.sequence.fork()
+        continued = sequence_after(known, self.sequence.config, ids, self.tokens)
+        assert (history := continued.history) is not None
+        history.makes_blocks = False  # nobody goes on after a question
+        return continued
 
     def _stream(self, question: str, ids: Tensor, how: Generation, progress: ProgressOption) -> Iterator[str]:
         with watch(progress, len(ids) - self.tokens) as report:
@@ -110,6 +130,8 @@ class Context:
 
     def _warn(self, question: str) -> None:
         """Warn once, where tokens were evicted without knowing this question."""
+        if self.sequence.history is not None:
+            return
         method, kept = self.sequence.config.method, self._report.kept["context"]
         if self._warned or not method.query_aware or kept >= self.tokens or question.strip() in self.known_questions:
             return
@@ -124,22 +146,26 @@ class Context:
     def fork(self) -> Context:
         """An independent copy."""
         fork = copy.copy(self)
-        fork.sequence = self.sequence.fork()
+        fork.sequence = self.sequence if self.sequence.history else self.sequence.fork()
         return fork
 
     def save(self, path: str | Path) -> None:
         """Save it to a folder; model and tokenizer are not part of it."""
         facts = {"text": self.text, "ids": self.sequence.token_ids, "questions": sorted(self.known_questions)}
-        serialize.save(self.sequence.cache, path, context=facts)
+        serialize.save_context(self.sequence.cache, self.sequence.history, path, facts)
 
     @classmethod
-    def load(cls, driver: Driver, config: SequenceConfig, path: str | Path) -> Context:
-        cache, found = serialize.load_context(Cache, path, config.model)
+    def load(cls, driver: Driver, config: SequenceConfig, path: str | Path, pool: HostPool) -> Context:
+        """pool: where its history goes, if it has one"""
+        cache, found, history = serialize.load_context(Cache, path, config.model, pool)
         if config.context_ids(found["text"]) != found["ids"]:
             raise BadCacheFile(
                 f"{path} was saved with another tokenizer or chat template, or special tokens; load it with that one."
             )
-        return cls(driver, config.sequence_of(cache, found["ids"]), found["text"], frozenset(found["questions"]))
+        sequence = config.sequence_of(cache, found["ids"] if history is None else [])
+        if history is not None:
+            sequence.continue_from(history, found["ids"], 0)
+        return cls(driver, sequence, found["text"], frozenset(found["questions"]))
 
     def __len__(self) -> int:
         """Tokens of the text, with the chat template's beginning."""

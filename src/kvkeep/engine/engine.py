@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, NoReturn, overload
 
 import torch
@@ -21,7 +23,9 @@ from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.context import Context
 from kvkeep.engine.detokenizer import Answer
 from kvkeep.engine.driver import Driver, Handle
+from kvkeep.engine.history_store import HistoryStore
 from kvkeep.engine.lockstep import Follower, Leader
+from kvkeep.engine.memory import free_host_bytes
 from kvkeep.engine.prefix_store import PrefixStore, cuts_of
 from kvkeep.engine.progress import ProgressCallback, ProgressOption, watch
 from kvkeep.engine.prompts import Prompt, check_prompts, is_chat, only_text, prompt_ids
@@ -40,10 +44,12 @@ from kvkeep.model.chat import (
     with_question,
 )
 from kvkeep.model.head_shards import head_shards
-from kvkeep.model.hf_cache import uncompiled
+from kvkeep.model.hf_cache import context_length, fingerprint, key_shape, layer_devices, uncompiled
 from kvkeep.model.rope import learn_rotations
+from kvkeep.storage.history import BlockFormat, HostPool
 
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
+HISTORIES = "host", None
 AUTO = {"coverage", "tau", "max_budget"}  # parameters of budget="auto", whatever the method
 
 
@@ -78,6 +84,8 @@ class Engine:
         memory: int | None = None,
         max_waiting: int | None = None,
         prefix_cache: PrefixStore | int | None = None,
+        history: str | None = "host",
+        host_memory: int | None = None,
         allow_special_tokens: bool = False,
         **parameters: Any,
     ):
@@ -98,6 +106,9 @@ class Engine:
             why = "use a whole number of tokens, at least two: a forward pass of one is a decode step"
             check_count("prefill_chunk_size", prefill_chunk_size, 2, why)
         counts = {"max_rows": max_rows, "max_tokens": max_tokens, "memory": memory, "max_waiting": max_waiting}
+        counts["host_memory"] = host_memory
+        if history not in HISTORIES:
+            raise BadParameter(f"history={history!r}: use one of {', '.join(map(repr, HISTORIES))}.")
         counts |= {} if isinstance(prefix_cache, PrefixStore) else {"prefix_cache": prefix_cache}
         for name, value in counts.items():
             if value is not None:
@@ -122,10 +133,25 @@ class Engine:
         check_tokenizer(tokenizer)
         eos = eos_token_ids(model, tokenizer)
         self.prefixes = PrefixStore(prefix_cache) if isinstance(prefix_cache, int) else prefix_cache
-        how_many = max_rows, max_tokens, memory
-        self._driver = Driver(Scheduler(self._sequence.cache.model, eos, *how_many, self.prefixes))
+        cache, how_many = self._sequence.cache, (max_rows, max_tokens, memory)
+        self.histories: HistoryStore | None = None
+        if history is not None and cache.compressed_layers and not cache.hf_layers:
+            form = BlockFormat(*key_shape(cache.model), key_shape(cache.model)[1], model.dtype)
+            sizes = host_memory or _half_of_host(), len(cache.compressed_layers) * form.nbytes
+            self.histories = HistoryStore(HostPool(self.config.device, devices=layer_devices(cache.model)), *sizes)
+        self._driver = Driver(Scheduler(cache.model, eos, *how_many, self.prefixes, self.histories))
         if self.prefixes is not None:
-            self.prefixes.open(self.config, self._driver.lock)
+            self._open_stores(self.prefixes)
+
+    def _open_stores(self, prefixes: PrefixStore) -> None:
+        """Find what was saved before."""
+        prefixes.histories, folder = self.histories, prefixes.folder
+        if self.histories is not None and folder and not self._sequence.cache.shards:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.histories.open(
+                folder / "history", disk_usage(folder).free // 2, fingerprint(self.model), self._driver.lock
+            )
+        prefixes.open(self.config, self._driver.lock)
 
     @property
     def model(self) -> Any:
@@ -240,7 +266,7 @@ class Engine:
         else:
             ids, config = prompt_ids(self.config, prompt, question, tools), self._config_for(method, budget)
             request = Request(config, ids, how, question=question, owner=owner, client=client)
-            self._share_prefix(request, cache_prefix, is_chat(prompt))
+            self._share_prefix(request, cache_prefix, is_chat(prompt), method is not None)
         request.progress = progress
         return self._submit(request)
 
@@ -251,20 +277,55 @@ class Engine:
         self._driver.start()
         return handle
 
-    def _share_prefix(self, request: Request, cache_prefix: bool | None, is_chat: bool) -> None:
-        """Cut its prompt into parts, and have it begin after those that are stored."""
+    def _share_prefix(self, request: Request, cache_prefix: bool | None, is_chat: bool, is_named: bool) -> None:
+        """Have it begin after what is stored of its prompt; without a history, cut that into parts for it.
+
+        is_named: the request names its method
+        """
         if not self._sequence.cache.compressed_layers:
+            return
+        if cache_prefix is not False and (is_chat or cache_prefix) and self._keeps_history(request.config, request.ids):
+            assert self.histories is not None
+            self.histories.prepare(request.owner, request.ids)
+            begins = self._newest_message(request.ids) if is_chat else 0
+            request.find_stored = partial(self.histories.begin, request.owner, request.config, request.ids, begins)
             return
         store, retrieval = self.prefixes, request.config.method.retrieval
         asked = request.question is not None and retrieval and "question" in retrieval.index.needs
         if cache_prefix or (cache_prefix is None and store is not None and is_chat):
-            template = self.tokenizer.chat_template
-            end = end_of_turn(self.tokenizer, template) if isinstance(template, str) else None
-            request.cuts = () if asked else cuts_of(request.ids, end, bool(cache_prefix))
+            request.cuts = () if asked else cuts_of(request.ids, self._end_of_turn, bool(cache_prefix))
+            if is_chat and not (retrieval or is_named):  # no question is known of what is stored
+                newest = self._newest_message(request.ids)
+                request.cuts = tuple(cut for cut in request.cuts if cut <= newest)
+                request.whole_end = bool(request.cuts)
+            if request.whole_end:
+                request.config = self._without_question(request.config)
             if store is not None and request.cuts:
                 which = request.owner, request.config, request.ids, request.cuts
                 store.prepare(*which)
                 request.find_stored = partial(store.longest, *which)
+
+    def _keeps_history(self, config: SequenceConfig, ids: Tensor) -> bool:
+        """Whether the host keeps all of a sequence, for others to go on with.
+
+        Retrieval methods do so by themselves; what a method finds out of a token but once is not in a history.
+        """
+        method = config.method
+        too_long = method.extends_context and len(ids) > context_length(self.model)
+        return not (self.histories is None or method.retrieval or method.scores_own_tokens or too_long)
+
+    def _newest_message(self, ids: Tensor) -> int:
+        """Where the newest message of a chat begins."""
+        if self._end_of_turn is None:
+            return 0
+        ends = (ids == self._end_of_turn).nonzero()[:, 0].tolist()
+        return ends[-2] + 1 if len(ends) > 1 else 0
+
+    @cached_property
+    def _end_of_turn(self) -> int | None:
+        """The token that ends a message."""
+        template = self.tokenizer.chat_template
+        return end_of_turn(self.tokenizer, template) if isinstance(template, str) else None
 
     def pin(
         self,
@@ -319,12 +380,20 @@ class Engine:
     ) -> Request:
         self._store()
         self._check_holds_text()
-        config = self._reading_config(method, budget, pinned=True)
         check_text("text", text)
         check_value("owner", owner, str)
         check_value("public", public, bool)
+        config, find_stored = self._config_for(method, budget), None
         ids = torch.tensor(config.context_ids(text))
-        return Request(config, ids, Generation(1), prefill_only=True, owner=owner, client=client, pin=Pin(text, public))
+        if self._keeps_history(config, ids):
+            assert self.histories is not None
+            self.histories.prepare(owner, ids)
+            find_stored = partial(self.histories.begin, owner, config, ids)
+        else:
+            config = self._reading_config(method, budget, pinned=True)
+        request = Request(config, ids, Generation(1), prefill_only=True, owner=owner, client=client)
+        request.find_stored, request.pin = find_stored, Pin(text, public)
+        return request
 
     def unpin(self, id: str, *, owner: str = "") -> None:
         """Remove a stored text of this owner; a public one stays as long as another owner has stored it, too."""
@@ -347,7 +416,9 @@ class Engine:
         check_text("question", question)
         ids = torch.tensor(entry.ids + config.question_ids(entry.text, question, entry.ids))
         request = Request(config, ids, how, question=question, owner=owner, client=client)
-        request.find_stored = partial(store.get, owner, id)
+        if entry.whole and self.histories is not None:
+            self.histories.prepare(owner, ids)
+        request.find_stored = partial(store.after_text, owner, id, config, ids)
         return request
 
     def _config_for(self, method: str | Method | None, budget: int | float | str | None) -> SequenceConfig:
@@ -395,13 +466,15 @@ class Engine:
     def _parts(self, more: dict[str, Any]) -> dict[str, Any]:
         """What requests refer to. All engines join here, and find out together what takes a forward pass."""
         learn_rotations(self._sequence.cache.model)
-        return {"config": self.config, "store": self.prefixes, **more}
+        return {"config": self.config, "store": self.prefixes, "histories": self.histories, **more}
 
     def close(self) -> None:
         """Cancel all answers under way, and free the pool."""
         self._driver.close()
         if self.prefixes is not None:
             self.prefixes.flush()
+        if self.histories is not None:
+            self.histories.flush()
 
     def __enter__(self) -> Engine:
         return self
@@ -427,7 +500,13 @@ class Engine:
         """
         check_value("progress", progress, Callable | bool | None)
         self._check_holds_text()
-        config = self._config_for(method, budget) if question is not None else self._reading_config(method, budget)
+        check_text("text", text)
+        config = self._config_for(method, budget)
+        if self._keeps_history(config, ids := torch.tensor(config.context_ids(text))):
+            assert self.histories is not None
+            sequence = self.histories.begin("", config, ids)
+            return Context.read(self._driver, sequence, text, question, progress)
+        config = config if question is not None else self._reading_config(method, budget)
         return Context.read(self._driver, config.new_sequence(), text, question, progress)
 
     def _check_holds_text(self) -> None:
@@ -443,7 +522,14 @@ class Engine:
     ) -> SequenceConfig:
         """The config for a text whose questions are not known. pinned: who asks them is not warned"""
         config = self._config_for(method, budget)
-        if method is not None or (self._is_named and not (pinned and self.method.query_aware)):
+        if method is not None or (self._is_named and not pinned):
+            return config
+        return self._without_question(config)
+
+    def _without_question(self, config: SequenceConfig) -> SequenceConfig:
+        """The same, with a method that needs no question."""
+        evicts_nothing = config.method.scorer is None
+        if evicts_nothing or (self._is_named and not config.method.query_aware):
             return config
         return replace(config, method=self._context_method)
 
@@ -455,7 +541,8 @@ class Engine:
 
     def load_context(self, path: str | Path) -> Context:
         """A saved `Context`, with its own method and budget."""
-        return Context.load(self._driver, self.config, path)
+        pool = HostPool(self.config.device) if self.histories is None else self.histories.pool
+        return Context.load(self._driver, self.config, path, pool)
 
     def prefill(self, ids: Tensor, progress: ProgressOption = None) -> Tensor:
         """Prefill the ids the cache does not hold yet, in chunks. ids [n] -> logits after the last one [vocabulary]"""
@@ -546,10 +633,20 @@ class Engine:
         check_value("progress", progress, Callable | bool | None)
         check_messages(messages)
         ids = self.config.encode(messages)
+        if self._keeps_history(self.config, ids) and not self._sequence.has_prefill:
+            return "".join(self._answer_turn(ids, how, progress)).strip()
         if not self._continues(ids):
             self._check_no_prefill()
             self._begin_sequence()
         return "".join(self._answer(ids, how, None, progress)).strip()
+
+    def _answer_turn(self, ids: Tensor, how: Generation, progress: ProgressOption) -> Iterator[str]:
+        """Answer the newest message over the whole history."""
+        assert self.histories is not None
+        with self._driver.lock:
+            self._begin_sequence()
+            self._sequence = self.histories.begin("", self.config, ids, self._newest_message(ids))
+        return self._answer(ids, how, None, progress)
 
     def _continues(self, ids: Tensor) -> bool:
         """Whether these ids begin with those of the cache, no forward pass of which was cut short."""
@@ -557,6 +654,12 @@ class Engine:
         complete = (self._last is None or self._last.done) and not self.cache.in_forward
         begins = 0 < len(seen) < len(ids) and ids[: len(seen)].tolist() == seen
         return complete and begins and self.cache.seen == len(seen)
+
+
+def _half_of_host() -> int:
+    """Half of the host memory that is free."""
+    free = free_host_bytes()
+    return sys.maxsize if free is None else free // 2
 
 
 def first_allowed(model: Any, specs: tuple[str, ...], budget: Any, parameters: dict[str, Any]) -> str:

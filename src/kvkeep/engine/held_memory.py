@@ -12,20 +12,28 @@ from kvkeep.cache.decode import draft_pool
 from kvkeep.cache.report import format_bytes
 from kvkeep.engine.batch import DecodeBatch
 from kvkeep.engine.held_requests import HeldRequests
+from kvkeep.engine.history_store import HistoryStore
 from kvkeep.engine.memory import MemoryCap, row_bytes
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.prefix_store import PrefixStore, nbytes_of
 from kvkeep.engine.request import Pin, Request
-from kvkeep.errors import BadInput
+from kvkeep.errors import BadInput, StoreFull
 from kvkeep.model.head_shards import agree_on_least
 
 
 class HeldMemory:
     """Where there is a cap, a prompt reserves what its prefill takes at most, and waits until that is free."""
 
-    def __init__(self, model: Any, held: HeldRequests, memory: int | None, store: PrefixStore | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        held: HeldRequests,
+        memory: int | None,
+        store: PrefixStore | None,
+        histories: HistoryStore | None,
+    ) -> None:
         """memory: bytes of keys and values of all requests and stored prefixes"""
-        self.model, self.held, self.store = model, held, store
+        self.model, self.held, self.store, self.histories = model, held, store, histories
         self.cap = MemoryCap(memory, self._most_held, self._free_some) if memory else None
 
     def reserve(self, request: Request) -> bool:
@@ -85,11 +93,25 @@ class HeldMemory:
             self.held.check_alike(error)
             self.store.evict_oldest()
 
+    def store_history(self, request: Request) -> None:
+        """Store the history of a prompt that is prefilled. A text that is read keeps it, too."""
+        if self.histories is None or not (known := request.sequence.history):
+            return
+        if request.pin and not known.makes_blocks:
+            raise StoreFull(
+                f"the keys and values of this text take {format_bytes(known.nbytes)}, and the rest of host_memory= is "
+                "in use; remove other texts, or use more."
+            )
+        self.histories.add(request.owner, request.ids, known, public=bool(request.pin and request.pin.public))
+        if not request.prefill_only:
+            request.sequence.drop_history()
+
     def store_pinned(self, request: Request, pin: Pin) -> str:
         """Store a text that is prefilled, until it is removed. -> its id"""
         assert self.store is not None
         sequence = request.sequence
-        sequence.cache.tracker.mark_context()
+        if sequence.history is None:
+            sequence.cache.tracker.mark_context()
         return self.store.add(request.owner, sequence, True, public=pin.public, text=pin.text)
 
     def has_room(self, request: Request, batch: DecodeBatch, between_steps: bool) -> bool:

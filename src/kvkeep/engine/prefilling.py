@@ -151,6 +151,7 @@ class Prefilling:
             self.memory.store_prefix(request)
             request.begin_part()
         if request.is_prefilled:
+            self.memory.store_history(request)
             if not request.can_draft_later:
                 request.reserved = 0
             if request.pin is not None:

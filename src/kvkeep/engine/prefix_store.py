@@ -37,6 +37,7 @@ from kvkeep.cache import serialize
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import format_bytes
 from kvkeep.cache.validate import check_prefix
+from kvkeep.engine.history_store import PUBLIC, HistoryStore, hashed
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadCacheFile, StoreFull
 from kvkeep.model.head_shards import agree_on_least
@@ -44,7 +45,6 @@ from kvkeep.storage import checkpoint
 
 LEAST_PART = 32  # tokens: parts are not shorter, but for the last
 LONGEST_PART = 1024  # of requests that share long texts
-PUBLIC = "public"  # everybody's
 ID, DRAFT = re.compile(r"[\w-]{32}"), re.compile(r"\.[\w-]{32}-\w{8}(-old)?")  # names of folders, of our making
 SAVED = "id", "owners", "public", "place", "nbytes", "pinned", "text", "cuts", "ids"  # of an entry
 
@@ -76,6 +76,7 @@ class Entry:
     sequence: Sequence | None  # None: it is on disk until somebody asks for it
     method: str
     budget: int | float | None
+    whole: bool = False  # its keys and values are in the histories, none of them here
     saved: bool = False
 
     @property
@@ -98,11 +99,12 @@ class PrefixStore:
         self.writer = ThreadPoolExecutor(1, "kvkeep-prefixes")
         self.num_unsaved = 0  # that could not be written
         self.new_id: Callable[[], str] = partial(secrets.token_urlsafe, 24)
+        self.histories: HistoryStore | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and what is known of them, measured on the tensors; those on disk alone included."""
-        return sum(entry.nbytes for entry in list(self.entries.values()))
+        return sum(entry.nbytes for entry in list(self.entries.values()) if not entry.whole)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -119,7 +121,7 @@ class PrefixStore:
     def _matching(self, owner: str, config: SequenceConfig, ids: Tensor, cuts: Seq[int]) -> Iterator[Entry]:
         """Give the entries that match, the longest first."""
         for place in reversed(list(_places(config, ids, cuts))):
-            found = [self.by_place.get((who, place)) for who in (_hashed(owner), PUBLIC)]
+            found = [self.by_place.get((who, place)) for who in (hashed(owner), PUBLIC)]
             yield from (entry for entry in found if entry)
 
     def get(self, owner: str, id: str) -> Sequence:
@@ -128,6 +130,17 @@ class PrefixStore:
             if not (found := self._copy(self.entry(owner, id))):
                 raise KeyError(id)
             return found
+
+    def after_text(self, owner: str, id: str, config: SequenceConfig, ids: Tensor) -> Sequence:
+        """A sequence that goes on after a stored text. ids: of the text and a question. KeyError: it is gone"""
+        entry = self.entry(owner, id)
+        if not entry.whole or self.histories is None:
+            return self.get(owner, id)
+        sequence = self.histories.begin(owner, config, ids, len(entry.ids))
+        if (found := sequence.history) is not None:
+            found.makes_blocks = False  # nobody goes on after a question
+            found.reserve(0)
+        return sequence
 
     def config_of(self, owner: str, id: str) -> SequenceConfig:
         """The config of a sequence that `get` copies, which is in memory then."""
@@ -144,13 +157,13 @@ class PrefixStore:
     def entry(self, owner: str, id: str) -> Entry:
         """Find an entry of this owner, or a public one. KeyError: there is none"""
         entry = self.entries.get(id) or self._saved_since(id)
-        if not entry.public and _hashed(owner) not in entry.owners:
+        if not entry.public and hashed(owner) not in entry.owners:
             raise KeyError(id)
         return entry
 
     def pinned_by(self, owner: str) -> list[Entry]:
         """The texts that this owner has a claim to."""
-        return [each for each in list(self.entries.values()) if each.pinned and _hashed(owner) in each.owners]
+        return [each for each in list(self.entries.values()) if each.pinned and hashed(owner) in each.owners]
 
     def add(self, owner: str, sequence: Sequence, pinned: bool = False, *, public: bool = False, text: str = "") -> str:
         """Keep a sequence, which nobody else may change from now on. -> its id; empty: there is no room for it
@@ -161,29 +174,31 @@ class PrefixStore:
         ids, frozen = torch.tensor(sequence.token_ids), sequence.cache.tracker.frozen
         *_, place = _places(sequence.config, ids, (*sequence.cuts, len(ids)), frozen)
         with self.lock:
-            if known := self.by_place.get((PUBLIC if public else _hashed(owner), place)):
+            if known := self.by_place.get((PUBLIC if public else hashed(owner), place)):
                 known.pinned |= pinned
                 self.entries.move_to_end(known.id)
-                self._set_owners(known, known.owners + Counter([_hashed(owner)]))
+                self._set_owners(known, known.owners + Counter([hashed(owner)]))
                 return known.id
-            size = nbytes_of(sequence)
-            if not self._make_room(size):
+            whole = sequence.history is not None
+            size = self.histories.nbytes_of(len(ids)) if whole and self.histories else nbytes_of(sequence)
+            if not (whole or self._make_room(size)):
                 if pinned:
                     raise StoreFull(
                         f"this prefix takes {format_bytes(size)}, and of {format_bytes(self.max_bytes)} the rest is "
                         "pinned; remove others, or use a larger prefix_cache=."
                     )
                 return ""
-            made = self.new_id(), Counter([_hashed(owner)]), public, place, size, pinned, text
+            made = self.new_id(), Counter([hashed(owner)]), public, place, size, pinned, text
             config = sequence.config
-            entry = Entry(*made, sequence.cuts, sequence.token_ids, sequence, config.method.name, config.budget)
+            kept = config.new_sequence() if whole else sequence
+            entry = Entry(*made, sequence.cuts, sequence.token_ids, kept, config.method.name, config.budget, whole)
             self._insert(entry)
         self._save_later(entry)
         return entry.id
 
     def owned(self, owner: str, id: str) -> Entry:
         """Find an entry of this owner. KeyError: there is none"""
-        if _hashed(owner) not in (entry := self.entry(owner, id)).owners:
+        if hashed(owner) not in (entry := self.entry(owner, id)).owners:
             raise KeyError(id)
         return entry
 
@@ -193,7 +208,7 @@ class PrefixStore:
         once: the claim stays where the owner pinned it more than once
         """
         with self.lock:
-            entry, who = self.owned(owner, id), _hashed(owner)
+            entry, who = self.owned(owner, id), hashed(owner)
             owners = entry.owners - Counter({who: 1 if once else entry.owners[who]})
             if owners:
                 self._set_owners(entry, owners)
@@ -215,7 +230,7 @@ class PrefixStore:
             return oldest is not None
 
     def _make_room(self, size: int) -> bool:
-        pinned = sum(entry.nbytes for entry in self.entries.values() if entry.pinned)
+        pinned = sum(entry.nbytes for entry in self.entries.values() if entry.pinned and not entry.whole)
         if size + pinned > self.max_bytes:
             return False
         while self.nbytes + size > self.max_bytes:
@@ -227,11 +242,15 @@ class PrefixStore:
         if older and not older.pinned:
             self._drop(older)
         self.entries[entry.id] = self.by_place[entry.found_at] = entry
+        if entry.whole and self.histories:
+            self.histories.pin(entry.found_at[0], torch.tensor(entry.ids))
 
     def _drop(self, entry: Entry) -> None:
         del self.entries[entry.id]
         if self.by_place.get(entry.found_at) is entry:
             del self.by_place[entry.found_at]
+        if entry.whole and self.histories:
+            self.histories.unpin(entry.found_at[0], torch.tensor(entry.ids))
         if self.folder and entry.saved:
             shutil.rmtree(self.folder / entry.id, ignore_errors=True)
 
@@ -259,7 +278,7 @@ class PrefixStore:
             shutil.rmtree(draft, ignore_errors=True)
         for path in (each for each in found if ID.fullmatch(each.name)):  # nothing else here is ours
             try:
-                if entry := _described(path, config):
+                if (entry := _described(path, config)) and (self.histories or not entry.whole):
                     self._insert(entry)
             except BadCacheFile as error:
                 warnings.warn(f"a stored prefix is skipped: {error}", stacklevel=3)
@@ -271,7 +290,7 @@ class PrefixStore:
         if self.folder and self.config and ID.fullmatch(id) and (self.folder / id).is_dir():
             with suppress(BadCacheFile), self.lock:
                 entry = _described(self.folder / id, self.config)
-                if entry and self._make_room(entry.nbytes):
+                if entry and (self.histories if entry.whole else self._make_room(entry.nbytes)):
                     self.by_place.setdefault(entry.found_at, entry)
                     return self.entries.setdefault(id, entry)
         raise KeyError(id)
@@ -284,7 +303,8 @@ class PrefixStore:
                 saved = checkpoint.read(self.folder / entry.id)
                 with self.device_lock, self.lock:
                     entry.sequence = entry.sequence or self._sequence_of(entry, *saved)
-                    entry.nbytes = nbytes_of(entry.sequence)  # whatever the file says
+                    if not entry.whole:
+                        entry.nbytes = nbytes_of(entry.sequence)  # whatever the file says
             except BadCacheFile as error:
                 warnings.warn(f"a stored prefix is skipped: {error}", stacklevel=2)
                 with self.lock:
@@ -295,9 +315,11 @@ class PrefixStore:
     def _sequence_of(self, entry: Entry, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Sequence:
         config = self.config
         assert self.folder is not None and config is not None
+        if entry.whole:
+            facts = {**facts, "seen": []}
         cache = serialize.restored(Cache, self.folder / entry.id, config.model, tensors, facts)
         cache.tokenizer = config.tokenizer
-        sequence = config.sequence_of(cache, list(entry.ids))
+        sequence = config.sequence_of(cache, [] if entry.whole else list(entry.ids))
         sequence.cuts = entry.cuts
         if facts["prefix"]["frozen"]:
             cache.tracker.mark_context()
@@ -305,7 +327,8 @@ class PrefixStore:
 
     def _save_later(self, entry: Entry) -> None:
         """Have a thread save it: nobody's answer waits for a disk."""
-        if self.folder and (entry.saved or (entry.sequence and serialize.can_save(entry.sequence.cache))):
+        can_save = entry.saved or (entry.sequence and serialize.can_save(entry.sequence.cache))
+        if self.folder and can_save:
             self.writer.submit(self._try_to_write, entry.id)  # by id: one that is dropped meanwhile is not held
 
     def _try_to_write(self, id: str) -> None:
@@ -322,10 +345,11 @@ class PrefixStore:
         assert self.folder is not None
         cache = sequence.cache
         about = {name: getattr(entry, name) for name in SAVED} | {"frozen": cache.tracker.frozen}
-        about |= {"owners": list(entry.owners)}
+        about |= {"owners": list(entry.owners), "whole": entry.whole}
         with self.device_lock:
             tensors, facts = serialize.describe(cache, prefix=about)
             tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        facts |= {"seen": [len(entry.ids)]} if entry.whole else {}
         checkpoint.write(self.folder / entry.id, tensors, facts)
         with self.lock:
             entry.saved = True
@@ -347,7 +371,7 @@ def _described(path: Path, config: SequenceConfig) -> Entry | None:
         check_prefix(prefix, facts["seen"])
         found = {name: prefix[name] for name in SAVED}
         found |= {"owners": Counter(prefix["owners"]), "cuts": tuple(prefix["cuts"])}
-        found |= {name: facts[name] for name in ("method", "budget")}
+        found |= {name: facts[name] for name in ("method", "budget")} | {"whole": bool(prefix.get("whole"))}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise BadCacheFile(f"{path} is not a stored prefix ({error!r}); remove it.") from error
     if found["id"] != path.name:
@@ -372,11 +396,6 @@ def _places(config: SequenceConfig, ids: Tensor, cuts: Iterable[int], frozen: bo
     for start, end in pairwise((0, *cuts)):
         digest.update(ids[start:end].numpy().tobytes() + b"|")
         yield digest.hexdigest()
-
-
-def _hashed(owner: str) -> str:
-    """Hash an owner, so that no folder tells an API key."""
-    return hashlib.sha256(owner.encode()).hexdigest()
 
 
 def nbytes_of(sequence: Sequence) -> int:

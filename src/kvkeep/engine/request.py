@@ -73,6 +73,7 @@ class Request:
     owner: str = ""  # whose it is
     client: str = ""  # who asks: clients take turns in the queue; empty: its owner
     cuts: tuple[int, ...] = ()  # ends of parts of the prompt, each of which is evicted from by itself
+    whole_end: bool = False  # nothing is evicted from the last part, and for it
     find_stored: Callable[[], Sequence | None] | None = None  # a copy of a stored sequence to go on with
     pin: Pin | None = None  # the prompt is a text to be stored
     logits: Tensor | None = None  # after the prompt, if the sequence has seen it to the end [vocabulary]
@@ -149,7 +150,10 @@ class Request:
         """Begin the part of the prompt after what is prefilled. -> whether it is evicted from at its end alone"""
         seen = len(self.sequence.token_ids)
         self.sequence.cuts = tuple(cut for cut in self.cuts if cut <= seen)
-        return self.sequence.defer_eviction(self._part_end)
+        if self.whole_end and seen and seen == self.cuts[-1]:
+            self.sequence.cache.tracker.mark_context()
+        never = self.prefill_only and self.sequence.history is not None  # whoever goes on after it evicts
+        return self.sequence.defer_eviction(self._part_end + never)
 
     @property
     def _part_end(self) -> int:
@@ -225,6 +229,8 @@ class Request:
         new, tokens = self.how.max_new_tokens, len(self.ids)
         if self.continues and self.continues.cache.tracker.frozen:
             return self.continues.cache.longest_head + tokens - len(self.continues.token_ids) + new
+        if self.whole_end:
+            return self.config.kept(self.cuts[-1]) + tokens - self.cuts[-1] + new
         return (tokens if self.config.method.scorer is None else self.config.kept(tokens)) + new
 
     @property

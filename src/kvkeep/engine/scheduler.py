@@ -9,6 +9,7 @@ from kvkeep.engine.decoding import Decoding
 from kvkeep.engine.first_tokens import FirstTokens
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
+from kvkeep.engine.history_store import HistoryStore
 from kvkeep.engine.prefilling import Prefilling
 from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.request import Request
@@ -28,11 +29,12 @@ class Scheduler:
         max_tokens: int | None = None,
         memory: int | None = None,
         store: PrefixStore | None = None,
+        histories: HistoryStore | None = None,
     ) -> None:
         """max_tokens: as in `PooledBatch`; memory: bytes of keys and values of all requests, None: what is free"""
         self.model, self.device = model, execution_device(model).type
         self.held = HeldRequests(max_rows)
-        self.memory = HeldMemory(model, self.held, memory, store)
+        self.memory = HeldMemory(model, self.held, memory, store, histories)
         self.decoding = Decoding(model, self.held, self.memory, max_tokens)
         self.first_tokens = FirstTokens(model, eos_token_ids, self.held, self.memory, self.decoding)
         self.prefilling = Prefilling(model, self.held, self.memory, self.decoding, self.first_tokens)

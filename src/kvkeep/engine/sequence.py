@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
+from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.compress.method import Method
 from kvkeep.engine.detokenizer import SentenceBoundaries
@@ -28,6 +29,7 @@ from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter, context_length, execution_device
 from kvkeep.model.user_text import UserText
+from kvkeep.storage.history import History
 from kvkeep.storage.offload.host import HostMemoryBudget
 from kvkeep.storage.upload import upload
 from kvkeep.types import Budget
@@ -140,6 +142,31 @@ class Sequence:
         fork.cache, fork.token_ids = self.cache.fork(), list(self.token_ids)
         return fork
 
+    def continue_from(self, history: History, ids: list[int], from_message: int) -> None:
+        """Begin after the tokens of a history, which gets those that are prefilled from now on.
+
+        from_message: where the newest message begins; methods that sum over a prompt's queries sum over that one's
+        """
+        self.cache.continue_from(history, ids, from_message)
+        self.token_ids = ids
+
+    @property
+    def history(self) -> History | None:
+        backend = self.cache.backend
+        return backend.history if isinstance(backend, EvictingBackend) else None
+
+    def drop_queries(self) -> None:
+        """Hold the history alone: those that go on after it prefill with queries of their own."""
+        backend = self.cache.backend
+        assert isinstance(backend, EvictingBackend)
+        backend.query_buffer.queries.clear()
+
+    def drop_history(self) -> None:
+        """Go on with what is held on the device alone."""
+        backend = self.cache.backend
+        assert isinstance(backend, EvictingBackend) and backend.history is not None
+        backend.stored_bytes, backend.history = backend.history.nbytes, None
+
     def set_question(self, question: str, tokens: int) -> None:
         """Capture the question's queries, for a method that retrieves with them, before a prefill of so many tokens."""
         retrieval, model = self.config.method.retrieval, self.config.model
@@ -170,12 +197,16 @@ class Sequence:
         if limit and self.defers:
             size = min(size, limit)
             size += -(start + size) % getattr(self.config.method.memory, "chunk", 1)  # not within a method's own chunk
+        if self.defers:
             size += start + size == len(ids) - 1  # a last chunk of one token would pass for a decode step
         return ids[start : start + size]
 
     def defer_eviction(self, tokens: int) -> bool:
         """Evict at the end of a prefill of so many alone, if the method and memory allow. -> whether they do"""
-        config, self.defers = self.config, False
+        config, self.defers = self.config, self.history is not None
+        if self.defers:  # nothing of it stays on the device until then
+            self.cache.defer_eviction(tokens)
+            return True
         too_long = config.method.extends_context and tokens > self.cache.context_length
         if config.method.retrieval or too_long or config.chunk_size(tokens) < tokens - len(self.token_ids):
             return False

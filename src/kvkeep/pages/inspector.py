@@ -146,7 +146,7 @@ class Inspector:
 
     def _ask(self, config: Config) -> tuple[Cache, list[int], AnswerTimer]:
         """The cache when the answer is complete, the answer's ids, and its times."""
-        with Engine(self.model, self.tokenizer, *config) as engine:
+        with Engine(self.model, self.tokenizer, *config, history=None) as engine:
             timer = AnswerTimer()
             if self.protocol == "aware":
                 texts = engine.stream(

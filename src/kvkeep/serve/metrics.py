@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from kvkeep.engine.history_store import HistoryStore
 from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.request import Request
 from kvkeep.serve.answers import Answers, Piece
@@ -19,13 +20,15 @@ SECONDS = tuple(round(0.001 * 1.5**power, 4) for power in range(33))  # 1 ms to 
 
 
 class Metrics:
-    def __init__(self, live: Iterable[Answers], prefixes: PrefixStore | None) -> None:
+    def __init__(
+        self, live: Iterable[Answers], prefixes: PrefixStore | None, histories: HistoryStore | None = None
+    ) -> None:
         """live: answers under way, counted when somebody looks"""
         self.registry, self.live = CollectorRegistry(), live
         how: Any = {"registry": self.registry}
         self.requests = Counter("kvkeep_requests", "HTTP requests.", ["path", "status"], **how)
         self.prompt_tokens = Counter("kvkeep_prompt_tokens", "Tokens of prompts, cached ones included.", **how)
-        self.cached_tokens = Counter("kvkeep_cached_tokens", "Of these, those found in the prefix store.", **how)
+        self.cached_tokens = Counter("kvkeep_cached_tokens", "Of these, those that were stored.", **how)
         self.answer_tokens = Counter("kvkeep_answer_tokens", "Generated tokens.", **how)
         self.first = Histogram(
             "kvkeep_first_token_seconds", "From a request to its first text.", buckets=SECONDS, **how
@@ -45,6 +48,14 @@ class Metrics:
             "kvkeep_unsaved_prefixes": (
                 "Prefixes that could not be saved, as on a full disk.",
                 lambda: 0 if prefixes is None else prefixes.num_unsaved,
+            ),
+            "kvkeep_history_bytes": (
+                "Keys and values of whole conversations and texts, in host memory.",
+                lambda: 0 if histories is None else histories.nbytes,
+            ),
+            "kvkeep_unsaved_blocks": (
+                "Blocks of these that could not be saved, as on a full disk.",
+                lambda: 0 if histories is None else histories.num_unsaved,
             ),
             "kvkeep_seen_tokens": (
                 "Tokens of these prompts.",

@@ -49,7 +49,7 @@ class Server:
         self.keys, self.limits = keys or Keys(), limits or Limits()
         self.created = int(time.time())
         self.live: set[Answers] = set()  # whose clients are waiting
-        self.metrics = Metrics(self.live, engine.prefixes)
+        self.metrics = Metrics(self.live, engine.prefixes, engine.histories)
         self.tool_format = tool_format(engine.tokenizer.chat_template)
         self.grammars = Grammars.of(engine.model, engine.tokenizer)
         self.followers: Followers | None = None  # where the model is split over processes

@@ -56,7 +56,7 @@ class Arena:
         segment = self._make_segment(prefetched, size)
         self.segment, self.typed, self.used, self.allocated = segment, segment, 0, self.allocated + len(segment)
         ahead = self.limit is None or self.allocated < self.limit
-        self.prefetched = self.worker.submit(_allocate_pinned, self._size(0), self.device) if ahead else None
+        self.prefetched = self.worker.submit(allocate_pinned, self._size(0), self.device) if ahead else None
         self.wait_seconds += time.perf_counter() - began
 
     def _make_segment(self, prefetched: Future[Tensor] | None, size: int) -> Tensor:
@@ -65,8 +65,8 @@ class Arena:
             segment = prefetched.result() if prefetched else None
             if segment is not None and len(segment) >= size:
                 return segment
-            return _allocate_pinned(self._size(size), self.device)
-        return _allocate_pinned(_aligned(max(1, size)), self.device)
+            return allocate_pinned(self._size(size), self.device)
+        return allocate_pinned(_aligned(max(1, size)), self.device)
 
     def _size(self, least: int) -> int:
         default = max(SMALLEST, min(self.allocated, LARGEST))
@@ -77,7 +77,7 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def _allocate_pinned(size: int, device: torch.device) -> Tensor:
+def allocate_pinned(size: int, device: torch.device) -> Tensor:
     """Memory that a GPU can reach, until the last tensor in it is gone.
 
     The driver accepts no other work while it pins, so the pages are touched before it is called.

@@ -1,0 +1,210 @@
+"""The histories of conversations and texts, found by the tokens a prompt begins with.
+
+What is stored are blocks of keys and values of all tokens (storage/history.py). A block is named by its tokens, all
+tokens before it, and its owner, so a prompt goes on after the longest beginning that its owner, or everybody, has
+stored. Answers are not stored as they were decoded, for decoding attended to what a method kept: the next turn
+prefills them with its own message, over the whole history. So a turn sees what it would see of a prompt that is
+prefilled whole, and whether something was stored changes no answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.engine.sequence import Sequence, SequenceConfig
+from kvkeep.errors import BadCacheFile
+from kvkeep.model.head_shards import agree_on_least
+from kvkeep.storage import history
+from kvkeep.storage.history import Block, History, HostPool
+from kvkeep.storage.history_folder import BlockFolder
+
+PUBLIC = "public"  # everybody's
+
+
+class HistoryStore:
+    """Blocks by name. The least recently used go first; those of a text that is pinned stay."""
+
+    def __init__(self, pool: HostPool, max_bytes: int, block_bytes: int) -> None:
+        """block_bytes: of all layers, about"""
+        self.pool, self.max_bytes, self._block_bytes = pool, max_bytes, block_bytes
+        pool.most_blocks = max_bytes // block_bytes
+        self.model = ""  # whose keys and values these are, where others may be in the same folder
+        self.blocks: OrderedDict[str, Block] = OrderedDict()  # the least recently used first
+        self.pinned: Counter[str] = Counter()  # how often each block was pinned
+        self.lock = threading.RLock()
+        self.folder: BlockFolder | None = None
+        self.device_lock: AbstractContextManager[Any] = nullcontext()
+        self.writer = ThreadPoolExecutor(1, "kvkeep-history")
+        self.num_unsaved = 0  # blocks that could not be written
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of all layers; until there is one, about."""
+        return self.pool.block_bytes or self._block_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks that are stored, or that a sequence under way has."""
+        return self.pool.used_bytes
+
+    def begin(self, owner: str, config: SequenceConfig, ids: Tensor, from_message: int = 0) -> Sequence:
+        """A sequence that goes on after what is stored of this prompt, and whose history is kept if there is room.
+
+        from_message: where the newest message begins
+        """
+        known = self.find(owner, ids)
+        known = known.until(agree_on_least(config.model, known.tokens))  # other processes may have dropped some of it
+        sequence = sequence_after(known, config, ids, from_message)
+        blocks = len(ids) // history.BLOCK - len(sequence.token_ids) // history.BLOCK
+        has_room = self.make_room(blocks)
+        if (found := sequence.history) is not None:
+            found.makes_blocks = bool(agree_on_least(config.model, has_room))
+            found.reserve(blocks if found.makes_blocks else 0)
+        return sequence
+
+    def find(self, owner: str, ids: Tensor) -> History:
+        """The history of the longest beginning of these tokens that is stored."""
+        with self.lock:
+            found: list[str] = []
+            for names in self._names(owner, ids):
+                name = next((name for name in names if name in self.blocks), None)
+                if name is None:
+                    break
+                found.append(name)
+            for name in reversed(found):  # the first of them is the last to go
+                self.blocks.move_to_end(name)
+            return History(self.pool, [self.blocks[name] for name in found])
+
+    def prepare(self, owner: str, ids: Tensor) -> None:
+        """Read what `find` will find from disk, in the thread that submits a request: steps wait for no disk."""
+        if not self.folder:
+            return
+        for names in self._names(owner, ids):
+            if any(name in self.blocks for name in names):
+                continue
+            name = next((name for name in names if name in self.folder), None)
+            if name is None or not self.make_room(1):
+                return
+            try:
+                if (saved := self.folder.read(name)) is None:
+                    return
+                with self.device_lock, self.lock:
+                    self.blocks[name] = self.pool.block_of(*saved)
+            except (BadCacheFile, ValueError) as error:
+                warnings.warn(str(error), stacklevel=2)
+                return
+            self.folder.use(name)
+
+    def open(self, folder: str | Path, max_bytes: int, model: str, device_lock: AbstractContextManager[Any]) -> None:
+        """Keep blocks in a folder, too; those of the same model are found again. Before anything is stored.
+
+        device_lock: held while memory is made for blocks; a CUDA graph cannot be captured meanwhile
+        """
+        self.folder, self.model, self.device_lock = BlockFolder(folder, max_bytes), model, device_lock
+
+    def _save(self, name: str) -> None:
+        """In a thread: nobody's answer waits for a disk."""
+        block, folder = self.blocks.get(name), self.folder
+        if block is None or folder is None:
+            return
+        try:
+            folder.write(name, block)
+        except Exception as error:  # such as a full disk: it is in memory all the same
+            self.num_unsaved += 1
+            warnings.warn(f"a block of a history could not be saved: {error}", stacklevel=1)
+
+    def flush(self) -> None:
+        """Wait until all is saved."""
+        self.writer.submit(int).result()  # the last one
+
+    def _names(self, owner: str, ids: Tensor) -> Iterator[tuple[str, str]]:
+        """Give the names that the owner's own and public blocks of these tokens have."""
+        return zip(_names(self.model, hashed(owner), ids), _names(self.model, PUBLIC, ids), strict=True)
+
+    def add(self, owner: str, ids: Tensor, known: History, public: bool = False) -> None:
+        """Store the blocks of a history. public: for all owners"""
+        names = list(_names(self.model, PUBLIC if public else hashed(owner), ids[: len(known.blocks) * history.BLOCK]))
+        with self.lock:
+            for name, block in reversed(list(zip(names, known.blocks, strict=True))):
+                self.blocks.setdefault(name, block)
+                self.blocks.move_to_end(name)
+        if (folder := self.folder) is None:
+            return
+        for name in names:
+            if name in folder:
+                folder.use(name)
+            else:
+                self.writer.submit(self._save, name)  # by name: one that is dropped meanwhile is not held
+
+    def make_room(self, blocks: int) -> bool:
+        """Drop the least recently used for so many new blocks. -> whether there is room"""
+        with self.lock:
+            while self.nbytes + blocks * self.block_bytes > self.max_bytes:
+                if not self.evict_oldest():
+                    return False
+            return True
+
+    def evict_oldest(self) -> bool:
+        """Drop the least recently used block. -> whether there was one that is not pinned"""
+        with self.lock:
+            name = next((name for name in self.blocks if not self.pinned[name]), None)
+            if name is not None:
+                del self.blocks[name]
+            return name is not None
+
+    def pin(self, who: str, ids: Tensor) -> None:
+        """Keep a text's blocks until `unpin`. who: a hashed owner, or PUBLIC"""
+        with self.lock:
+            self.pinned.update(_names(self.model, who, ids))
+
+    def unpin(self, who: str, ids: Tensor) -> None:
+        """Take one claim to a text's blocks back."""
+        with self.lock:
+            self.pinned.subtract(_names(self.model, who, ids))
+            self.pinned += Counter()  # drop those at zero
+
+    def nbytes_of(self, tokens: int) -> int:
+        """Bytes of the history of so many tokens."""
+        return tokens // history.BLOCK * self.block_bytes
+
+
+def hashed(owner: str) -> str:
+    """Hash an owner, so that no folder tells an API key."""
+    return hashlib.sha256(owner.encode()).hexdigest()
+
+
+def sequence_after(known: History, config: SequenceConfig, ids: Tensor, from_message: int) -> Sequence:
+    """A sequence that goes on after as much of a history as leaves its method the queries that it scores with.
+
+    from_message: where the newest message begins
+    """
+    method, most = config.method, len(ids) - max(2, config.method.observation_window)  # one token is a decode step
+    if method.scores_own_tokens:
+        most = 0
+    elif method.sums_queries:
+        most = min(most, from_message)
+    part, sequence = known.until(min(max(0, most), known.tokens)), config.new_sequence()
+    sequence.continue_from(part, ids[: part.tokens].tolist(), from_message)
+    return sequence
+
+
+def _names(model: str, who: str, ids: Tensor) -> Iterator[str]:
+    """A name for each block that these tokens fill: of its tokens, all before it, its owner and the model.
+
+    who: a hashed owner, or PUBLIC
+    """
+    digest = hashlib.sha256(repr((history.BLOCK, model, who)).encode())
+    for block in ids.split(history.BLOCK):
+        if len(block) == history.BLOCK:
+            digest.update(block.numpy().tobytes())
+            yield digest.hexdigest()

@@ -1,0 +1,301 @@
+"""The whole of a sequence, on the host: what a method evicts from the device, the next turn attends to.
+
+Keys and values of BLOCK tokens are a block. Blocks never change, so sequences with one beginning share its blocks. The
+newest tokens, which fill no block yet, stay on the device. A forward pass reads and appends layer after layer:
+
+    begin ─► every layer: read what came before, append its own ─► commit, or rollback
+
+With a GPU, blocks are in pinned memory, and copies do not hold up the host.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.kernels.torch.quantization import GROUP_SIZE, pack_codes, quantize, unpack_codes
+from kvkeep.storage.offload.pinned import allocate_pinned
+
+BLOCK = 64  # tokens
+SLAB_BYTES = 2**26  # of one layer, at most; at least a block
+SLAB_BLOCKS = 64
+
+Pair = tuple[Tensor, Tensor]  # keys and values [kv_heads, n, dim]
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """How the keys and values of a layer lie in the bytes of a block."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    bits: int | None = None  # 8 or 4, as in kernels/torch/quantization.py; None: the dtype's own numbers
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, bits: int | None) -> BlockFormat:
+        return cls(len(keys), keys.shape[-1], values.shape[-1], keys.dtype, bits)
+
+    @property
+    def parts(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of what a block consists of."""
+        heads, size = self.kv_heads, self.dtype
+        if self.bits is None:
+            return [(size, (heads, BLOCK, self.key_dim)), (size, (heads, BLOCK, self.value_dim))]
+        groups, codes = BLOCK // GROUP_SIZE, self.bits
+        of_keys = (heads, groups, GROUP_SIZE, self.key_dim * codes // 8)
+        of_values = (heads, groups, GROUP_SIZE, self.value_dim * codes // 8)
+        per_group, per_token = (heads, groups, 1, self.key_dim), (heads, groups, GROUP_SIZE, 1)
+        return [
+            (torch.uint8, of_keys), (size, per_group), (size, per_group),
+            (torch.uint8, of_values), (torch.float32, per_token), (torch.float32, per_token),
+        ]  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.parts)
+
+    def encode(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Whole blocks. keys, values [kv_heads, n * BLOCK, dim] -> [n, nbytes] uint8"""
+        blocks = [t.unflatten(1, (-1, BLOCK)).transpose(0, 1) for t in (keys, values)]
+        if self.bits:
+            keys, values = (t.unflatten(2, (-1, GROUP_SIZE)) for t in blocks)
+            coded = quantize(keys, 3, self.bits, self.dtype), quantize(values, 4, self.bits, torch.float32)
+            blocks = [part for codes, *rest in coded for part in (pack_codes(codes, self.bits), *rest)]
+        return torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in blocks], 1)
+
+    def decode(self, payload: Tensor) -> Pair:
+        """The reverse of `encode`, but for what codes lose. [n, nbytes] -> keys, values [kv_heads, n * BLOCK, dim]"""
+        ends = accumulate((dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.parts), initial=0)
+        parts = [
+            payload[:, start:end].contiguous().view(dtype).unflatten(1, shape)
+            for (start, end), (dtype, shape) in zip(pairwise(ends), self.parts, strict=True)
+        ]
+        if self.bits:
+            parts = [self._numbers(*parts[:3]).flatten(2, 3), self._numbers(*parts[3:]).flatten(2, 3)]
+        keys, values = (part.transpose(0, 1).flatten(1, 2) for part in parts)
+        return keys, values
+
+    def _numbers(self, codes: Tensor, scales: Tensor, mins: Tensor) -> Tensor:
+        assert self.bits
+        return (unpack_codes(codes, self.bits) * scales.float() + mins.float()).to(self.dtype)
+
+
+class Slab:
+    """Memory for some blocks: of each layer one tensor, so that neighbouring blocks are copied at once."""
+
+    def __init__(self, blocks: int) -> None:
+        self.layers: dict[int, Tensor] = {}  # [blocks, nbytes] uint8
+        self.blocks = blocks
+        self.free = list(range(blocks))  # a heap
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers.values())
+
+
+class HostPool:
+    """The host memory that all histories of an engine use, and how their blocks are made."""
+
+    def __init__(
+        self, device: torch.device, bits: int | None = None, devices: Mapping[int, torch.device] | None = None
+    ) -> None:
+        """devices: of layers that are elsewhere"""
+        self.device, self.bits, self.devices = device, bits, devices or {}
+        self.most_blocks = sys.maxsize  # that anybody will take
+        self.written: Any = None  # an event: when a GPU has written all blocks so far
+        self.formats: dict[int, BlockFormat] = {}  # by layer
+        self.slabs: list[Slab] = []
+        self.in_use = 0  # blocks
+        self.lock = threading.Lock()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, of all layers; 0 before the first forward pass."""
+        return sum(form.nbytes for form in self.formats.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that somebody refers to."""
+        return self.in_use * self.block_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs, in use or not."""
+        return sum(slab.nbytes for slab in self.slabs)
+
+    def take(self) -> Block:
+        """Memory for a block, which is given back with the last reference to it."""
+        with self.lock:
+            slab = next((each for each in self.slabs if each.free), None)
+            if slab is None:
+                size = max(1, max((form.nbytes for form in self.formats.values()), default=1))
+                slab = Slab(max(1, min(SLAB_BLOCKS, SLAB_BYTES // size, self.most_blocks - self.in_use)))
+                self.slabs.append(slab)
+            number = heapq.heappop(slab.free)
+            self.in_use += 1
+        block = Block(self, slab, number)
+        weakref.finalize(block, self._give_back, slab, number).atexit = False
+        return block
+
+    def block_of(self, formats: dict[int, BlockFormat], payload: Tensor) -> Block:
+        """A block of what was saved: all layers, one after the other. [nbytes] uint8"""
+        known = self.formats or formats
+        if formats != known or [*formats] != [*known] or len(payload) != sum(form.nbytes for form in known.values()):
+            raise ValueError("it is of another model, dtype or storage")
+        self.formats = known
+        block = self.take()
+        if self.written is not None:
+            self.written.synchronize()  # its memory may have been somebody else's
+        parts = payload.split([form.nbytes for form in known.values()])
+        for index, part in zip(known, parts, strict=True):
+            block.layer(index).copy_(part)
+        return block
+
+    def _give_back(self, slab: Slab, number: int) -> None:
+        self.in_use -= 1
+        heapq.heappush(slab.free, number)  # from any thread, perhaps within `take`: a lock would wait for itself
+        if len(slab.free) == slab.blocks and self.device.type == "cpu":  # pinned memory takes long to make
+            self.slabs = [each for each in self.slabs if each is not slab]
+
+    def layer(self, slab: Slab, index: int) -> Tensor:
+        """A layer's part of a slab. [blocks, nbytes] uint8"""
+        if index not in slab.layers:
+            size = self.formats[index].nbytes
+            slab.layers[index] = allocate_pinned(slab.blocks * size, self.device).view(slab.blocks, size)
+        return slab.layers[index]
+
+
+@dataclass(eq=False)
+class Block:
+    """BLOCK tokens of all layers. Nobody writes to it once the forward pass that made it is committed."""
+
+    pool: HostPool
+    slab: Slab
+    number: int
+    written: Any = None  # an event: when a GPU has written it
+
+    def wait(self) -> None:
+        """Until the host may read it."""
+        if self.written is not None:
+            self.written.synchronize()
+
+    @property
+    def nbytes(self) -> int:
+        return self.pool.block_bytes
+
+    def layer(self, index: int) -> Tensor:
+        """[nbytes] uint8"""
+        return self.pool.layer(self.slab, index)[self.number]
+
+
+class History:
+    """The keys and values of all tokens of one sequence, as its forward passes computed them."""
+
+    def __init__(self, pool: HostPool, blocks: Sequence[Block] = ()) -> None:
+        self.pool, self.blocks = pool, list(blocks)
+        self.makes_blocks = True  # False: of tokens that nobody goes on after; they stay on the device
+        self.tails: dict[int, Pair] = {}  # by layer: tokens that fill no block yet, on the device
+        self.tokens = len(self.blocks) * BLOCK
+        self.spare: list[Block] = []  # for tokens to come
+        self.new_blocks: list[Block] = []  # of the forward pass under way
+        self.new_tails: dict[int, Pair] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the host, and of the newest tokens."""
+        tails = sum(part.nbytes for tail in self.tails.values() for part in tail)
+        return tails + sum(block.nbytes for block in self.blocks)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of all its tokens in the model's dtype."""
+        forms = self.pool.formats.values()
+        return self.tokens * sum(f.kv_heads * (f.key_dim + f.value_dim) * f.dtype.itemsize for f in forms)
+
+    def until(self, tokens: int) -> History:
+        """Another that goes on from here; after fewer tokens, it has their whole blocks alone."""
+        if tokens < self.tokens:
+            return History(self.pool, self.blocks[: tokens // BLOCK])
+        copied = History(self.pool, self.blocks)
+        copied.tails, copied.tokens = dict(self.tails), self.tokens
+        return copied
+
+    def reserve(self, blocks: int) -> None:
+        """Have memory for so many blocks more, which counts as used from now on."""
+        self.spare = [self.pool.take() for _ in range(blocks)][::-1]
+
+    def read(self, index: int) -> Pair | None:
+        """A layer's keys and values before this forward pass, on the device [kv_heads, tokens, dim]; None: none"""
+        parts = [self.pool.formats[index].decode(self._payload(index))] if self.blocks else []
+        parts += [self.tails[index]] if index in self.tails else []
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        keys, values = (torch.cat(both, 1) for both in zip(*parts, strict=True))
+        return keys, values
+
+    def _payload(self, index: int) -> Tensor:
+        """A layer's bytes of all blocks. [blocks, nbytes] uint8"""
+        runs = list(_runs(self.blocks))
+        parts = [self.pool.layer(slab, index)[numbers.start : numbers.stop] for slab, numbers in runs]
+        device = self.pool.devices.get(index, self.pool.device)
+        if device.type == "cpu":
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
+        payload = parts[0].new_empty(len(self.blocks), parts[0].shape[1], device=device)
+        for target, part in zip(payload.split([len(part) for part in parts]), parts, strict=True):
+            target.copy_(part, non_blocking=True)
+        return payload
+
+    def append(self, index: int, keys: Tensor, values: Tensor) -> None:
+        """A layer's keys and values of the tokens of this forward pass. [kv_heads, q, dim]"""
+        tail = self.tails.get(index)
+        if tail is not None:
+            keys, values = (torch.cat(both, 1) for both in zip(tail, (keys, values), strict=True))
+        form = self.pool.formats.setdefault(index, BlockFormat.of(keys, values, self.pool.bits))
+        whole = keys.shape[1] // BLOCK if self.makes_blocks else 0
+        while len(self.new_blocks) < whole:
+            self.new_blocks.append(self.spare.pop() if self.spare else self.pool.take())
+        if whole:
+            payload, start = form.encode(keys[:, : whole * BLOCK], values[:, : whole * BLOCK]), 0
+            for slab, numbers in _runs(self.new_blocks[:whole]):
+                target = self.pool.layer(slab, index)[numbers.start : numbers.stop]
+                target.copy_(payload[start : start + len(target)], non_blocking=True)
+                start += len(target)
+        self.new_tails[index] = keys[:, whole * BLOCK :].clone(), values[:, whole * BLOCK :].clone()
+
+    def commit(self) -> None:
+        """The forward pass went through all layers."""
+        if self.new_tails:
+            if self.new_blocks and self.pool.device.type == "cuda":
+                self.pool.written = torch.cuda.current_stream(self.pool.device).record_event()
+                for block in self.new_blocks:
+                    block.written = self.pool.written
+            self.blocks += self.new_blocks
+            self.tails = {i: tail for i, tail in self.new_tails.items() if tail[0].shape[1]}
+            tail = next(iter(self.new_tails.values()))[0]
+            self.tokens = len(self.blocks) * BLOCK + tail.shape[1]
+        self.rollback()
+
+    def rollback(self) -> None:
+        """Forget the forward pass under way."""
+        self.new_blocks, self.new_tails = [], {}
+
+
+def _runs(blocks: Sequence[Block]) -> Iterator[tuple[Slab, range]]:
+    """Blocks that lie one behind the other."""
+    start = 0
+    for i, block in enumerate(blocks):
+        following = blocks[i + 1] if i + 1 < len(blocks) else None
+        if following is None or following.slab is not block.slab or following.number != block.number + 1:
+            yield block.slab, range(blocks[start].number, block.number + 1)
+            start = i + 1

@@ -1,0 +1,317 @@
+"""Conversations that lose nothing: every turn sees the whole history, whatever earlier turns evicted."""
+
+import gc
+import warnings
+from dataclasses import replace
+
+import pytest
+import tiny_chat
+import torch
+from conftest import EVICTING, RETRIEVING
+
+import kvkeep
+from kvkeep.compress.parse import parse
+from kvkeep.compress.presets import METHODS, MODIFIERS
+from kvkeep.engine.history_store import sequence_after
+from kvkeep.engine.prefix_store import PrefixStore
+from kvkeep.engine.sampling import Generation
+from kvkeep.errors import BadCacheFile, BadParameter, KvkeepError
+from kvkeep.storage import history
+from kvkeep.storage.history import History, HostPool
+from kvkeep.storage.history_folder import BlockFolder
+
+TALK = ["".join(chr(97 + i * i * (k + 2) % 23) for i in range(90 + 31 * k)) for k in range(4)]
+SHORT = {"max_new_tokens": 6}
+SPECS = [*EVICTING, *(f"{name}+{modifier}" for name in ("snapkv", "h2o") for modifier in MODIFIERS)]
+
+
+def works(spec):
+    try:
+        return not parse(spec).retrieval
+    except KvkeepError:
+        return False
+
+
+SPECS = [spec for spec in SPECS if works(spec)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(history, "BLOCK", 32)
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return tiny_chat.retrieving()
+
+
+def engine(chat, method="snapkv", budget=64, **options):
+    return kvkeep.Engine(*chat, method, budget, **options)
+
+
+def say(*texts):
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+def answered(one, messages, **how):
+    handle = one.submit(messages, **{**SHORT, **how})
+    handle.result()
+    return handle.request
+
+
+def turns(one, texts=TALK[:3], **how):
+    """Every turn of a chat, its answers included. -> the messages up to each turn, and what became of it"""
+    said, found = [], []
+    for text in texts:
+        said = [*said, text]
+        request = answered(one, say(*said), **how)
+        found.append((list(said), request))
+        said.append(request.text)
+    return found
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("spec", SPECS)
+def test_logits_of_every_turn_are_those_of_the_whole_model(spec):
+    """In chunks of 50, in float64; and what a window's queries keep is what they keep of a prompt prefilled whole."""
+    model, words = tiny_chat.sharp()
+    model, ids = model.double(), torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        whole = model(ids[None]).logits[0]
+    one, known = engine((model, words), spec, 40), History(HostPool(model.device))
+    chunked = replace(one.config, prefill_chunk_size=50)
+    for end, seen in ((150, 0), (220, 150), (260, 192), (300, 224)):
+        sequence = sequence_after(known.until(seen), chunked, ids[:end], end - 36)
+        known = sequence.history
+        method = parse(spec)
+        reused = 0 if method.scores_own_tokens else min(seen, end - 36) if method.sums_queries else seen
+        assert sequence.defer_eviction(end) and known.tokens in (reused, reused // 32 * 32)
+        logits = sequence.prefill(ids[:end])
+        assert (logits - whole[end - 1]).abs().max() < 1e-12 and known.tokens == end
+        assert sequence.cache.report().kept_per_head < 45 or spec == "full"
+        fresh = one.config.new_sequence()
+        fresh.defer_eviction(end)
+        fresh.prefill(ids[:end])
+        if not (method.sums_queries or method.scores_own_tokens or "random" in spec):
+            assert [sequence.cache.kept(i) for i in range(2)] == [fresh.cache.kept(i) for i in range(2)]
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "snapkv", "kvkeep_lookahead+adakv"])
+@pytest.mark.parametrize("storage", [None, "int8"])
+def test_an_answer_is_the_same_whether_its_beginning_was_stored(chat, spec, storage):
+    if storage and parse(spec).schedule.every is not None:
+        pytest.skip("decode steps that evict regroup codes")
+    with engine(chat, spec, storage=storage) as one:
+        warm = turns(one)
+    for number, (said, request) in enumerate(warm):
+        cold = answered(engine(chat, spec, storage=storage), say(*said))
+        assert cold.num_cached == 0 and cold.answer.ids == request.answer.ids and request.answer.ids
+        assert (cold.kept_tokens, cold.selection) == (request.kept_tokens, request.selection)
+        assert request.num_cached % 32 == 0 and (request.num_cached > 0) == bool(
+            number and not parse(spec).scores_own_tokens
+        )
+
+
+@pytest.mark.parametrize("spec", ["snapkv", "kvkeep_lookahead", "h2o", "kvzip", "snapkv+adakv"])
+def test_chat_submit_and_a_context_say_what_a_prompt_says(chat, spec):
+    one = engine(chat, spec)
+    for said, request in turns(one):
+        assert engine(chat, spec).chat(say(*said), **SHORT) == request.text.strip()
+        assert one.chat(say(*said), **SHORT) == request.text.strip()
+    if not parse(spec).sums_queries:  # a context's question is the newest message
+        context = one.read(TALK[3])
+        for question in ("What?", "Who is it, and why?", "What?"):
+            assert context.ask(question, **SHORT) == one.generate(TALK[3], question=question, **SHORT)
+        assert context.report().kept_per_head < 75
+
+
+def test_turns_of_different_length_are_prefilled_together(chat):
+    with engine(chat) as one:
+        conversations = [say(*TALK[:2], text) for text in TALK] + [say(text) for text in TALK[1:]]
+        want = [answered(engine(chat), messages).answer.ids for messages in conversations]
+        for _ in range(2):
+            handles = [one.submit(messages, **SHORT) for messages in conversations]
+            assert [handle.result() and handle.request.answer.ids for handle in handles] == want
+        assert all(handle.request.num_cached for handle in handles)
+
+
+def test_retrieving_methods_keep_what_they_offloaded(chat):
+    for spec in RETRIEVING[:2]:
+        with engine(chat, spec, 96, prefix_cache=10**8) as one:
+            assert [bool(request.num_cached) for _, request in turns(one)] == [False, True, True]
+            assert not one.histories.blocks
+
+
+def test_owners_do_not_see_each_other(chat):
+    with engine(chat) as one:
+        first = answered(one, say(*TALK[:3]), owner="a")
+        assert answered(one, say(*TALK[:3]), owner="b").num_cached == 0 == answered(one, say(*TALK[:3])).num_cached
+        again = answered(one, say(*TALK[:3]), owner="a")
+        assert again.num_cached > 200 and again.answer.ids == first.answer.ids
+        assert answered(one, say(*TALK[:3]), owner="a", method="tova", budget=50).num_cached > 200  # whatever evicts
+
+
+def test_without_room_a_turn_is_prefilled_whole(chat):
+    want = [request.answer.ids for _, request in turns(engine(chat))]
+    for size in (1, 100_000, 200_000):
+        with engine(chat, host_memory=size) as one:
+            found = turns(one)
+            assert [request.answer.ids for _, request in found] == want
+            assert one.histories.nbytes <= size and (size > 1) == any(request.num_cached for _, request in found)
+
+
+def test_the_least_recently_used_conversation_goes_first(chat):
+    """Its end before its beginning."""
+    with engine(chat) as one:
+        said, size = turns(one, TALK[2:])[-1][0], one.histories.nbytes
+    with engine(chat, host_memory=5 * size // 2) as one:
+        for owner in "ab":
+            turns(one, TALK[2:], owner=owner)
+        whole = answered(one, say(*said), owner="a").num_cached
+        turns(one, TALK[2:], owner="c")
+        assert one.histories.nbytes <= 5 * size // 2
+        assert answered(one, say(*said), owner="a").num_cached == whole > 200
+        assert 0 < answered(one, say(*said), owner="b").num_cached < whole
+
+
+def test_nothing_is_held_when_nobody_stores_it(chat):
+    one = engine(chat)
+    context = one.read(TALK[3])
+    assert one.histories.nbytes == len(context.sequence.history.blocks) * one.histories.block_bytes > 0
+    context.ask("What?", **SHORT)
+    cancelled = one.submit(say(*TALK[:3]), max_new_tokens=200)
+    cancelled.cancel()
+    cancelled.result()
+    one.generate(TALK[:2], **SHORT)
+    while one.histories.evict_oldest():
+        pass
+    del context, cancelled
+    one._last = None
+    gc.collect()
+    assert one.histories.nbytes == 0
+
+
+def test_a_question_takes_no_host_memory(chat):
+    """Nobody goes on after it."""
+    with engine(chat) as one:
+        want, size = one.read(TALK[3]).ask("What? " * 40, **SHORT), one.histories.nbytes
+    with engine(chat, host_memory=size) as one:
+        assert one.read(TALK[3]).ask("What? " * 40, **SHORT) == want and one.histories.nbytes == size
+
+
+def test_a_pass_that_is_cut_short_is_made_again(chat):
+    config, ids = engine(chat, "snapkv", 40).config, torch.arange(3, 203)
+    want, known = config.new_sequence().prefill(ids), History(HostPool(config.device))
+    sequence = config.new_sequence()
+    sequence.continue_from(known, [], 0)
+    sequence.defer_eviction(200)
+    sequence.forward(ids[:77])
+    layer, attend = config.model.model.layers[1].self_attn, config.model.model.layers[1].self_attn.forward
+    for start, end in ((77, 130), (77, 200)):
+        layer.forward = lambda *args, **kwargs: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            sequence.forward(ids[start:end])
+        layer.forward = attend
+        assert known.tokens == 77
+    del layer.forward
+    assert (sequence.forward(ids[77:200])[-1] - want).abs().max() < 1e-12 and known.tokens == 200
+    assert sequence.cache.report().kept_per_head == 40
+
+
+@pytest.mark.parametrize("wrong", ["hosts", 3, True])
+def test_what_is_no_history(chat, wrong):
+    with pytest.raises(BadParameter, match="history="):
+        engine(chat, history=wrong)
+
+
+def test_sampling_and_generation_options_are_those_of_any_answer(chat):
+    how = {"temperature": 1.0, "seed": 3, "max_new_tokens": 12}
+    one = engine(chat)
+    for said, request in turns(one, **how):
+        assert request.how == Generation.of(how)
+        assert answered(engine(chat, history=None), say(*said), **how).answer.ids == request.answer.ids
+
+
+def test_methods_are_all_there():
+    assert set(METHODS) >= {spec for spec in SPECS if "+" not in spec} and len(SPECS) > 40
+
+
+def test_a_context_is_saved_whole(chat, tmp_path):
+    one = engine(chat)
+    context = one.read(TALK[3])
+    context.save(tmp_path / "c")
+    for other in (engine(chat, "full"), engine(chat, history=None)):
+        loaded = other.load_context(tmp_path / "c")
+        assert loaded.text == TALK[3] and len(loaded) == len(context) and repr(loaded) == repr(context)
+        assert loaded.report().host_bytes > 0
+        for question in ("What?", "Who is it, and why?"):
+            assert loaded.ask(question, **SHORT) == context.ask(question, **SHORT)
+    with pytest.raises(BadCacheFile, match="another model"):
+        engine((tiny_chat.model(512).double(), chat[1])).load_context(tmp_path / "c")
+
+
+def test_a_context_says_what_it_is(chat):
+    context = engine(chat).read(TALK[3])
+    held = kvkeep.cache.report.format_bytes(context.report().host_bytes)
+    assert context.report().host_bytes == context.sequence.history.nbytes > 0
+    assert repr(context).endswith(f"{held} offloaded>") and context.report().bytes == 0
+    size = context.report().full_bytes
+    context.ask("What?", **SHORT)
+    assert context.report().host_bytes >= size > 0  # of the text, and of the question
+    one = engine(chat)
+    one.chat(say(*TALK[:3]), **SHORT)
+    assert one.cache.report().host_bytes > one.cache.report().bytes
+
+
+def test_conversations_are_found_on_disk_after_a_restart(chat, tmp_path):
+    store = lambda: PrefixStore(10**8, tmp_path)  # noqa: E731
+    with engine(chat, prefix_cache=store()) as one:
+        found = turns(one, owner="a")
+        pinned = one.pin(TALK[3], owner="a")
+        about = one.submit("What?", context=pinned, owner="a", **SHORT).result()
+    with engine(chat, prefix_cache=store()) as two:
+        said, last = found[-1]
+        again = answered(two, say(*said), owner="a")
+        assert again.num_cached >= last.num_cached and again.answer.ids == last.answer.ids
+        assert answered(two, say(*said), owner="b").num_cached == 0
+        assert two.submit("What?", context=pinned, owner="a", **SHORT).result() == about
+        two.unpin(pinned, owner="a")
+        assert not +two.histories.pinned
+    files = sorted((tmp_path / "history").iterdir())
+    assert len(files) > 10
+    for n, damage in enumerate((b"", b"{", files[0].read_bytes()[:-1], b"{}\n" + bytes(4000))):
+        files[n].write_bytes(damage)
+    (tmp_path / "history" / f".{'a' * 64}-draft").write_text("of a process that was killed")
+    with engine(chat, prefix_cache=store()) as three, warnings.catch_warnings(record=True) as said_so:
+        warnings.simplefilter("always")
+        for said, request in found:
+            assert answered(three, say(*said), owner="a").answer.ids == request.answer.ids
+        assert three.submit("What?", owner="a", **SHORT).result()
+    assert not [*(tmp_path / "history").glob(".*")]
+    assert all("damaged" in str(each.message) for each in said_so if "history" in str(each.message))
+
+
+def test_a_folder_holds_no_more_than_it_may(tmp_path):
+    pool, name = HostPool(torch.device("cpu")), "{:064x}".format
+    known = History(pool)
+    known.append(0, torch.randn(2, 320, 8), torch.randn(2, 320, 8))
+    known.commit()
+    folder = BlockFolder(tmp_path, 10**6)
+    folder.write(name(0), known.blocks[0])
+    size = folder.nbytes
+    folder = BlockFolder(tmp_path, 3 * size)
+    for n in range(1, 4):
+        folder.use(name(0))
+        folder.write(name(n), known.blocks[n])
+    assert sorted(folder.sizes) == [name(0), name(2), name(3)] and folder.nbytes == 3 * size
+    assert sorted(each.stem for each in tmp_path.iterdir()) == sorted(folder.sizes)
+    assert pool.block_of(*folder.read(name(2))).layer(0).equal(known.blocks[2].layer(0))
+    assert folder.read(name(1)) is None
+    assert set(BlockFolder(tmp_path, 2 * size).sizes) < set(folder.sizes)
+    folder.write(name(9), known.blocks[9])
+    other = HostPool(torch.device("cpu"), 8)
+    later = History(other)
+    later.append(0, torch.randn(2, 32, 8), torch.randn(2, 32, 8))
+    later.commit()
+    with pytest.raises(ValueError, match="of another model, dtype or storage"):
+        other.block_of(*folder.read(name(9)))
