@@ -315,3 +315,16 @@ def test_a_folder_holds_no_more_than_it_may(tmp_path):
     later.commit()
     with pytest.raises(ValueError, match="of another model, dtype or storage"):
         other.block_of(*folder.read(name(9)))
+
+
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+def test_quantized_histories_take_fewer_bytes(chat, storage):
+    with engine(chat) as exact, engine(chat, history_storage=storage) as one:
+        found, whole = turns(one), turns(exact)
+        assert (
+            one.histories.nbytes / len(one.histories.blocks) < exact.histories.nbytes / len(exact.histories.blocks) / 4
+        )
+        assert [bool(request.num_cached) for _, request in found] == [False, True, True]
+        assert found[0][1].answer.ids == whole[0][1].answer.ids
+    with pytest.raises(BadParameter, match="history_storage='int3'"):
+        engine(chat, history_storage="int3")

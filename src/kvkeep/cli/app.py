@@ -1,4 +1,4 @@
-"""The commands: `run`, `inspect`, `chat`, `serve`, `eval`, `report`, `bench`, `reproduce`, `methods`, `models`."""
+"""The commands of `kvkeep`; each is a function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer import Argument, Option
 import kvkeep
 from kvkeep.cli import eval as evaluation
 from kvkeep.cli import inputs, options, show
-from kvkeep.errors import KvkeepError
+from kvkeep.errors import BadInput, KvkeepError
 
 EPILOG = "Exit status: 0 done · 2 bad usage or input, said in one line on stderr · 130 interrupted · 1 anything else."
 
@@ -121,6 +121,23 @@ def serve(given: options.ServeOptions) -> None:
     plan = inputs.plans(given.method, given.budget, given.settings, given.storage)[0]
     with show.busy("starting") as say:
         serving.run(given, plan, say.note)
+
+
+@app.command(epilog=EPILOG)
+@options.takes(options.PlanOptions)
+def plan(given: options.PlanOptions) -> None:
+    """Print the memory that conversations take on the device and on the host, with and without a history."""
+    inputs.check_model(given.model)
+    budget = inputs.plans(None, given.budget)[0].budget
+    if not isinstance(budget, int | float):
+        raise BadInput(f"--budget {given.budget}: how much that keeps depends on the text; give tokens or a fraction.")
+    from kvkeep.cli import plan as planning
+
+    facts = planning.table(given, budget)
+    if given.as_json:
+        show.print_json(facts)
+    else:
+        typer.echo(planning.text(facts))
 
 
 @app.command("eval", epilog=EPILOG)

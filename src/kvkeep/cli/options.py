@@ -163,6 +163,18 @@ class ChatOptions:
 
 
 @dataclass(frozen=True)
+class PlanOptions:
+    """The options of `kvkeep plan`."""
+
+    model: Model = "default"
+    context: int | None = option(None, "Tokens of a conversation.", min=1, show_default="the model's context length")
+    chats: int = option(64, "How many conversations there are.", min=1)
+    budget: Budget = str(BUDGET)
+    dtype: str = option("bfloat16", "The type of keys and values: bfloat16, float16 or float32.")
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True)
 class ServeOptions:
     """The options of `kvkeep serve`; processes that follow the first one are sent them."""
 
@@ -191,6 +203,7 @@ class ServeOptions:
     host_memory: str | None = option(
         None, "These take at most this much host memory: 64GB.", show_default="half of what is free"
     )
+    history_storage: str | None = option(None, "Quantize these in host memory: int8 or int4.")
     prefix_cache: str = option(
         "1GB", "Without a history, keep this much of compressed prefixes instead; 0 also refuses POST /v1/contexts."
     )

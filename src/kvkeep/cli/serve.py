@@ -96,6 +96,7 @@ def _engine(
         "memory": byte_count("--memory", options.memory) if options.memory else None,
         "prefix_cache": PrefixStore(size, options.prefix_folder) if size else None,
         "history": None if options.history == "none" else options.history,
+        "history_storage": options.history_storage,
         "host_memory": byte_count("--host-memory", options.host_memory) if options.host_memory else None,
         "max_rows": options.max_rows,
         "max_waiting": options.max_waiting,

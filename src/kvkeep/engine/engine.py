@@ -18,7 +18,7 @@ from torch import Tensor
 from kvkeep.arguments import Count, check_value
 from kvkeep.cache.cache import Cache
 from kvkeep.compress.defaults import BUDGET, CONTEXT_METHODS, PROMPT_METHODS
-from kvkeep.compress.method import Method
+from kvkeep.compress.method import STORAGE, Method
 from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.context import Context
 from kvkeep.engine.detokenizer import Answer
@@ -86,6 +86,7 @@ class Engine:
         prefix_cache: PrefixStore | int | None = None,
         history: str | None = "host",
         host_memory: int | None = None,
+        history_storage: str | None = None,
         allow_special_tokens: bool = False,
         **parameters: Any,
     ):
@@ -98,9 +99,14 @@ class Engine:
         max_rows: answers decoded at a time; max_tokens: per KV head, of all of them, allocated once; None: the pool
         grows as needed, by default within 80 % of what is free. memory: bytes of keys and values at a time, of all
         requests, in prefill and decode; who does not fit waits. max_waiting: more are refused by `submit`.
-        prefix_cache: a store of compressed prefixes that `submit` continues, or its bytes. allow_special_tokens: a
-        control token's string in a prompt, a message or a question is that token; by default it is text, so that no
-        text can end a message or begin another. The rest as in `kvkeep.Cache`.
+
+        history: "host" keeps the keys and values of chats, contexts and pinned texts in host memory, for the next
+        turn; None keeps none. host_memory: bytes of them; None: half of what is free. history_storage: "int8" or
+        "int4" quantizes them; what a later turn attends to is then rounded. prefix_cache: a store of pinned texts, and
+        without a history of compressed prefixes, or its bytes.
+
+        allow_special_tokens: a control token's string in a prompt, a message or a question is that token; by default it
+        is text, so that no text can end a message or begin another. The rest as in `kvkeep.Cache`.
         """
         if prefill_chunk_size is not None:
             why = "use a whole number of tokens, at least two: a forward pass of one is a decode step"
@@ -109,6 +115,9 @@ class Engine:
         counts["host_memory"] = host_memory
         if history not in HISTORIES:
             raise BadParameter(f"history={history!r}: use one of {', '.join(map(repr, HISTORIES))}.")
+        if history_storage not in STORAGE:
+            named = ", ".join(map(repr, STORAGE))
+            raise BadParameter(f"history_storage={history_storage!r}: use one of {named}.")
         counts |= {} if isinstance(prefix_cache, PrefixStore) else {"prefix_cache": prefix_cache}
         for name, value in counts.items():
             if value is not None:
@@ -136,12 +145,20 @@ class Engine:
         cache, how_many = self._sequence.cache, (max_rows, max_tokens, memory)
         self.histories: HistoryStore | None = None
         if history is not None and cache.compressed_layers and not cache.hf_layers:
-            form = BlockFormat(*key_shape(cache.model), key_shape(cache.model)[1], model.dtype)
-            sizes = host_memory or _half_of_host(), len(cache.compressed_layers) * form.nbytes
-            self.histories = HistoryStore(HostPool(self.config.device, devices=layer_devices(cache.model)), *sizes)
+            self.histories = self._new_histories(cache, host_memory or _half_of_host(), history_storage)
         self._driver = Driver(Scheduler(cache.model, eos, *how_many, self.prefixes, self.histories))
         if self.prefixes is not None:
             self._open_stores(self.prefixes)
+
+    def _new_histories(self, cache: Cache, most: int, storage: str | None) -> HistoryStore:
+        """most: bytes; storage: of keys and values, as in `Cache`"""
+        kv_heads, dim = key_shape(cache.model)
+        bits = STORAGE[storage]
+        if bits == 4 and dim % 2:
+            raise BadParameter(f"history_storage='int4' halves keys, but those here have {dim} numbers; use 'int8'.")
+        form = BlockFormat(kv_heads, dim, dim, self.model.dtype, bits)
+        pool = HostPool(self.config.device, bits, layer_devices(cache.model))
+        return HistoryStore(pool, most, len(cache.compressed_layers) * form.nbytes)
 
     def _open_stores(self, prefixes: PrefixStore) -> None:
         """Find what was saved before."""

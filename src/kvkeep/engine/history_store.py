@@ -149,6 +149,8 @@ class HistoryStore:
     def make_room(self, blocks: int) -> bool:
         """Drop the least recently used for so many new blocks. -> whether there is room"""
         with self.lock:
+            if (len(self.pinned) + blocks) * self.block_bytes > self.max_bytes:  # nothing is dropped in vain
+                return False
             while self.nbytes + blocks * self.block_bytes > self.max_bytes:
                 if not self.evict_oldest():
                     return False
