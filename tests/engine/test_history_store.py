@@ -15,7 +15,7 @@ from kvkeep.compress.presets import METHODS, MODIFIERS
 from kvkeep.engine.history_store import sequence_after
 from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.sampling import Generation
-from kvkeep.errors import BadCacheFile, BadParameter, KvkeepError
+from kvkeep.errors import BadCacheFile, BadParameter, KvkeepError, StoreFull
 from kvkeep.storage import history
 from kvkeep.storage.history import History, HostPool
 from kvkeep.storage.history_folder import BlockFolder
@@ -296,7 +296,7 @@ def test_a_folder_holds_no_more_than_it_may(tmp_path):
     known = History(pool)
     known.append(0, torch.randn(2, 320, 8), torch.randn(2, 320, 8))
     known.commit()
-    folder = BlockFolder(tmp_path, 10**6)
+    folder = BlockFolder(tmp_path)
     folder.write(name(0), known.blocks[0])
     size = folder.nbytes
     folder = BlockFolder(tmp_path, 3 * size)
@@ -328,3 +328,108 @@ def test_quantized_histories_take_fewer_bytes(chat, storage):
         assert found[0][1].answer.ids == whole[0][1].answer.ids
     with pytest.raises(BadParameter, match="history_storage='int3'"):
         engine(chat, history_storage="int3")
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("part", ["self_attn", "mlp"])
+@pytest.mark.parametrize("call", [1, 3])
+def test_out_of_memory_anywhere_in_a_pass_stores_nothing_wrong(chat, layer, part, call):
+    """Beside another answer a prompt begins again: its cache may have seen the pass that failed."""
+    said = turns(engine(chat), max_new_tokens=6)[-1][0]
+    with engine(chat, prefill_chunk_size=48) as one:
+
+        def beside():
+            stream = iter(one.submit("other", max_new_tokens=900, ignore_eos=True, temperature=1.0))
+            next(stream)
+            return stream  # dropped, it would cancel the answer
+
+        module, passes = getattr(chat[0].model.layers[layer], part), []
+        forward = module.forward
+
+        def fails_once(*args, **kwargs):
+            states = args[0] if args else kwargs["hidden_states"]
+            passes.append(1) if states.shape[1] > 2 else None
+            if len(passes) == call and states.shape[1] > 2:
+                passes.append(1)
+                raise torch.OutOfMemoryError("once")
+            return forward(*args, **kwargs)
+
+        with one._driver.lock:  # only this thread steps: the other answer does not end before
+            other = beside()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "forward", fails_once)
+                context = one.read(TALK[3])
+        assert len(passes) > call and context.sequence.history is not None
+        passes.clear()
+        with one._driver.lock:
+            other = beside()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "forward", fails_once)
+                found = one.chat(say(*said), **SHORT)
+        assert len(passes) > call
+        assert found == engine(chat).chat(say(*said), **SHORT) == one.chat(say(*said), **SHORT)
+        assert context.ask("What?", **SHORT) == engine(chat).generate(TALK[3], question="What?", **SHORT)
+        other.close()
+
+
+def test_a_last_pass_that_is_made_again_sees_its_queries_once(chat):
+    one, ids = engine(chat, "snapkv", 40), torch.randint(3, 250, (200,), generator=torch.Generator().manual_seed(0))
+    kept = []
+    for fails in (False, True):
+        sequence = sequence_after(History(HostPool(one.config.device)), one.config, ids, 0)
+        sequence.defer_eviction(200)
+        sequence.forward(ids[:190])
+        layer = chat[0].model.layers[1].self_attn
+        forward = layer.forward
+        if fails:
+            layer.forward = lambda *args, **kwargs: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                sequence.forward(ids[190:])
+        layer.forward = forward
+        sequence.forward(ids[190:])
+        kept.append([sequence.cache.kept(i) for i in range(2)])
+    assert kept[0] == kept[1]
+
+
+def test_another_dtype_finds_nothing_in_a_folder(tmp_path):
+    model, words = tiny_chat.sharp()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        made = tiny_chat.model().to(dtype)
+        made.load_state_dict(model.state_dict())
+        with kvkeep.Engine(made, words, "snapkv", 64, prefix_cache=PrefixStore(10**8, tmp_path)) as one:
+            found = turns(one)
+            assert found[0][1].num_cached == 0 < found[1][1].num_cached
+
+
+def test_a_prompt_that_cannot_fit_drops_nobody(chat):
+    with engine(chat) as one:
+        turns(one, TALK[:2])
+        size = one.histories.nbytes
+    with engine(chat, host_memory=size + 40_000, prefix_cache=10**8) as one:
+        turns(one, TALK[:2])
+        held = set(one.histories.blocks)
+        answered(one, say(TALK[3] * 4))
+        with pytest.raises(StoreFull, match="host_memory="):
+            one.pin(TALK[3] * 4)
+        assert set(one.histories.blocks) == held
+
+
+def test_a_text_that_is_unpinned_is_dropped(chat, tmp_path):
+    with engine(chat, prefix_cache=PrefixStore(10**8, tmp_path)) as one:
+        ids = [one.pin(TALK[3], method=method) for method in ("snapkv", "tova")]
+        one.unpin(ids[0])
+        assert one.histories.nbytes > 0 and one.submit("What?", context=ids[1], **SHORT).result()
+        one.unpin(ids[1])
+        one.histories.flush()
+        gc.collect()
+        assert one.histories.nbytes == 0 and not [*(tmp_path / "history").iterdir()]
+
+
+def test_a_context_that_is_loaded_stays_within_the_hosts_memory(chat, tmp_path):
+    with engine(chat) as one:
+        one.read(TALK[3]).save(tmp_path / "c")
+        want, size = one.read(TALK[3]).ask("What?", **SHORT), one.histories.nbytes
+    with engine(chat, host_memory=size + 1) as one:
+        contexts = [one.load_context(tmp_path / "c") for _ in range(3)]
+        assert [context.ask("What?", **SHORT) for context in contexts] == [want] * 3
+        assert one.histories.nbytes <= size

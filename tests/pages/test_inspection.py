@@ -40,7 +40,7 @@ def inspected(request):
 
 def cache_of(inspector, method, budget):
     """The cache when the same question is answered, by the public API alone."""
-    engine = kvkeep.Engine(inspector.model, inspector.tokenizer, method, budget)
+    engine = kvkeep.Engine(inspector.model, inspector.tokenizer, method, budget, history=None)
     if inspector.protocol == "aware":
         engine.generate(DOCUMENT, question=QUESTION, max_new_tokens=6)
         return engine.cache

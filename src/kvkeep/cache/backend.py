@@ -45,6 +45,10 @@ class CacheBackend(Protocol):
         """Wait for what the device has still to tell of it."""
 
     @property
+    def has_history(self) -> bool:
+        """All tokens seen are on the host, too: whatever is lost of a forward pass can be made again."""
+
+    @property
     def is_dirty(self) -> bool:
         """Layers went through a forward pass that is not committed."""
 

@@ -221,7 +221,7 @@ class Cache(HFCacheAdapter):
             raise CacheMisuse(
                 "an earlier forward pass was cut short and left this cache unusable; reset() it or make a new one."
             )
-        if self.backend.is_dirty and not self.seen:
+        if self.backend.is_dirty and not (self.seen or self.backend.has_history):
             return self.reset()
         self.backend.rollback()
         self.in_forward = False

@@ -336,6 +336,10 @@ class EvictingBackend:
         self.evictor.store_all()
 
     @property
+    def has_history(self) -> bool:
+        return self.history is not None
+
+    @property
     def is_dirty(self) -> bool:
         return bool(self.snapshots) or self.steps.under_way
 
@@ -377,6 +381,8 @@ class EvictingBackend:
         return fork
 
     def positions(self, layer: int) -> list[list[Tensor]]:
+        if self.history and not self.store[layer]:  # all of it is on the host
+            return [[torch.empty(0, dtype=torch.int32)] * self.history.pool.formats[layer].kv_heads]
         return self.store[layer].positions()
 
     @property

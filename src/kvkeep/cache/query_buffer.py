@@ -101,6 +101,7 @@ class QueryBuffer:
             if lse is not None:
                 lse = lse[..., count - queries.shape[1] :]
             if count > 1 or not layout.seen[row] or self.decoding:
+                self.before[index, row] = self.queries.get((index, row))
                 queries = self._append(index, row, queries, layout.seen[row] + count - queries.shape[1])
             observation = replace(
                 self.observation(index, queries, call.how, tokens, lengths, layout.seen[row] + count, count),

@@ -152,6 +152,8 @@ class RetrievalBackend:
     def settle(self) -> None:
         """Nothing waits."""
 
+    has_history = False  # what is offloaded has an order of its own
+
     @property
     def is_dirty(self) -> bool:
         return bool(self.new_states)

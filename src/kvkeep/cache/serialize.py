@@ -30,7 +30,7 @@ from kvkeep.model.hf_cache import (
     uncompiled,
 )
 from kvkeep.storage import checkpoint
-from kvkeep.storage.history import History, HostPool
+from kvkeep.storage.history import History
 from kvkeep.storage.quantized import QuantizedLayer
 from kvkeep.types import Tokens
 
@@ -136,9 +136,12 @@ def save_context(cache: CacheState, history: History | None, path: str | Path, c
 
 
 def load_context(
-    kind: Callable[..., C], path: str | Path, model: Any, pool: HostPool
+    kind: Callable[..., C], path: str | Path, model: Any, empty: Callable[[int], History]
 ) -> tuple[C, dict[str, Any], History | None]:
-    """A cache of a context, the context, and the history that the cache goes on after; None: it has a cache's tokens"""
+    """A cache of a context, the context, and the history that the cache goes on after; None: it has a cache's tokens.
+
+    empty: a history for so many tokens
+    """
     tensors, facts = checkpoint.read(path)
     whole = {name: tensors.pop(name) for name in [*tensors] if name.startswith("whole.")}
     cache = restored(kind, path, model, tensors, facts | NOTHING_SEEN if facts.get("whole") else facts)
@@ -146,22 +149,24 @@ def load_context(
         raise BadCacheFile(f"{path} is a cache without its text; load it with Cache.load(path, model).")
     try:
         check_context(facts["context"], facts["seen"])
-        history = _history(cache, whole, facts["seen"][0], pool) if facts.get("whole") else None
+        history = _history(cache, whole, facts["seen"][0], empty) if facts.get("whole") else None
     except (AttributeError, LookupError, TypeError, ValueError) as e:
         raise BadCacheFile(f"{path} does not describe a context ({e}); save it again.") from e
     return cache, facts["context"], history
 
 
-def _history(cache: CacheState, tensors: dict[str, Tensor], tokens: int, pool: HostPool) -> History:
+def _history(cache: CacheState, tensors: dict[str, Tensor], tokens: int, empty: Callable[[int], History]) -> History:
     """Raise ValueError for tensors that no text of so many tokens has."""
-    history, kv_heads, widths = History(pool), key_shape(cache.model)[0], kv_widths(cache.model)
+    history, kv_heads, widths = empty(tokens), key_shape(cache.model)[0], kv_widths(cache.model)
+    devices = layer_devices(cache.model)
     for i in cache.compressed_layers:
         keys, values = (tensors.pop(f"whole.{i}.{name}") for name in WHOLE)
         sizes = tuple(kv_heads * part.shape[-1] for part in (keys, values))  # of a token, in all heads
         fits = sizes == widths.get(i, sizes) and keys.shape[:-1] == values.shape[:-1] == (kv_heads, tokens)
         if not (fits and keys.dtype == values.dtype and keys.is_floating_point()):
             raise ValueError(f"keys and values of layer {i}")
-        history.append(i, keys.to(pool.device), values.to(pool.device))
+        device = devices.get(i, cache.model.device)
+        history.append(i, keys.to(device), values.to(device))
     if tensors:
         raise ValueError("tensors")
     history.commit()

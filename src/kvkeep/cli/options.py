@@ -218,7 +218,7 @@ class ServeOptions:
     max_context_bytes: str | None = option(
         None,
         "Let the texts of each key take this much.",
-        show_default="half of --prefix-cache, where there are several keys",
+        show_default="half of --host-memory, where there are several keys",
     )
     allow_parameters: bool = option(
         False, "Let clients set parameters of methods; some values take hours.", "--allow-parameters"

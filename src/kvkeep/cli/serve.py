@@ -92,6 +92,8 @@ def _engine(
     from kvkeep.engine.prefix_store import PrefixStore
 
     size = byte_count("--prefix-cache", options.prefix_cache)
+    if options.prefix_folder and not size:
+        raise BadInput("--prefix-folder saves what --prefix-cache allows, and that is 0; leave one of them out.")
     limits = {
         "memory": byte_count("--memory", options.memory) if options.memory else None,
         "prefix_cache": PrefixStore(size, options.prefix_folder) if size else None,
@@ -158,7 +160,13 @@ def _context_bytes(options: ServeOptions, keys: Any) -> int | None:
     """None: all of the store. Several keys do not let one have it all."""
     if options.max_context_bytes:
         return byte_count("--max-context-bytes", options.max_context_bytes)
-    return byte_count("--prefix-cache", options.prefix_cache) // 2 if len(keys) > 1 else None
+    if len(keys) < 2:
+        return None
+    if options.history == "none":
+        return byte_count("--prefix-cache", options.prefix_cache) // 2
+    from kvkeep.engine.engine import half_of_host
+
+    return (byte_count("--host-memory", options.host_memory) if options.host_memory else half_of_host()) // 2
 
 
 def model_name(model: str) -> str:

@@ -31,7 +31,7 @@ from kvkeep.engine.sampling import Generation
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadCacheFile, CacheMisuse, QueryAwareWarning
 from kvkeep.model.chat import check_text
-from kvkeep.storage.history import HostPool
+from kvkeep.storage.history import History
 
 
 class Context:
@@ -51,18 +51,25 @@ class Context:
 
     @classmethod
     def read(
-        cls, driver: Driver, sequence: Sequence, text: str, question: str | None, progress: ProgressOption
+        cls,
+        driver: Driver,
+        config: SequenceConfig,
+        text: str,
+        question: str | None,
+        progress: ProgressOption,
+        begin: Callable[[], Sequence] | None = None,
     ) -> Context:
-        """Prefill a text. sequence: one that has seen nothing but, perhaps, a beginning of it
+        """Prefill a text. begin: makes a sequence with a history, which may have seen a beginning of the text
 
         question: without a history it takes part in the selection, and is removed again
         """
+        sequence = config.new_sequence()
         check_text("text", text)
         ids, rest = sequence.config.context_ids(text), []
         sequence.config.check_length(len(ids), 1)
         if question is not None:
             check_text("question", question)
-        if question is not None and sequence.history is None:
+        if question is not None and begin is None:
             sequence.set_question(question, len(ids))
             if sequence.config.method.query_aware:
                 if sequence.cache.hf_layers:  # which cannot return to an earlier state
@@ -71,9 +78,12 @@ class Context:
                         "engine.generate(text, question=…)."
                     )
                 rest = sequence.config.question_ids(text, question, ids)
-        whole = sequence.config, torch.tensor(ids + rest), Generation(1), sequence
-        with watch(progress, len(whole[1])) as report:
-            driver.prefill(Request(*whole, progress=report, prefill_only=True, keeps_cache=True))
+        whole = config, torch.tensor(ids + rest), Generation(1), sequence if begin is None else None
+        request = Request(*whole, find_stored=begin, prefill_only=True, keeps_cache=True)
+        with watch(progress, len(request.ids)) as report:
+            request.progress = report
+            driver.prefill(request)
+        sequence = request.sequence
         if rest:
             _rewind(sequence.cache, len(ids))
         sequence.token_ids = ids
@@ -155,9 +165,9 @@ class Context:
         serialize.save_context(self.sequence.cache, self.sequence.history, path, facts)
 
     @classmethod
-    def load(cls, driver: Driver, config: SequenceConfig, path: str | Path, pool: HostPool) -> Context:
-        """pool: where its history goes, if it has one"""
-        cache, found, history = serialize.load_context(Cache, path, config.model, pool)
+    def load(cls, driver: Driver, config: SequenceConfig, path: str | Path, empty: Callable[[int], History]) -> Context:
+        """empty: a history for so many tokens"""
+        cache, found, history = serialize.load_context(Cache, path, config.model, empty)
         if config.context_ids(found["text"]) != found["ids"]:
             raise BadCacheFile(
                 f"{path} was saved with another tokenizer or chat template, or special tokens; load it with that one."

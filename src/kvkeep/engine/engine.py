@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any, NoReturn, overload
 
 import torch
@@ -46,7 +45,7 @@ from kvkeep.model.chat import (
 from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_cache import context_length, fingerprint, key_shape, layer_devices, uncompiled
 from kvkeep.model.rope import learn_rotations
-from kvkeep.storage.history import BlockFormat, HostPool
+from kvkeep.storage.history import BLOCK, BlockFormat, History, HostPool
 
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
 HISTORIES = "host", None
@@ -145,13 +144,15 @@ class Engine:
         cache, how_many = self._sequence.cache, (max_rows, max_tokens, memory)
         self.histories: HistoryStore | None = None
         if history is not None and cache.compressed_layers and not cache.hf_layers:
-            self.histories = self._new_histories(cache, host_memory or _half_of_host(), history_storage)
+            self.histories = self._new_histories(cache, host_memory, history_storage)
         self._driver = Driver(Scheduler(cache.model, eos, *how_many, self.prefixes, self.histories))
         if self.prefixes is not None:
             self._open_stores(self.prefixes)
 
-    def _new_histories(self, cache: Cache, most: int, storage: str | None) -> HistoryStore:
+    def _new_histories(self, cache: Cache, most: int | None, storage: str | None) -> HistoryStore:
         """most: bytes; storage: of keys and values, as in `Cache`"""
+        if most is None:
+            most = max(1, half_of_host() // (cache.shards.size if cache.shards else 1))
         kv_heads, dim = key_shape(cache.model)
         bits = STORAGE[storage]
         if bits == 4 and dim % 2:
@@ -164,10 +165,8 @@ class Engine:
         """Find what was saved before."""
         prefixes.histories, folder = self.histories, prefixes.folder
         if self.histories is not None and folder and not self._sequence.cache.shards:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.histories.open(
-                folder / "history", disk_usage(folder).free // 2, fingerprint(self.model), self._driver.lock
-            )
+            model = f"{fingerprint(self.model)} {self.model.dtype} {self.histories.pool.bits}"
+            self.histories.open(folder / "history", model, self._driver.lock)
         prefixes.open(self.config, self._driver.lock)
 
     @property
@@ -198,6 +197,7 @@ class Engine:
         """The sequence of the last answer of `stream` or `chat`, copied from the pool when somebody asks for it."""
         if self._last:
             self._driver.complete_cache(self._last)
+            self._sequence = self._last.own_sequence or self._sequence
         return self._sequence
 
     @property
@@ -405,7 +405,7 @@ class Engine:
         if self._keeps_history(config, ids):
             assert self.histories is not None
             self.histories.prepare(owner, ids)
-            find_stored = partial(self.histories.begin, owner, config, ids)
+            find_stored = partial(self.histories.begin_text, owner, config, ids)
         else:
             config = self._reading_config(method, budget, pinned=True)
         request = Request(config, ids, Generation(1), prefill_only=True, owner=owner, client=client)
@@ -521,10 +521,11 @@ class Engine:
         config = self._config_for(method, budget)
         if self._keeps_history(config, ids := torch.tensor(config.context_ids(text))):
             assert self.histories is not None
-            sequence = self.histories.begin("", config, ids)
-            return Context.read(self._driver, sequence, text, question, progress)
+            if self.histories.make_room(len(ids) // BLOCK):
+                begin = partial(self.histories.begin, "", config, ids)
+                return Context.read(self._driver, config, text, question, progress, begin)
         config = config if question is not None else self._reading_config(method, budget)
-        return Context.read(self._driver, config.new_sequence(), text, question, progress)
+        return Context.read(self._driver, config, text, question, progress)
 
     def _check_holds_text(self) -> None:
         """Refuse a model whose layers are all transformers' own: a cache of theirs cannot be forked for a question."""
@@ -558,8 +559,15 @@ class Engine:
 
     def load_context(self, path: str | Path) -> Context:
         """A saved `Context`, with its own method and budget."""
-        pool = HostPool(self.config.device) if self.histories is None else self.histories.pool
-        return Context.load(self._driver, self.config, path, pool)
+        return Context.load(self._driver, self.config, path, self._empty_history)
+
+    def _empty_history(self, tokens: int) -> History:
+        """One that so many tokens will be added to; they stay on the device where the host has no room."""
+        model, store = self._sequence.cache.model, self.histories
+        pool = store.pool if store else HostPool(self.config.device, devices=layer_devices(model))
+        made = History(pool)
+        made.makes_blocks = store is None or store.make_room(tokens // BLOCK)
+        return made
 
     def prefill(self, ids: Tensor, progress: ProgressOption = None) -> Tensor:
         """Prefill the ids the cache does not hold yet, in chunks. ids [n] -> logits after the last one [vocabulary]"""
@@ -660,10 +668,14 @@ class Engine:
     def _answer_turn(self, ids: Tensor, how: Generation, progress: ProgressOption) -> Iterator[str]:
         """Answer the newest message over the whole history."""
         assert self.histories is not None
-        with self._driver.lock:
-            self._begin_sequence()
-            self._sequence = self.histories.begin("", self.config, ids, self._newest_message(ids))
-        return self._answer(ids, how, None, progress)
+        self._begin_sequence()
+        begin = partial(self.histories.begin, "", self.config, ids, self._newest_message(ids))
+        with watch(progress, len(ids)) as report:
+            request = Request(self.config, ids, how, progress=report, interactive=True, keeps_cache=True)
+            request.find_stored = begin
+            self._driver.submit(request)
+            self._last = request
+            yield from Handle(request, self._driver)
 
     def _continues(self, ids: Tensor) -> bool:
         """Whether these ids begin with those of the cache, no forward pass of which was cut short."""
@@ -673,10 +685,10 @@ class Engine:
         return complete and begins and self.cache.seen == len(seen)
 
 
-def _half_of_host() -> int:
+def half_of_host() -> int:
     """Half of the host memory that is free."""
     free = free_host_bytes()
-    return sys.maxsize if free is None else free // 2
+    return sys.maxsize if free is None else max(1, free // 2)
 
 
 def first_allowed(model: Any, specs: tuple[str, ...], budget: Any, parameters: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from kvkeep.engine.memory import MemoryCap, row_bytes
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.prefix_store import PrefixStore, nbytes_of
 from kvkeep.engine.request import Pin, Request
-from kvkeep.errors import BadInput, StoreFull
+from kvkeep.errors import BadInput
 from kvkeep.model.head_shards import agree_on_least
 
 
@@ -97,11 +97,6 @@ class HeldMemory:
         """Store the history of a prompt that is prefilled. A text that is read keeps it, too."""
         if self.histories is None or not (known := request.sequence.history):
             return
-        if request.pin and not known.makes_blocks:
-            raise StoreFull(
-                f"the keys and values of this text take {format_bytes(known.nbytes)}, and the rest of host_memory= is "
-                "in use; remove other texts, or use more."
-            )
         self.histories.add(request.owner, request.ids, known, public=bool(request.pin and request.pin.public))
         if not request.prefill_only:
             request.sequence.drop_history()

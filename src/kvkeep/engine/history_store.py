@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,8 +22,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kvkeep.cache.report import format_bytes
 from kvkeep.engine.sequence import Sequence, SequenceConfig
-from kvkeep.errors import BadCacheFile
+from kvkeep.errors import BadCacheFile, StoreFull
 from kvkeep.model.head_shards import agree_on_least
 from kvkeep.storage import history
 from kvkeep.storage.history import Block, History, HostPool
@@ -57,19 +59,33 @@ class HistoryStore:
         """Bytes of all blocks that are stored, or that a sequence under way has."""
         return self.pool.used_bytes
 
-    def begin(self, owner: str, config: SequenceConfig, ids: Tensor, from_message: int = 0) -> Sequence:
+    def begin(
+        self, owner: str, config: SequenceConfig, ids: Tensor, from_message: int = 0, *, asks: bool = False
+    ) -> Sequence:
         """A sequence that goes on after what is stored of this prompt, and whose history is kept if there is room.
 
-        from_message: where the newest message begins
+        from_message: where the newest message begins; asks: nobody goes on after it, so nothing more is stored
         """
         known = self.find(owner, ids)
         known = known.until(agree_on_least(config.model, known.tokens))  # other processes may have dropped some of it
         sequence = sequence_after(known, config, ids, from_message)
         blocks = len(ids) // history.BLOCK - len(sequence.token_ids) // history.BLOCK
-        has_room = self.make_room(blocks)
+        has_room = bool(agree_on_least(config.model, not asks and self.make_room(blocks)))
+        if not (has_room or asks or sequence.token_ids):
+            return config.new_sequence()
         if (found := sequence.history) is not None:
-            found.makes_blocks = bool(agree_on_least(config.model, has_room))
-            found.reserve(blocks if found.makes_blocks else 0)
+            found.makes_blocks = has_room
+            found.reserve(blocks if has_room else 0)
+        return sequence
+
+    def begin_text(self, owner: str, config: SequenceConfig, ids: Tensor) -> Sequence:
+        """The same for a text that will be pinned. StoreFull: there is no room for it"""
+        sequence = self.begin(owner, config, ids)
+        if sequence.history is None or not sequence.history.makes_blocks:
+            raise StoreFull(
+                f"the keys and values of this text take {format_bytes(self.nbytes_of(len(ids)))}, and the rest of "
+                "host_memory= is in use; remove other texts, or use more."
+            )
         return sequence
 
     def find(self, owner: str, ids: Tensor) -> History:
@@ -105,23 +121,27 @@ class HistoryStore:
                 return
             self.folder.use(name)
 
-    def open(self, folder: str | Path, max_bytes: int, model: str, device_lock: AbstractContextManager[Any]) -> None:
+    def open(self, folder: str | Path, model: str, device_lock: AbstractContextManager[Any]) -> None:
         """Keep blocks in a folder, too; those of the same model are found again. Before anything is stored.
 
         device_lock: held while memory is made for blocks; a CUDA graph cannot be captured meanwhile
         """
-        self.folder, self.model, self.device_lock = BlockFolder(folder, max_bytes), model, device_lock
+        self.folder, self.model, self.device_lock = BlockFolder(folder), model, device_lock
 
-    def _save(self, name: str) -> None:
-        """In a thread: nobody's answer waits for a disk."""
-        block, folder = self.blocks.get(name), self.folder
-        if block is None or folder is None:
-            return
-        try:
-            folder.write(name, block)
-        except Exception as error:  # such as a full disk: it is in memory all the same
-            self.num_unsaved += 1
-            warnings.warn(f"a block of a history could not be saved: {error}", stacklevel=1)
+    def _save_all(self, names: Seq[str]) -> None:
+        """In a thread: nobody's answer waits for a disk. The first of them is the last to be dropped from it."""
+        folder = self.folder
+        assert folder is not None
+        for name in reversed(names):
+            block = self.blocks.get(name)  # by name: one that is dropped meanwhile is not held
+            try:
+                if name in folder:
+                    folder.use(name)
+                elif block is not None:
+                    folder.write(name, block)
+            except Exception as error:  # such as a full disk: it is in memory all the same
+                self.num_unsaved += 1
+                warnings.warn(f"a block of a history could not be saved: {error}", stacklevel=1)
 
     def flush(self) -> None:
         """Wait until all is saved."""
@@ -132,24 +152,22 @@ class HistoryStore:
         return zip(_names(self.model, hashed(owner), ids), _names(self.model, PUBLIC, ids), strict=True)
 
     def add(self, owner: str, ids: Tensor, known: History, public: bool = False) -> None:
-        """Store the blocks of a history. public: for all owners"""
+        """Store the blocks of a history, if it is that of these tokens. public: for all owners"""
+        if known.tokens != len(ids):  # a pass that failed after its last layer was made again
+            return
         names = list(_names(self.model, PUBLIC if public else hashed(owner), ids[: len(known.blocks) * history.BLOCK]))
         with self.lock:
             for name, block in reversed(list(zip(names, known.blocks, strict=True))):
                 self.blocks.setdefault(name, block)
                 self.blocks.move_to_end(name)
-        if (folder := self.folder) is None:
-            return
-        for name in names:
-            if name in folder:
-                folder.use(name)
-            else:
-                self.writer.submit(self._save, name)  # by name: one that is dropped meanwhile is not held
+        if self.folder is not None:
+            self.writer.submit(self._save_all, names)
 
     def make_room(self, blocks: int) -> bool:
         """Drop the least recently used for so many new blocks. -> whether there is room"""
         with self.lock:
-            if (len(self.pinned) + blocks) * self.block_bytes > self.max_bytes:  # nothing is dropped in vain
+            free = sum(not self.pinned[name] for name in self.blocks)  # but for those that sequences have, too
+            if (self.pool.in_use - free + blocks) * self.block_bytes > self.max_bytes:  # nothing is dropped in vain
                 return False
             while self.nbytes + blocks * self.block_bytes > self.max_bytes:
                 if not self.evict_oldest():
@@ -170,10 +188,17 @@ class HistoryStore:
             self.pinned.update(_names(self.model, who, ids))
 
     def unpin(self, who: str, ids: Tensor) -> None:
-        """Take one claim to a text's blocks back."""
+        """Take one claim to a text's blocks back; those that nobody has a claim to are dropped."""
+        names = list(_names(self.model, who, ids))
         with self.lock:
-            self.pinned.subtract(_names(self.model, who, ids))
+            self.pinned.subtract(names)
             self.pinned += Counter()  # drop those at zero
+            gone = [name for name in names if not self.pinned[name]]
+            for name in gone:
+                self.blocks.pop(name, None)
+        if self.folder is not None:
+            for name in gone:
+                self.writer.submit(self.folder.remove, name)  # after what is still to be saved
 
     def nbytes_of(self, tokens: int) -> int:
         """Bytes of the history of so many tokens."""

@@ -50,7 +50,20 @@ def row_bytes(model: Any, tokens: int, storage: str | None = None) -> int:
 
 
 def free_host_bytes() -> int | None:
-    """Available host memory; None where it is unknown."""
+    """Available host memory, of the machine or of the container; None where it is unknown."""
+    found = [free for free in (_free_of_machine(), _free_of_container()) if free is not None]
+    return min(found) if found else None
+
+
+def _free_of_container() -> int | None:
+    """What a limit of the control group leaves; None: there is none."""
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # "max" is no number
+        return max(0, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return None
+
+
+def _free_of_machine() -> int | None:
     with suppress(OSError):  # only Linux has this file
         for line in Path("/proc/meminfo").read_text().splitlines():
             name, _, size = line.partition(":")

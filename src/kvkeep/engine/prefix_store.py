@@ -136,11 +136,7 @@ class PrefixStore:
         entry = self.entry(owner, id)
         if not entry.whole or self.histories is None:
             return self.get(owner, id)
-        sequence = self.histories.begin(owner, config, ids, len(entry.ids))
-        if (found := sequence.history) is not None:
-            found.makes_blocks = False  # nobody goes on after a question
-            found.reserve(0)
-        return sequence
+        return self.histories.begin(owner, config, ids, len(entry.ids), asks=True)
 
     def config_of(self, owner: str, id: str) -> SequenceConfig:
         """The config of a sequence that `get` copies, which is in memory then."""
@@ -242,6 +238,9 @@ class PrefixStore:
         if older and not older.pinned:
             self._drop(older)
         self.entries[entry.id] = self.by_place[entry.found_at] = entry
+        self._pin(entry)
+
+    def _pin(self, entry: Entry) -> None:
         if entry.whole and self.histories:
             self.histories.pin(entry.found_at[0], torch.tensor(entry.ids))
 
@@ -292,7 +291,9 @@ class PrefixStore:
                 entry = _described(self.folder / id, self.config)
                 if entry and (self.histories if entry.whole else self._make_room(entry.nbytes)):
                     self.by_place.setdefault(entry.found_at, entry)
-                    return self.entries.setdefault(id, entry)
+                    if (known := self.entries.setdefault(id, entry)) is entry:
+                        self._pin(entry)
+                    return known
         raise KeyError(id)
 
     def _load(self, entry: Entry) -> Sequence | None:

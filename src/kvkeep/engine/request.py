@@ -127,6 +127,11 @@ class Request:
         assert self._sequence is not None, "the request is not started, or done"
         return self._sequence
 
+    @property
+    def own_sequence(self) -> Sequence | None:
+        """None: it is not started, or nobody keeps it."""
+        return self._sequence
+
     def drop_sequence(self) -> None:
         """Free its cache, if nobody wants it."""
         if not self.keeps_cache:
@@ -239,6 +244,8 @@ class Request:
         tokens = len(self.ids)
         longest = max(end - start for start, end in pairwise((0, *self.cuts, tokens)))
         most = min(tokens, self.config.kept(tokens) + min(longest, self.config.chunk_size(tokens)))
+        if self.find_stored and not self.cuts:  # after a history: a prompt in chunks is evicted from after the last one
+            most = tokens
         return most + most // GROWTH
 
     @property

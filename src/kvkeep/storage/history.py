@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -113,7 +114,7 @@ class HostPool:
         """devices: of layers that are elsewhere"""
         self.device, self.bits, self.devices = device, bits, devices or {}
         self.most_blocks = sys.maxsize  # that anybody will take
-        self.written: Any = None  # an event: when a GPU has written all blocks so far
+        self.used: list[Any] = []  # an event of each GPU: when it has read and written all blocks so far
         self.formats: dict[int, BlockFormat] = {}  # by layer
         self.slabs: list[Slab] = []
         self.in_use = 0  # blocks
@@ -122,7 +123,7 @@ class HostPool:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block, of all layers; 0 before the first forward pass."""
-        return sum(form.nbytes for form in self.formats.values())
+        return sum(form.nbytes for form in list(self.formats.values()))
 
     @property
     def used_bytes(self) -> int:
@@ -155,18 +156,25 @@ class HostPool:
             raise ValueError("it is of another model, dtype or storage")
         self.formats = known
         block = self.take()
-        if self.written is not None:
-            self.written.synchronize()  # its memory may have been somebody else's
+        for event in self.used:  # its memory may have been somebody else's
+            event.synchronize()
         parts = payload.split([form.nbytes for form in known.values()])
         for index, part in zip(known, parts, strict=True):
             block.layer(index).copy_(part)
         return block
 
+    def mark_used(self) -> list[Any]:
+        """After a forward pass, ended or cut short. -> an event of each GPU"""
+        devices = {device for device in (self.device, *self.devices.values()) if device.type == "cuda"}
+        self.used = [torch.cuda.current_stream(device).record_event() for device in devices]
+        return self.used
+
     def _give_back(self, slab: Slab, number: int) -> None:
         self.in_use -= 1
         heapq.heappush(slab.free, number)  # from any thread, perhaps within `take`: a lock would wait for itself
         if len(slab.free) == slab.blocks and self.device.type == "cpu":  # pinned memory takes long to make
-            self.slabs = [each for each in self.slabs if each is not slab]
+            with suppress(ValueError):
+                self.slabs.remove(slab)
 
     def layer(self, slab: Slab, index: int) -> Tensor:
         """A layer's part of a slab. [blocks, nbytes] uint8"""
@@ -183,12 +191,12 @@ class Block:
     pool: HostPool
     slab: Slab
     number: int
-    written: Any = None  # an event: when a GPU has written it
+    written: Sequence[Any] = ()  # events: when the GPUs have written it
 
     def wait(self) -> None:
         """Until the host may read it."""
-        if self.written is not None:
-            self.written.synchronize()
+        for event in self.written:
+            event.synchronize()
 
     @property
     def nbytes(self) -> int:
@@ -276,18 +284,20 @@ class History:
     def commit(self) -> None:
         """The forward pass went through all layers."""
         if self.new_tails:
-            if self.new_blocks and self.pool.device.type == "cuda":
-                self.pool.written = torch.cuda.current_stream(self.pool.device).record_event()
-                for block in self.new_blocks:
-                    block.written = self.pool.written
+            written = self.pool.mark_used()
+            for block in self.new_blocks:
+                block.written = written
             self.blocks += self.new_blocks
             self.tails = {i: tail for i, tail in self.new_tails.items() if tail[0].shape[1]}
             tail = next(iter(self.new_tails.values()))[0]
             self.tokens = len(self.blocks) * BLOCK + tail.shape[1]
-        self.rollback()
+        self.new_blocks, self.new_tails = [], {}
 
     def rollback(self) -> None:
         """Forget the forward pass under way."""
+        if self.new_tails:
+            self.pool.mark_used()
+            self.spare += self.new_blocks[::-1]
         self.new_blocks, self.new_tails = [], {}
 
 

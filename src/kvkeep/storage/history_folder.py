@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
+import threading
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,9 +30,12 @@ Saved = tuple[dict[int, BlockFormat], torch.Tensor]  # as `HostPool.block_of` ta
 class BlockFolder:
     """The least recently used go first."""
 
-    def __init__(self, path: str | Path, max_bytes: int) -> None:
-        """Find what was written before; remove what a process that was killed had begun to write."""
-        self.path, self.max_bytes = Path(path), max_bytes
+    def __init__(self, path: str | Path, max_bytes: int | None = None) -> None:
+        """Find what was written before; remove what a process that was killed had begun to write.
+
+        max_bytes: None: half of what the disk has beside others' files
+        """
+        self.path, self.lock = Path(path), threading.RLock()
         self.path.mkdir(parents=True, exist_ok=True)
         found = []
         for each in self.path.iterdir():
@@ -40,6 +45,8 @@ class BlockFolder:
                 stat = each.stat()
                 found.append((stat.st_mtime, each.stem, stat.st_size))
         self.sizes = OrderedDict((name, size) for _, name, size in sorted(found))  # the least recently used first
+        half = (shutil.disk_usage(self.path).free + self.nbytes) // 2
+        self.max_bytes = half if max_bytes is None else max_bytes
         self._make_room(0)
 
     @property
@@ -54,10 +61,9 @@ class BlockFolder:
 
     def use(self, name: str) -> None:
         """Note that a block is wanted."""
-        if name in self.sizes:
+        with self.lock, suppress(KeyError, OSError):  # another process may have removed it
             self.sizes.move_to_end(name)
-            with suppress(OSError):
-                os.utime(self._file(name))
+            os.utime(self._file(name))
 
     def write(self, name: str, block: Block) -> None:
         """OSError: it cannot be written, as on a full disk"""
@@ -97,12 +103,14 @@ class BlockFolder:
             raise BadCacheFile(f"a block of a history was damaged ({error}); it is made again.") from error
 
     def remove(self, name: str) -> None:
-        self.sizes.pop(name, None)
-        self._file(name).unlink(missing_ok=True)
+        with self.lock:
+            self.sizes.pop(name, None)
+            self._file(name).unlink(missing_ok=True)
 
     def _make_room(self, size: int) -> bool:
-        while self.sizes and self.nbytes + size > self.max_bytes:
-            self.remove(next(iter(self.sizes)))
+        with self.lock:
+            while self.sizes and self.nbytes + size > self.max_bytes:
+                self.remove(next(iter(self.sizes)))
         return size <= self.max_bytes
 
     def _file(self, name: str) -> Path:
