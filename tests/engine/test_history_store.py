@@ -8,6 +8,7 @@ import pytest
 import tiny_chat
 import torch
 from conftest import EVICTING, RETRIEVING
+from talk import SHORT, TALK, answered, say, turns
 
 import kvkeep
 from kvkeep.compress.parse import parse
@@ -20,8 +21,6 @@ from kvkeep.storage import history
 from kvkeep.storage.history import History, HostPool
 from kvkeep.storage.history_folder import BlockFolder
 
-TALK = ["".join(chr(97 + i * i * (k + 2) % 23) for i in range(90 + 31 * k)) for k in range(4)]
-SHORT = {"max_new_tokens": 6}
 SPECS = [*EVICTING, *(f"{name}+{modifier}" for name in ("snapkv", "h2o") for modifier in MODIFIERS)]
 
 
@@ -47,27 +46,6 @@ def chat():
 
 def engine(chat, method="snapkv", budget=64, **options):
     return kvkeep.Engine(*chat, method, budget, **options)
-
-
-def say(*texts):
-    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
-
-
-def answered(one, messages, **how):
-    handle = one.submit(messages, **{**SHORT, **how})
-    handle.result()
-    return handle.request
-
-
-def turns(one, texts=TALK[:3], **how):
-    """Every turn of a chat, its answers included. -> the messages up to each turn, and what became of it"""
-    said, found = [], []
-    for text in texts:
-        said = [*said, text]
-        request = answered(one, say(*said), **how)
-        found.append((list(said), request))
-        said.append(request.text)
-    return found
 
 
 @pytest.mark.core

@@ -11,6 +11,7 @@ import pytest
 import tiny_chat
 import torch
 from conftest import EVICTING, RETRIEVING
+from talk import SHORT, TALK, answered, say, turns
 
 import kvkeep
 from kvkeep.cache import serialize
@@ -20,8 +21,6 @@ from kvkeep.errors import BadParameter, StoreFull, UnknownName
 from kvkeep.storage import checkpoint
 
 PLENTY = 10**9
-TALK = ["".join(chr(97 + i * i * (k + 2) % 23) for i in range(90 + 31 * k)) for k in range(4)]
-SHORT = {"max_new_tokens": 6}
 
 
 @pytest.fixture(scope="module")
@@ -31,27 +30,6 @@ def chat():
 
 def engine(chat, method="snapkv", budget=64, store=PLENTY, **options):
     return kvkeep.Engine(*chat, method, budget, prefix_cache=store, **{"history": None, **options})
-
-
-def answered(one, messages, **how):
-    handle = one.submit(messages, **SHORT, **how)
-    handle.result()
-    return handle.request
-
-
-def say(*texts):
-    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
-
-
-def turns(one, texts, **how):
-    """Every turn of a chat, its answers included. -> the messages up to each turn, and what became of it"""
-    said, found = [], []
-    for text in texts:
-        said = [*said, text]
-        request = answered(one, say(*said), **how)
-        found.append((list(said), request))
-        said.append(request.text)
-    return found
 
 
 @pytest.mark.core

@@ -301,11 +301,11 @@ class Engine:
         """
         if not self._sequence.cache.compressed_layers:
             return
-        if cache_prefix is not False and (is_chat or cache_prefix) and self._keeps_history(request.config, request.ids):
-            assert self.histories is not None
-            self.histories.prepare(request.owner, request.ids)
+        shared = cache_prefix or (cache_prefix is None and is_chat)
+        if shared and (histories := self._histories_for(request.config, request.ids)):
+            histories.prepare(request.owner, request.ids)
             begins = self._newest_message(request.ids) if is_chat else 0
-            request.find_stored = partial(self.histories.begin, request.owner, request.config, request.ids, begins)
+            request.find_stored = partial(histories.begin, request.owner, request.config, request.ids, begins)
             return
         store, retrieval = self.prefixes, request.config.method.retrieval
         asked = request.question is not None and retrieval and "question" in retrieval.index.needs
@@ -322,14 +322,14 @@ class Engine:
                 store.prepare(*which)
                 request.find_stored = partial(store.longest, *which)
 
-    def _keeps_history(self, config: SequenceConfig, ids: Tensor) -> bool:
-        """Whether the host keeps all of a sequence, for others to go on with.
+    def _histories_for(self, config: SequenceConfig, ids: Tensor) -> HistoryStore | None:
+        """Where the host keeps all of a sequence, for others to go on with; None: it does not.
 
-        Retrieval methods do so by themselves; what a method finds out of a token but once is not in a history.
+        Retrieval methods do so by themselves. A method that scores a token only once would miss its score in a history.
         """
         method = config.method
         too_long = method.extends_context and len(ids) > context_length(self.model)
-        return not (self.histories is None or method.retrieval or method.scores_own_tokens or too_long)
+        return None if method.retrieval or method.scores_own_tokens or too_long else self.histories
 
     def _newest_message(self, ids: Tensor) -> int:
         """Where the newest message of a chat begins."""
@@ -402,10 +402,9 @@ class Engine:
         check_value("public", public, bool)
         config, find_stored = self._config_for(method, budget), None
         ids = torch.tensor(config.context_ids(text))
-        if self._keeps_history(config, ids):
-            assert self.histories is not None
-            self.histories.prepare(owner, ids)
-            find_stored = partial(self.histories.begin_text, owner, config, ids)
+        if histories := self._histories_for(config, ids):
+            histories.prepare(owner, ids)
+            find_stored = partial(histories.begin_text, owner, config, ids)
         else:
             config = self._reading_config(method, budget, pinned=True)
         request = Request(config, ids, Generation(1), prefill_only=True, owner=owner, client=client)
@@ -519,11 +518,10 @@ class Engine:
         self._check_holds_text()
         check_text("text", text)
         config = self._config_for(method, budget)
-        if self._keeps_history(config, ids := torch.tensor(config.context_ids(text))):
-            assert self.histories is not None
-            if self.histories.make_room(len(ids) // BLOCK):
-                begin = partial(self.histories.begin, "", config, ids)
-                return Context.read(self._driver, config, text, question, progress, begin)
+        histories = self._histories_for(config, ids := torch.tensor(config.context_ids(text)))
+        if histories and histories.make_room(len(ids) // BLOCK):
+            begin = partial(histories.begin, "", config, ids)
+            return Context.read(self._driver, config, text, question, progress, begin)
         config = config if question is not None else self._reading_config(method, budget)
         return Context.read(self._driver, config, text, question, progress)
 
@@ -621,11 +619,20 @@ class Engine:
             self._last.keeps_cache = False
         self._sequence = self.config.new_sequence()
 
-    def _answer(self, ids: Tensor, how: Generation, question: str | None, progress: ProgressOption) -> Iterator[str]:
-        """Continue the engine's own sequence."""
+    def _answer(
+        self,
+        ids: Tensor,
+        how: Generation,
+        question: str | None,
+        progress: ProgressOption,
+        begin: Callable[[], Sequence] | None = None,
+    ) -> Iterator[str]:
+        """Continue the engine's own sequence. begin: makes one that goes on after a history, in its place"""
         sequence = self._sequence
         with watch(progress, len(ids) - len(sequence.token_ids)) as report:
-            request = Request(self.config, ids, how, sequence, question, report, interactive=True, keeps_cache=True)
+            continued = None if begin else sequence
+            request = Request(self.config, ids, how, continued, question, report, interactive=True, keeps_cache=True)
+            request.find_stored = begin
             self._driver.submit(request)
             sequence.has_prefill, self._last = False, request
             yield from Handle(request, self._driver)
@@ -658,24 +665,14 @@ class Engine:
         check_value("progress", progress, Callable | bool | None)
         check_messages(messages)
         ids = self.config.encode(messages)
-        if self._keeps_history(self.config, ids) and not self._sequence.has_prefill:
-            return "".join(self._answer_turn(ids, how, progress)).strip()
+        if (histories := self._histories_for(self.config, ids)) and not self._sequence.has_prefill:
+            self._begin_sequence()
+            begin = partial(histories.begin, "", self.config, ids, self._newest_message(ids))
+            return "".join(self._answer(ids, how, None, progress, begin)).strip()
         if not self._continues(ids):
             self._check_no_prefill()
             self._begin_sequence()
         return "".join(self._answer(ids, how, None, progress)).strip()
-
-    def _answer_turn(self, ids: Tensor, how: Generation, progress: ProgressOption) -> Iterator[str]:
-        """Answer the newest message over the whole history."""
-        assert self.histories is not None
-        self._begin_sequence()
-        begin = partial(self.histories.begin, "", self.config, ids, self._newest_message(ids))
-        with watch(progress, len(ids)) as report:
-            request = Request(self.config, ids, how, progress=report, interactive=True, keeps_cache=True)
-            request.find_stored = begin
-            self._driver.submit(request)
-            self._last = request
-            yield from Handle(request, self._driver)
 
     def _continues(self, ids: Tensor) -> bool:
         """Whether these ids begin with those of the cache, no forward pass of which was cut short."""

@@ -6,8 +6,9 @@ stored cache is the one that its tokens alone give: nothing later, and nobody el
 answer is the same whether a prefix was found or computed. Answers are not stored: they were decoded token by token,
 and what is evicted after them depends on that. The next turn of a chat prefills the last answer with its own message.
 
-What that costs: a query-aware method selects from every part by the end of that part. Chats are cut at the ends of
-messages, so the last question still judges what it and the history kept; long texts are cut only if a request says so.
+What that costs: no part knows the next question. So chats are cut at the ends of messages, their parts are compressed
+by a method that needs no question unless a request names one, and the newest message stays whole. Long texts are cut
+only if a request says so.
 """
 
 from __future__ import annotations
