@@ -16,7 +16,8 @@ KvkeepError
 └── QueueFull           too many requests wait already
 
 UserWarning
-└── QueryAwareWarning   a question about a text that was compressed before the question was known
+├── QueryAwareWarning   a question about a text that was compressed before the question was known
+└── SlowAnswerWarning   an exact answer that took about as many passes over its history as it has tokens
 """
 
 
@@ -77,4 +78,8 @@ class QueueFull(KvkeepError, RuntimeError):
 
 
 class QueryAwareWarning(UserWarning):
+    pass
+
+
+class SlowAnswerWarning(UserWarning):
     pass

@@ -205,6 +205,8 @@ class Cache(HFCacheAdapter):
         known = call.split(guesses)[0] if guesses else call
         rows, _, q, _ = known.query.shape
         layout = self.tracker.next_layout(rows, q, known.padding, call.key.device)
+        if self.pass_end.verifies:
+            layout = layout.as_guesses(self.pass_end.selects)
         if self.method.needs_passes:
             self.unreplayed.check_done(self.method.name)
             layout = layout.held_whole()
@@ -233,9 +235,11 @@ class Cache(HFCacheAdapter):
         self.backend.commit()
         if not self.pass_end.settles_later:
             self.backend.settle()
-        self.croppable = self.layout.guesses.counts[0] if self.layout.guesses else 0
-        known = call.split(self.croppable)[0] if self.croppable else call
-        self.tracker.commit(self.layout, known.query.shape[2], known.padding)
+        guesses = self.layout if self.pass_end.verifies else self.layout.guesses
+        self.croppable, q = guesses.counts[0] if guesses else 0, call.query.shape[2]
+        if q > self.croppable:
+            known = call.split(self.croppable)[0] if self.croppable else call
+            self.tracker.commit(self.layout, known.query.shape[2], known.padding)
         self.tracker.append_decoded(self.croppable)
         if self.method.needs_passes:
             self.unreplayed = self.unreplayed.begin(self.layout)
@@ -447,8 +451,15 @@ class Cache(HFCacheAdapter):
                 f"crop({tokens_to_remove!r}): a compressed cache cannot be cropped but for guesses of assisted "
                 "generation: evicted tokens are not restored; fork() it before you add."
             )
-        assert isinstance(self.backend, EvictingBackend)  # no other is given guesses
         self._call_hf_layers("crop", -count)
+        self._take_back(count)
+
+    def accept(self, count: int) -> None:
+        """After a forward pass that verified guesses: keep the first of them, and take the others back."""
+        self._take_back(self.croppable - count)
+
+    def _take_back(self, count: int) -> None:
+        assert isinstance(self.backend, EvictingBackend)  # no other is given guesses
         self.backend.crop(count)
         self.tracker.append_decoded(-count)
         self.croppable = 0

@@ -41,7 +41,7 @@ Held = Callable[[int], tuple[Tokens, list[int]]]  # a layer's tokens, and how ma
 class Guessed:
     """Tokens that one layer was given and may have to give back, and its state before them."""
 
-    before: LayerSnapshot
+    before: LayerSnapshot | None  # None: it did not change
     key: Tensor  # [rows, kv_heads, q, dim]
     value: Tensor
     layout: BatchLayout
@@ -114,9 +114,7 @@ class EvictingBackend:
         self, index: int, history: History, call: AttentionCall, layout: BatchLayout
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to all tokens seen, whatever was evicted; while the prompt goes on, nothing is held of it."""
-        layer = self.steps.store[index] = RaggedLayer(self.bits)
-        if (past := history.read(index)) is not None:
-            layer.hold([self.query_buffer.past_tokens(*past, self.token_states.get(index))])
+        layer = self.steps.store[index] = self._read(index, history)
         result = self._attend_over_layer(index, layer, call, layout)
         history.append(index, call.key[0].detach(), call.value[0].detach())
         if layout.is_deferred:
@@ -124,6 +122,13 @@ class EvictingBackend:
                 self.new_states[index] = state
             self.steps.store[index] = RaggedLayer(self.bits)
         return result
+
+    def _read(self, index: int, history: History) -> RaggedLayer:
+        """A layer of all tokens seen."""
+        layer = RaggedLayer(self.bits)
+        if (past := history.read(index)) is not None:
+            layer.hold([self.query_buffer.past_tokens(*past, self.token_states.get(index))])
+        return layer
 
     def _attend_over_layer(
         self, index: int, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout
@@ -230,23 +235,42 @@ class EvictingBackend:
     def _attend_guesses(
         self, index: int, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as the decode steps of these tokens would, if the guesses are right."""
-        self.evictor.store_all()
+        """Attend as the decode steps of these tokens would, if the guesses are right; to the whole history, if any."""
         key, value = call.key.detach().clone(), call.value.detach().clone()  # not views of the whole prompt's
+        if self.history:
+            self.guessed[index] = Guessed(None, key, value, layout)
+            return self._attend_history(index, self._read(index, self.history), call, layout)
+        self.evictor.store_all()
         self.guessed[index] = Guessed(layer.snapshot(several=True), key, value, layout)
         spans = _decode_spans(layer, key.shape[2])
         parts = [self._attend_over_cache(layer, call.tokens(span), layout.tokens(span)) for span in spans]
         return call.to_hf_output(torch.cat(parts, 2))
+
+    @torch.no_grad()
+    def _attend_history(
+        self, index: int, past: RaggedLayer, call: AttentionCall, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to all tokens before these guesses, and keep those of them that matter to these, if that is due."""
+        if any(layout.evict_now):
+            queries = Found(queries=call.query[0].detach())
+            row = self.query_buffer.stored(index, 0, call.how, past, layout.seen[0], queries, True)
+            self.evictor.evict(index, [row], may_wait=True)
+        return call.to_hf_output(self._attend_over_cache(past, call, layout))
 
     def crop(self, count: int) -> None:
         """Take back the last of the tokens that were guessed; the others count as decoded."""
         if any(new.key.shape[2] > count for new in self.guessed.values()):
             self.query_buffer.begin([1])
         for index, new in self.guessed.items():
-            layer = self.store[index]
-            layer.restore(new.before)
-            for span in _decode_spans(layer, new.key.shape[2] - count):
+            layer, right = self.store[index], new.key.shape[2] - count
+            if new.before:
+                layer.restore(new.before)
+            for span in _decode_spans(layer, right):
                 layer.append(new.key[:, :, span], new.value[:, :, span], new.layout.tokens(span).positions, None)
+            if self.history:
+                self.history.append(index, new.key[0, :, :right], new.value[0, :, :right])
+        if self.history:
+            self.history.commit()
         self.guessed = {}
 
     def _attend(

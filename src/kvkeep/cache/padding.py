@@ -89,6 +89,10 @@ class BatchLayout:
             return self
         return replace(self, evict_now=[False] * len(self.counts), evict_later=self.evict_now)
 
+    def as_guesses(self, selects: bool) -> BatchLayout:
+        """All of these tokens may be taken back. selects: what is kept of those before them is selected again"""
+        return replace(self, evict_now=[selects] * len(self.counts), frozen=True, guessed=True)
+
     def with_guesses(self, count: int) -> BatchLayout:
         """Followed by so many guesses in every row: nothing is evicted for them."""
         seen = [s + n for s, n in zip(self.seen, self.counts, strict=True)]

@@ -121,6 +121,7 @@ class RunOptions:
     prefill_chunk_size: ChunkSize = None
     storage: Storage = None
     compare: bool = option(False, "Also answer with the full cache, and compare.", "--compare")
+    exact: bool = option(False, "Verify every token against the whole prompt: the answer is that of `full`.", "--exact")
     as_json: AsJson = False
     device: Device = None
     dtype: Dtype = None

@@ -26,7 +26,7 @@ from kvkeep.model.hf_cache import context_length
 from kvkeep.model.load import check_device, load, load_context_length, load_tokenizer, quiet_transformers
 from kvkeep.terminal import AnswerTimer
 
-GENERATION = "max_new_tokens", "temperature", "top_p", "top_k", "seed"  # options of `kvkeep run`
+GENERATION = "max_new_tokens", "temperature", "top_p", "top_k", "seed", "exact"  # options of `kvkeep run`
 REPORTED = "kept_per_head", "kept", "bytes", "full_bytes", "index_bytes", "host_bytes", "coverage"  # of a Report
 PREFIX_BYTES = 1_000_000_000  # of what was said before in a chat, which is not prefilled again
 WARM_UP = 2000  # characters of a document: some hundred tokens

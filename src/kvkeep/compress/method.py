@@ -146,6 +146,12 @@ class Method(Checked):
         return self.summary is not None or bool(self.memory and self.memory.sees_all and not self.scores_own_tokens)
 
     @property
+    def selects_by_queries(self) -> bool:
+        """Whether any queries can decide what is kept, without those of the text."""
+        asks = bool(self.observation_window or self.draft)
+        return asks and not (self.memory or self.summary)
+
+    @property
     def scores_own_tokens(self) -> bool:
         """It scores a prompt's tokens in the pass that brings them, and not again."""
         memory = self.memory

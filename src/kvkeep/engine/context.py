@@ -24,6 +24,7 @@ from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.report import Report
 from kvkeep.engine.detokenizer import Answer
 from kvkeep.engine.driver import Driver, Handle
+from kvkeep.engine.exact import exact_config
 from kvkeep.engine.history_store import sequence_after
 from kvkeep.engine.progress import ProgressCallback, ProgressOption, watch
 from kvkeep.engine.request import Request
@@ -108,24 +109,29 @@ class Context:
     def _prompt(self, question: str, how: Generation) -> Tensor:
         """Ids of the text and a question that both fit the model."""
         check_text("question", question)
+        self._config_to_answer(how)
         seen = self.sequence.token_ids
         ids = seen + self.sequence.config.question_ids(self.text, question, seen)
         self.sequence.config.check_length(len(ids), how.max_new_tokens)
         self._warn(question)
         return torch.tensor(ids)
 
+    def _config_to_answer(self, how: Generation) -> SequenceConfig:
+        config, known = self.sequence.config, self.sequence.history
+        return exact_config(config, known.pool if known else None) if how.exact else config
+
     def _submit(self, question: str, ids: Tensor, how: Generation, progress: ProgressCallback) -> Handle:
         with self._driver.lock:
-            sequence = self._continued(ids)
+            sequence = self._continued(ids, how)
             sequence.set_question(question, self.tokens)
         request = Request(sequence.config, ids, how, sequence, progress=progress, interactive=True, keeps_cache=True)
         return Handle(self._driver.submit(request), self._driver)
 
-    def _continued(self, ids: Tensor) -> Sequence:
+    def _continued(self, ids: Tensor, how: Generation) -> Sequence:
         """A sequence that goes on after the text. ids: of text and question"""
         if (known := self.sequence.history) is None:
             return self.sequence.fork()
-        continued = sequence_after(known, self.sequence.config, ids, self.tokens)
+        continued = sequence_after(known, self._config_to_answer(how), ids, self.tokens)
         assert (history := continued.history) is not None
         history.makes_blocks = False  # nobody goes on after a question
         return continued

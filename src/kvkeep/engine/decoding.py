@@ -45,7 +45,7 @@ class Decoding:
     def place(self, request: Request) -> None:
         """Choose the batch of a request whose first token is delivered: it waits for a row from now on."""
         batch = self.batch_for(request)
-        del self.held.first_tokens[request]
+        self.held.first_tokens.pop(request, None)
         self.held.batch_of[request] = batch
         request.move(State.PREFILLED)
 
@@ -79,7 +79,8 @@ class Decoding:
         batch.clear()
         held.batches = {kind: each for kind, each in held.batches.items() if each is not batch}
         held.row_limit = max(1, len(requests) // 2)
-        lost = [each for each in requests if len(requests) == 1 or each.continues]
+        guesses = list(held.guesses.values())  # they fail, and those they are for begin again
+        lost = [each for each in requests if len(requests) == 1 or each.continues or each in guesses]
         for request in lost:
             del held.batch_of[request]
             request.finish(own_error(error))

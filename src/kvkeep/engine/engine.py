@@ -22,6 +22,7 @@ from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.context import Context
 from kvkeep.engine.detokenizer import Answer
 from kvkeep.engine.driver import Driver, Handle
+from kvkeep.engine.exact import exact_config
 from kvkeep.engine.history_store import HistoryStore
 from kvkeep.engine.lockstep import Follower, Leader
 from kvkeep.engine.memory import free_host_bytes
@@ -234,7 +235,10 @@ class Engine:
         if rows is not None:
             check_count("rows", rows, 1, "at least one prompt is answered at a time; give a whole number")
         how = Generation.of(options)
-        requests = [Request(self.config, self.encode(prompt, question), how, question=question) for prompt in prompts]
+        config = self._config_to_answer(self.config, how)
+        requests = [Request(config, self.encode(prompt, question), how, question=question) for prompt in prompts]
+        for request in requests:
+            self._begin_alone(request)
         raise_numbered(too_long(request) for request in requests)
         self._driver.run(requests, rows or len(requests))
         raise_numbered(request.error for request in requests)
@@ -281,9 +285,11 @@ class Engine:
             check_value("context", context, str)
             request = self._about_context(owner, client, context, only_text(prompt), how)
         else:
-            ids, config = prompt_ids(self.config, prompt, question, tools), self._config_for(method, budget)
+            ids = prompt_ids(self.config, prompt, question, tools)
+            config = self._config_to_answer(self._config_for(method, budget), how)
             request = Request(config, ids, how, question=question, owner=owner, client=client)
             self._share_prefix(request, cache_prefix, is_chat(prompt), method is not None)
+            self._begin_alone(request)
         request.progress = progress
         return self._submit(request)
 
@@ -321,6 +327,16 @@ class Engine:
                 which = request.owner, request.config, request.ids, request.cuts
                 store.prepare(*which)
                 request.find_stored = partial(store.longest, *which)
+
+    def _config_to_answer(self, config: SequenceConfig, how: Generation) -> SequenceConfig:
+        """The same; for an exact answer one that evicts nothing while it is decoded."""
+        return exact_config(config, self.histories.pool if self.histories else None) if how.exact else config
+
+    def _begin_alone(self, request: Request) -> None:
+        """Have an exact answer begin with a history that is for no other request, if it has none yet."""
+        if request.how.exact and request.find_stored is None and self.histories is not None:
+            request.find_stored = partial(self.histories.begin, request.owner, request.config, request.ids)
+            request.shares_history = False
 
     def _histories_for(self, config: SequenceConfig, ids: Tensor) -> HistoryStore | None:
         """Where the host keeps all of a sequence, for others to go on with; None: it does not.
@@ -430,6 +446,9 @@ class Engine:
         with _known(id):
             entry, config = store.entry(owner, id), store.config_of(owner, id)
         check_text("question", question)
+        config = self._config_to_answer(config, how)
+        if how.exact and not entry.whole:
+            raise BadParameter("exact=True: what was evicted of this text is gone; store it with history='host'.")
         ids = torch.tensor(entry.ids + config.question_ids(entry.text, question, entry.ids))
         request = Request(config, ids, how, question=question, owner=owner, client=client)
         if entry.whole and self.histories is not None:
@@ -603,7 +622,8 @@ class Engine:
         the prefill takes more than a second; False: no bar.
         options: max_new_tokens=256, temperature=0.0 (the likeliest token), top_p=1.0, top_k=0 (all tokens), min_p=0.0,
         seed=0, stop=() (a text, or several, that end the answer), stop_token_ids=(), ignore_eos=False, min_tokens=0,
-        logit_bias={} (by token id), frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0
+        logit_bias={} (by token id), frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, exact=False
+        (True: verify every token against the whole history, so that the answer is that of `full`)
         """
         check_value("progress", progress, Callable | bool | None)
         self._check_no_prefill()
@@ -628,11 +648,12 @@ class Engine:
         begin: Callable[[], Sequence] | None = None,
     ) -> Iterator[str]:
         """Continue the engine's own sequence. begin: makes one that goes on after a history, in its place"""
-        sequence = self._sequence
+        sequence, config = self._sequence, self._config_to_answer(self.config, how)
         with watch(progress, len(ids) - len(sequence.token_ids)) as report:
-            continued = None if begin else sequence
-            request = Request(self.config, ids, how, continued, question, report, interactive=True, keeps_cache=True)
+            continued = None if begin or how.exact else sequence
+            request = Request(config, ids, how, continued, question, report, interactive=True, keeps_cache=True)
             request.find_stored = begin
+            self._begin_alone(request)
             self._driver.submit(request)
             sequence.has_prefill, self._last = False, request
             yield from Handle(request, self._driver)
@@ -667,7 +688,8 @@ class Engine:
         ids = self.config.encode(messages)
         if (histories := self._histories_for(self.config, ids)) and not self._sequence.has_prefill:
             self._begin_sequence()
-            begin = partial(histories.begin, "", self.config, ids, self._newest_message(ids))
+            config = self._config_to_answer(self.config, how)
+            begin = partial(histories.begin, "", config, ids, self._newest_message(ids))
             return "".join(self._answer(ids, how, None, progress, begin)).strip()
         if not self._continues(ids):
             self._check_no_prefill()

@@ -12,6 +12,7 @@ from kvkeep.cache.decode.draft_pool import MOST_ROWS, most_held
 from kvkeep.cache.passes import PassEnd, ending, run_passes
 from kvkeep.engine.batch import DecodeBatch, InflightStep, sampling_rows
 from kvkeep.engine.decoding import Decoding
+from kvkeep.engine.exact import Exact
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
 from kvkeep.engine.request import Request, State
@@ -27,6 +28,7 @@ class FirstTokens:
     held: HeldRequests
     memory: HeldMemory
     decoding: Decoding
+    exact: Exact
 
     def begin(self, request: Request, logits: Tensor, at_once: bool = False) -> None:
         """Sample the first token of a prompt that is prefilled. logits [vocabulary]
@@ -99,6 +101,6 @@ class FirstTokens:
                     request.add(token, logprobs)
                 if request.done:
                     self.held.remove(request)
-                else:
+                elif not self.exact.begin(request):
                     self.decoding.place(request)
         self.decoding.admit()

@@ -97,8 +97,11 @@ class HeldMemory:
         """Store the history of a prompt that is prefilled. A text that is read keeps it, too."""
         if self.histories is None or not (known := request.sequence.history):
             return
-        self.histories.add(request.owner, request.ids, known, public=bool(request.pin and request.pin.public))
-        if not request.prefill_only:
+        if request.shares_history:
+            self.histories.add(request.owner, request.ids, known, public=bool(request.pin and request.pin.public))
+        if request.how.exact:
+            known.makes_blocks = False  # of an answer: the next turn prefills it
+        elif not request.prefill_only:
             request.sequence.drop_history()
 
     def store_pinned(self, request: Request, pin: Pin) -> str:

@@ -71,18 +71,24 @@ class HeldRequests:
         self.waiting = FairQueue()
         self.first_tokens: dict[Request, InflightStep] = {}  # of those DRAFTING or SAMPLED
         self.batch_of: dict[Request, DecodeBatch] = {}  # of those PREFILLED or DECODING, or DONE and not released
+        self.guesses: dict[Request, Request] = {}  # of those GUESSING: who decodes their next tokens
         self.batches: dict[str, DecodeBatch] = {}  # by kind
         self.check_alike: Callable[[Exception], None] = lambda error: None  # raises what one process alone must not do
 
     @property
     def num_rows(self) -> int:
         """The number of requests that are prefilled."""
-        return len(self.first_tokens) + len(self.batch_of)
+        return len(self.first_tokens) + len(self.batch_of) + len(self.verifying)
 
     @property
     def num_waiting(self) -> int:
         """The number of requests whose prompts are not prefilled to the end. From any thread."""
-        return len(self.submitted) + len(self.waiting)
+        return len(self.submitted) + len(self.waiting) - len(self.verifying)
+
+    @property
+    def verifying(self) -> list[Request]:
+        """The requests whose guesses wait for a pass over the history."""
+        return [request for request in self.waiting if request.state is State.VERIFYING]
 
     @property
     def num_requests(self) -> int:
@@ -92,7 +98,7 @@ class HeldRequests:
     @property
     def taken(self) -> list[Request]:
         """All requests but those submitted since the last step."""
-        return [*self.waiting, *self.first_tokens, *self.batch_of]
+        return [*self.waiting, *self.first_tokens, *self.guesses, *self.batch_of]
 
     @property
     def requests(self) -> list[Request]:
@@ -101,7 +107,7 @@ class HeldRequests:
     @property
     def begun(self) -> list[Request]:
         """The requests whose prompts are prefilled in part."""
-        return [request for request in self.waiting if request.started]
+        return [request for request in self.waiting if request.state is State.PREFILLING]
 
     @property
     def prefilled(self) -> list[Request]:
@@ -111,7 +117,8 @@ class HeldRequests:
     @property
     def answering(self) -> list[Request]:
         """The requests that are decoded, and those whose first token is on its way."""
-        return [each for each in (*self.first_tokens, *self.batch_of) if each.state is not State.PREFILLED]
+        held = *self.first_tokens, *self.batch_of, *self.verifying
+        return [each for each in held if each.state is not State.PREFILLED]
 
     @property
     def is_read(self) -> bool:
@@ -132,8 +139,15 @@ class HeldRequests:
                 batch.release(request)
         elif request in self.first_tokens:
             del self.first_tokens[request]
+        elif request in self.guesses:
+            self._end_guesses(request)
         else:
             self.waiting.remove(request)
+
+    def _end_guesses(self, request: Request) -> None:
+        guesses = self.guesses.pop(request, None)
+        if guesses and not guesses.done:
+            self.end(guesses)
 
     def end(self, request: Request, error: Exception | None = None) -> None:
         if error is not None:
@@ -147,6 +161,7 @@ class HeldRequests:
         for request in left:
             self.first_tokens.pop(request, None)
             self.batch_of.pop(request, None)
+            self._end_guesses(request)
         self.waiting.put_back(left)
         for request in requests:
             request.restart()
@@ -175,7 +190,7 @@ class HeldRequests:
             request.finish(own_error(error))
         while self.submitted:  # other threads may add to it meanwhile
             self.submitted.popleft().finish(own_error(error))
-        for places in (self.waiting, self.first_tokens, self.batch_of):
+        for places in (self.waiting, self.first_tokens, self.guesses, self.batch_of):
             places.clear()
         for batch in self.batches.values():
             batch.clear()

@@ -33,19 +33,22 @@ class PackedForward(HFCacheAdapter):
         self.after_layer: AfterLayer | None = None
         self.shares_forward = len(self.compressed_layers) == len(self.layers)  # others would mix the sequences
 
-    def __call__(self, chunks: Seq[NextTokens], keep: int = 1, after_layer: AfterLayer | None = None) -> list[Tensor]:
-        """Run one pass. -> for each chunk the logits of its last `keep` tokens, 0: of all [keep, vocabulary]
+    def __call__(
+        self, chunks: Seq[NextTokens], keep: Seq[int] | None = None, after_layer: AfterLayer | None = None
+    ) -> list[Tensor]:
+        """Run one pass. -> for each chunk the logits of its last tokens, by default of one [keep, vocabulary]
 
         after_layer: called with the layer's number where something else has to be launched between layers
         """
+        counts = [1] * len(chunks) if keep is None else keep
         if not self.shares_forward or (len(chunks) == 1 and after_layer is None):
-            return [sequence.forward(ids, keep) for sequence, ids in chunks]
+            return [sequence.forward(ids, n) for (sequence, ids), n in zip(chunks, counts, strict=True)]
         ends = list(accumulate((len(ids) for _, ids in chunks), initial=0))
         spans = [slice(*span) for span in pairwise(ends)]
         self.spans = [(sequence, span) for (sequence, _), span in zip(chunks, spans, strict=True)]
         shown = [
-            span if keep == 0 or sequence.needs_all_logits else slice(span.stop - keep, span.stop)
-            for sequence, span in self.spans
+            span if sequence.needs_all_logits else slice(span.stop - n, span.stop)
+            for (sequence, span), n in zip(self.spans, counts, strict=True)
         ]
         self.after_layer = after_layer
         try:
@@ -55,7 +58,7 @@ class PackedForward(HFCacheAdapter):
         parts = logits.split([span.stop - span.start for span in shown])
         for (sequence, ids), part in zip(chunks, parts, strict=True):
             sequence.after_forward(ids, part)
-        return [part[-keep:] for part in parts]
+        return [part[-n:] for part, n in zip(parts, counts, strict=True)]
 
     def _forward(self, chunks: Seq[NextTokens], shown: Tensor) -> Tensor:
         for sequence, ids in chunks:

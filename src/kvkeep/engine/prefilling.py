@@ -12,11 +12,12 @@ from torch import Tensor
 from kvkeep.cache.passes import PassEnd, ending
 from kvkeep.engine.batch import DecodeBatch, fits_host
 from kvkeep.engine.decoding import Decoding
+from kvkeep.engine.exact import Exact
 from kvkeep.engine.first_tokens import FirstTokens
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
 from kvkeep.engine.packed_forward import AfterLayer, PackedForward
-from kvkeep.engine.request import Request
+from kvkeep.engine.request import Request, State
 from kvkeep.model.hf_cache import attention_cost, execution_device
 
 Chunk = tuple[Request, Tensor]  # a request, and those of its ids that are prefilled next
@@ -38,6 +39,7 @@ class Prefilling:
     memory: HeldMemory
     decoding: Decoding
     first_tokens: FirstTokens
+    exact: Exact
 
     def __post_init__(self) -> None:
         self.forward = PackedForward(self.model)
@@ -51,7 +53,7 @@ class Prefilling:
         beside, first = self.held.is_read or others, True
         limit: float = (BESIDE_TOKENS if beside else PACKED_TOKENS)[self.device]
         for request in self._turns():
-            if request.logits is not None and request.is_prefilled:
+            if request.state is not State.VERIFYING and request.logits is not None and request.is_prefilled:
                 with self.held.fails_alone(request):
                     self.first_tokens.begin(request, request.logits, at_once=True)
                 continue
@@ -72,14 +74,15 @@ class Prefilling:
     def _turns(self) -> Iterator[Request]:
         """Give the prompts that can be prefilled now. Behind one that does not fit, none begins."""
         held = self.held
+        yield from held.verifying
         rows = 0 if held.prefilled else held.row_limit - held.num_rows
         waiting = list(held.waiting) if rows > 0 else []
-        begun, fits = sum(each.started for each in waiting), True
+        begun, fits = len(held.begun) if waiting else 0, True
         for request in waiting:
-            if not request.started:
+            if request.state is State.WAITING:
                 fits = fits and begun < rows and self._start(request, alone=not (begun or held.num_rows))
                 begun += fits
-            if request.started:
+            if request.state is State.PREFILLING:
                 yield request
 
     def _cost(self, request: Request) -> float:
@@ -105,13 +108,15 @@ class Prefilling:
         meanwhile = partial(self._between_passes, requests, active)
         try:
             passing = self._decode_between_layers(chunks, active)
-            ends = []
+            ends, verified = [], {each for each in requests if each.state is State.VERIFYING}
             for request, ids in chunks:  # what may wait after a prompt's last chunk is left to `FirstTokens`
                 last = request.ends_with(ids)
                 later = last and request.can_settle_later, last and request.can_draft_later
-                ends.append(PassEnd(*later, meanwhile, self.memory.draft_room))
+                how = request in verified, request.selects_again
+                ends.append(PassEnd(*later, *how, meanwhile, self.memory.draft_room))
             with ending([request.sequence.cache for request in requests], ends):
-                logits = self.forward([(request.sequence, ids) for request, ids in chunks], 1, passing)
+                keep = [len(ids) if request in verified else 1 for request, ids in chunks]
+                logits = self.forward([(request.sequence, ids) for request, ids in chunks], keep, passing)
         except Exception as error:
             self.held.check_alike(error)
             if len(chunks) == 1 and not isinstance(error, Abandoned):
@@ -122,7 +127,10 @@ class Prefilling:
         else:
             for request, after in zip(requests, logits, strict=True):
                 with self.held.fails_alone(request):
-                    self._advance(request, after[-1])
+                    if request in verified:
+                        self.exact.end(request, after)
+                    else:
+                        self._advance(request, after[-1])
 
     def _between_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
         """Let others decode. Raise `Abandoned` where nobody waits for any of the requests: the next step drops them."""

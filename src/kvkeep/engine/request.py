@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache.decode.draft_pool import draft_tokens
@@ -18,7 +19,7 @@ from kvkeep.engine.memory import trim
 from kvkeep.engine.progress import Progress, ProgressCallback
 from kvkeep.engine.sampling import ConstraintState, Generation, TokenLogprobs
 from kvkeep.engine.sequence import Sequence, SequenceConfig
-from kvkeep.errors import BadInput
+from kvkeep.errors import BadInput, StoreFull
 from kvkeep.model.hf_cache import vocabulary_size
 from kvkeep.storage.ragged import GROWTH
 
@@ -32,18 +33,23 @@ class State(Enum):
     SAMPLED = auto()  # its first token is sampled, and perhaps not on the host yet
     PREFILLED = auto()  # its first token is delivered, and it waits for a row
     DECODING = auto()  # it has a row
+    GUESSING = auto()  # exact: its next tokens are guessed by a request of their own
+    VERIFYING = auto()  # exact: its guesses wait for a pass over the history
     DONE = auto()  # answered, failed or cancelled; an answer has its row until the end of the step
 
 
-IN_QUEUE = State.WAITING, State.PREFILLING
+FEWEST_GUESSES, MOST_GUESSES = 2, 32  # of an exact answer, at a time
+IN_QUEUE = State.WAITING, State.PREFILLING, State.VERIFYING
 ENDS = {State.WAITING, State.DONE}  # of any state: out of memory, a request begins again
 NEXT = {
-    State.WAITING: {State.PREFILLING} | ENDS,
+    State.WAITING: {State.PREFILLING, State.PREFILLED} | ENDS,
     State.PREFILLING: {State.DRAFTING, State.SAMPLED} | ENDS,
     State.DRAFTING: {State.SAMPLED} | ENDS,
-    State.SAMPLED: {State.PREFILLED} | ENDS,
+    State.SAMPLED: {State.PREFILLED, State.GUESSING, State.VERIFYING} | ENDS,
     State.PREFILLED: {State.DECODING} | ENDS,
     State.DECODING: ENDS,
+    State.GUESSING: {State.VERIFYING} | ENDS,
+    State.VERIFYING: {State.GUESSING, State.VERIFYING} | ENDS,
     State.DONE: {State.DONE},  # with an error: a step was cut short before its cache was complete
 }
 
@@ -54,6 +60,32 @@ class Pin:
 
     text: str
     public: bool
+
+
+@dataclass
+class Agreement:
+    """How many guesses of an exact answer were right."""
+
+    passes: int = 0  # over the history
+    guessed: int = 0
+    right: int = 0
+    next_guesses: int = 8
+    falls: bool = False
+
+    @staticmethod
+    def total(several: list[Agreement]) -> dict[str, int]:
+        """The sums of several answers, as usage and metrics show them."""
+        names = "passes", "guessed", "right"
+        return {name: sum(getattr(each, name) for each in several) for name in names}
+
+    def count(self, guessed: int, right: int) -> None:
+        """After a pass. Guess more while all are right, and fewer while less than half of them are."""
+        self.passes, self.guessed, self.right = self.passes + 1, self.guessed + guessed, self.right + right
+        self.falls = right < guessed / 2
+        if right == guessed:
+            self.next_guesses = min(MOST_GUESSES, 2 * self.next_guesses)
+        elif self.falls:
+            self.next_guesses = max(FEWEST_GUESSES, self.next_guesses // 2)
 
 
 @dataclass(eq=False)
@@ -75,6 +107,7 @@ class Request:
     cuts: tuple[int, ...] = ()  # ends of parts of the prompt, each of which is evicted from by itself
     whole_end: bool = False  # nothing is evicted from the last part, and for it
     find_stored: Callable[[], Sequence | None] | None = None  # a copy of a stored sequence to go on with
+    shares_history: bool = True  # with requests that begin alike
     pin: Pin | None = None  # the prompt is a text to be stored
     logits: Tensor | None = None  # after the prompt, if the sequence has seen it to the end [vocabulary]
 
@@ -103,6 +136,7 @@ class Request:
         self.answer = Answer(self.config.tokenizer, len(self.ids))
         self.logprobs: list[TokenLogprobs] = []  # of every token, if they are wanted
         self._constraint = ConstraintState(self.how.constraint) if self.how.constraint else None
+        self.agreement, self.guessed = Agreement(), list[int]()  # of an exact answer, and what is to be verified
         self.steps = 0  # decode steps so far: tokens of the answer that went through the model
         self._stops_from = 0  # characters of the answer in which no stop text is looked for
 
@@ -142,6 +176,8 @@ class Request:
         """Make its sequence, with the question's queries captured, before the first chunk."""
         stored = self.find_stored() if self.find_stored and not self.continues else None
         sequence = self.continues or stored or self.config.new_sequence()
+        if self.how.exact and sequence.history is None:
+            raise StoreFull("exact=True verifies answers against a history, and host_memory= has no room for this one.")
         if self.question is not None:
             sequence.set_question(self.question, len(self.ids))
         self._sequence = sequence
@@ -168,6 +204,8 @@ class Request:
 
     def next_chunk(self, limit: int | None) -> Tensor:
         """The ids that the next forward pass prefills, within one part; limit: as in `Sequence.next_chunk`."""
+        if self.state is State.VERIFYING:
+            return torch.tensor([self.answer.ids[-1], *self.guessed])
         return self.sequence.next_chunk(self.ids[: self._part_end], limit)
 
     @property
@@ -203,10 +241,14 @@ class Request:
     def goes_on_after(self, token: int) -> bool:
         """Whether the answer surely does not end with this token, its first."""
         how = self.how
-        return how.max_new_tokens > 1 and token not in self._ends and not (how.stop or how.constraint)
+        return how.max_new_tokens > 1 and token not in self.ends and not (how.stop or how.constraint)
+
+    def is_end(self, token: int) -> bool:
+        """Whether the answer ends with this token, which is no part of it; or before, where nothing may follow."""
+        return token in self.ends or bool(self._constraint and (self._constraint.over or self._constraint.error))
 
     @property
-    def _ends(self) -> set[int]:
+    def ends(self) -> set[int]:
         """The tokens that end the answer."""
         eos = set() if self.how.ignore_eos and not self.how.constraint else self.eos_token_ids
         return eos.union(self.how.stop_token_ids)
@@ -276,6 +318,16 @@ class Request:
         held = cache.backend.report(cache.tracker.seen)
         self.kept_tokens, self.kept_bytes = held.kept_per_head, held.bytes
 
+    @property
+    def selects_again(self) -> bool:
+        """Whether the pass that verifies its guesses selects what is kept: too many of the last ones were wrong."""
+        return self.agreement.falls and self.config.method.selects_by_queries
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing of the prompt is evicted or quantized."""
+        return self.kept_tokens == len(self.ids) and not self.sequence.cache.bits
+
     def allowed(self) -> Tensor:
         """The tokens its constraint lets follow, as in `ConstraintState`."""
         assert self._constraint is not None
@@ -287,7 +339,7 @@ class Request:
             return self.finish(self._constraint.error)
         self.first_token_s = self.first_token_s or time.perf_counter() - self.created_s
         answer, stop, before = self.answer, self.how.stop, len(self.text)
-        ends = token in self._ends or bool(self._constraint and self._constraint.over)
+        ends = self.is_end(token)
         if not ends:
             answer.add(token)
             self.logprobs += [logprobs] if logprobs else []

@@ -120,6 +120,7 @@ class Generation:
     repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt and answer, multiplies negative ones
     min_tokens: int = 0  # before so many no EOS, stop token or stop text ends an answer; a constraint may
     stop_token_ids: Sequence[int] = ()  # tokens that end an answer like EOS
+    exact: bool = False  # verify its tokens against the whole history: the answer is that of `full`
     ignore_eos: bool = False  # EOS does not end an answer, unless a constraint has it
 
     def __post_init__(self) -> None:
@@ -150,8 +151,9 @@ class Generation:
         check_count("min_tokens", self.min_tokens, 0, "use a whole number of tokens, 0 or more")
         if self.min_tokens > self.max_new_tokens:
             raise BadParameter(f"min_tokens={self.min_tokens} is more than max_new_tokens={self.max_new_tokens}.")
-        if not isinstance(self.ignore_eos, bool):
-            raise BadParameter(f"ignore_eos={self.ignore_eos!r}: use True or False.")
+        for name in ("ignore_eos", "exact"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise BadParameter(f"{name}={value!r}: use True or False.")
         if not isinstance(self.logit_bias, Mapping):
             raise BadParameter(f"logit_bias={self.logit_bias!r}: give a number for each of some token ids.")
         if not isinstance(self.stop_token_ids, Iterable) or isinstance(self.stop_token_ids, str | Mapping):

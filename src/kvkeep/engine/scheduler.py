@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvkeep.engine.decoding import Decoding
+from kvkeep.engine.exact import Exact
 from kvkeep.engine.first_tokens import FirstTokens
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
@@ -36,8 +37,9 @@ class Scheduler:
         self.held = HeldRequests(max_rows)
         self.memory = HeldMemory(model, self.held, memory, store, histories)
         self.decoding = Decoding(model, self.held, self.memory, max_tokens)
-        self.first_tokens = FirstTokens(model, eos_token_ids, self.held, self.memory, self.decoding)
-        self.prefilling = Prefilling(model, self.held, self.memory, self.decoding, self.first_tokens)
+        self.exact = Exact(self.held, self.decoding)
+        self.first_tokens = FirstTokens(model, eos_token_ids, self.held, self.memory, self.decoding, self.exact)
+        self.prefilling = Prefilling(model, self.held, self.memory, self.decoding, self.first_tokens, self.exact)
         self.agree: Callable[[News], News] = lambda news: news  # what all processes that share the model know
 
     def submit(self, request: Request) -> Request:
@@ -57,6 +59,7 @@ class Scheduler:
         held, decoding = self.held, self.decoding
         decoding.release_finished()
         self.drop_cancelled()
+        self.exact.end_guesses()
         decoding.admit(between_steps=True)
         chunks, sampled = list(self.prefilling.next_chunks()), list(held.first_tokens)
         # while nobody reads the answers, all prompts are prefilled first: a step of many rows takes little longer

@@ -164,8 +164,13 @@ class Sequence:
     def drop_history(self) -> None:
         """Go on with what is held on the device alone."""
         backend = self.cache.backend
-        assert isinstance(backend, EvictingBackend) and backend.history is not None
-        backend.stored_bytes, backend.history = backend.history.nbytes, None
+        if isinstance(backend, EvictingBackend) and backend.history is not None:
+            backend.stored_bytes, backend.history = backend.history.nbytes, None
+
+    def accept(self, count: int) -> None:
+        """Keep the first of the tokens that the last pass verified, and take the others back."""
+        del self.token_ids[len(self.token_ids) - self.cache.croppable + count :]
+        self.cache.accept(count)
 
     def set_question(self, question: str, tokens: int) -> None:
         """Capture the question's queries, for a method that retrieves with them, before a prefill of so many tokens."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeep.engine.request import Request
+from kvkeep.engine.request import Agreement, Request
 from kvkeep.engine.sampling import TokenLogprobs
 from kvkeep.errors import UnknownName
 from kvkeep.serve.failure import Failure, no_context
@@ -144,6 +144,7 @@ class Answers:
     def usage(self) -> Usage:
         requests = [answer.request for answer in self.answers]
         prompts = requests[:: len(requests) // self.num_prompts]
+        exact = [each.agreement for each in requests if each.how.exact]
         return Usage(
             prompt=sum(len(each.ids) for each in prompts),
             answer=sum(len(each.answer.ids) for each in requests),
@@ -153,6 +154,7 @@ class Answers:
                 "budget": requests[0].config.budget,
                 "kept_tokens": sum(each.kept_tokens for each in prompts),  # per KV head
                 "kept_bytes": sum(each.kept_bytes for each in prompts),
+                **({"exact": Agreement.total(exact)} if exact else {}),
             },
         )
 

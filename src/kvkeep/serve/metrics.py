@@ -30,6 +30,11 @@ class Metrics:
         self.prompt_tokens = Counter("kvkeep_prompt_tokens", "Tokens of prompts, cached ones included.", **how)
         self.cached_tokens = Counter("kvkeep_cached_tokens", "Of these, those that were stored.", **how)
         self.answer_tokens = Counter("kvkeep_answer_tokens", "Generated tokens.", **how)
+        self.exact = {
+            "passes": Counter("kvkeep_exact_passes", "Passes over a history that verified guesses.", **how),
+            "guessed": Counter("kvkeep_exact_guessed_tokens", "Tokens guessed for exact answers.", **how),
+            "right": Counter("kvkeep_exact_right_tokens", "Of these, those that were right.", **how),
+        }
         self.first = Histogram(
             "kvkeep_first_token_seconds", "From a request to its first text.", buckets=SECONDS, **how
         )
@@ -89,6 +94,8 @@ class Metrics:
             self.prompt_tokens.inc(usage.prompt)
             self.cached_tokens.inc(usage.cached)
             self.answer_tokens.inc(usage.answer)
+            for name, number in usage.kept.get("exact", {}).items():
+                self.exact[name].inc(number)
 
     def _total(self, measured: Callable[[Request], float]) -> Callable[[], float]:
         """Give a function that adds up what is measured of the requests under way."""

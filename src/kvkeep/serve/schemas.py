@@ -97,10 +97,11 @@ class Extension(Compression):
     protocol: Literal["agnostic", "aware"] | None = None  # agnostic: what comes before the last message is compressed
     # without it, so that other requests may share it; aware: all of the prompt at once
     context: str | None = None  # the id of a text given to /v1/contexts
+    exact: bool | None = None  # verify every token against the whole history: the answer is that of `full`
 
     def options(self) -> dict[str, Any]:
         """The options of `Engine.submit`."""
-        given = super().options()
+        given = super().options() | ({"exact": True} if self.exact else {})
         return given if self.protocol is None else given | {"cache_prefix": self.protocol == "agnostic"}
 
 
