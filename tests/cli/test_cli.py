@@ -129,6 +129,18 @@ def test_compare_runs_full_beside_it(tiny, document):
     assert quantized["bytes"] < quantized["results"][1]["bytes"]
 
 
+def test_an_exact_answer_is_that_of_full(tiny, document):
+    args = ("run", document, "How many?", "--budget", "100", "--max-new-tokens", 12, "--exact")
+    mine, full = json.loads(kvkeep_(*args, "--json", "--compare").stdout)["results"]
+    assert mine["answer"] == full["answer"] and mine["bytes"] < full["bytes"] and full["host_bytes"] == 0
+    assert mine["exact"]["passes"] > 0 and full["exact"] == {"passes": 0, "guessed": 0, "right": 0}
+    said = " ".join(kvkeep_(*args).stdout.split())
+    assert f"{mine['exact']['right']} of {mine['exact']['guessed']} guesses right" in said
+    assert "verified" not in kvkeep_(*args[:-1]).stdout
+    done = kvkeep_(*args, "--method", "quest")
+    assert done.exit_code == 2 and "error: exact=True cannot work with 'quest'" in done.stderr
+
+
 def test_methods_that_are_compared_are_warmed_up_first(tiny, document, monkeypatch):
     began = []
     stream = kvkeep.Engine.stream

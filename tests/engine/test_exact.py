@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 import warnings
 from collections import Counter
 from unittest.mock import Mock
@@ -209,6 +210,15 @@ def test_many_at_once_beside_others(chat, full, spec):
     assert not (held.num_requests or held.guesses or held.verifying)
 
 
+def test_a_thread_steps_until_an_answer_is_complete(chat):
+    """Also while its guesses are complete and not verified yet, and no batch has a row of it."""
+    one = engine(chat)
+    handle = one.submit(say(TALK[0]), exact=True, **ALIKE)
+    while one._driver.thread:
+        time.sleep(0.01)
+    assert handle.done and len(handle.request.answer.ids) == 24
+
+
 @pytest.mark.parametrize("state", [State.GUESSING, State.VERIFYING])
 def test_cancelled_answers_leave_nothing(chat, full, state):
     one = engine(chat)
@@ -264,6 +274,16 @@ def test_nothing_is_verified_where_nothing_is_evicted(chat, full, monkeypatch):
     assert request.answer.ids == asked(full).answer.ids and request.agreement == Agreement()
     with pytest.raises(AssertionError):  # codes are not what the model computed
         asked(engine(chat, "snapkv", 4096, storage="int8"), exact=True)
+
+
+def test_full_is_exact_without_a_history(chat, full):
+    for options in ({}, {"history": None}):
+        request = asked(one := engine(chat, "full", **options), exact=True, cache_prefix=False)
+        assert request.answer.ids == asked(full).answer.ids and not request.agreement.passes
+        assert one.generate(TALK[0], exact=True, max_new_tokens=9) == full.generate(TALK[0], max_new_tokens=9)
+        assert one.cache.report().host_bytes == 0
+    with pytest.raises(BadParameter, match="history='host'"):
+        engine(chat, "full", history=None, storage="int8").generate(TALK[0], exact=True)
 
 
 def test_what_is_kept_is_selected_again_when_guesses_fall(chat, full, monkeypatch):

@@ -272,3 +272,35 @@ def test_usage_is_null_until_the_last_chunk_of_a_stream(api, asks):
             assert usage[:-1] == [None] * (len(chunks) - 1) and usage[-1]["completion_tokens"] == 12
         else:
             assert set(usage) == {"none"}
+
+
+def test_an_exact_answer_is_that_of_full(served, api):
+    """And `usage` and `/metrics` say how many guesses were right."""
+    text = [{"role": "system", "content": "The geese. " * 30}, *HELLO]
+
+    def ask(**how):
+        reply = api.chat.completions.create(messages=text, **COLD, extra_body={"kvkeep": how})
+        return reply.choices[0].message.content, reply.usage.kvkeep
+
+    before, (whole, usage) = served.metrics.exact["passes"]._value.get(), ask(method="full")
+    mine, found = ask(exact=True, budget=16)
+    assert mine == whole != ask(budget=16)[0] and "exact" not in usage
+    found = found["exact"]
+    assert found["passes"] > 0 and 0 <= found["right"] <= found["guessed"]
+    with urllib.request.urlopen(served.url + "/metrics") as reply:
+        lines = dict(line.split() for line in reply.read().decode().splitlines() if line.startswith("kvkeep_exact"))
+    assert float(lines["kvkeep_exact_passes_total"]) == before + found["passes"]
+    assert float(lines["kvkeep_exact_right_tokens_total"]) == found["right"]
+    pieces = api.chat.completions.create(messages=text, **COLD, stream=True, extra_body={"kvkeep": {"exact": True}})
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole
+    for path, asked in (("completions", {"prompt": "Geese."}), ("responses", {"input": "Geese."})):
+        most = "max_tokens" if path == "completions" else "max_output_tokens"
+        status, reply = post(served, f"/v1/{path}", {"model": "tiny", most: 4, "kvkeep": {"exact": True}, **asked})
+        assert status == 200 and reply["usage"]["kvkeep"]["exact"]["guessed"] == 0  # nothing is evicted
+
+
+def test_what_cannot_be_exact_is_refused_by_name(served):
+    for how, said in (({"method": "quest"}, "cannot work with 'quest'"), ({"exact": 2}, "kvkeep.exact")):
+        asked = {"model": "tiny", "messages": HELLO, "kvkeep": {"exact": True, **how}}
+        status, reply = post(served, "/v1/chat/completions", asked)
+        assert status == 400 and said in reply["error"]["message"]

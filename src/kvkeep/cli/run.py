@@ -17,7 +17,7 @@ from kvkeep.cli.show import Outcome, Say, busy
 from kvkeep.compress.defaults import PROMPT_METHODS
 from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.request import Request
+from kvkeep.engine.request import Agreement, Request
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.sequence import check_length
 from kvkeep.errors import KvkeepError
@@ -119,6 +119,7 @@ def ask(
         context_length=context_length(engine.model),
         new_tokens=len(engine.answer.ids),
         **{key: report[key] for key in REPORTED},
+        exact=Agreement.total([engine.agreement]) if generation["exact"] else None,
         first_token_s=timer.first_token_s,
         tokens_per_s=timer.rate(len(engine.answer.ids)),
     )

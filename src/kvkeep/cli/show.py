@@ -38,6 +38,7 @@ class Outcome:
     first_token_s: float
     tokens_per_s: float | None  # None after a single token
     coverage: float | None = None  # of the scores, by what is kept, if that decides how much it is
+    exact: dict[str, int] | None = None  # of an exact answer: passes over the history, tokens guessed and right ones
 
 
 class Say:
@@ -152,6 +153,7 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
         *row("cache holds", lambda e: f"{format_bytes(e.bytes)} ({held_share(e.bytes, e.full_bytes):.0%})"),
         *row("offloaded", lambda each: format_bytes(each.host_bytes), any(each.host_bytes for each in outcomes)),
         *row("a full cache would hold", lambda each: format_bytes(each.full_bytes), not has_full),
+        *row("verified", lambda each: _verified(each.exact), any(each.exact for each in outcomes)),
         *row("time to first token", lambda each: f"{each.first_token_s:.2f} s"),
         *row("tokens per second", lambda each: f"{each.tokens_per_s:.1f}" if each.tokens_per_s else "–"),
     ]
@@ -166,6 +168,12 @@ def _names(outcomes: list[Outcome]) -> list[str]:
     for each in outcomes:
         budgets.setdefault(each.method, set()).add(each.budget)
     return [each.method if len(budgets[each.method]) == 1 else f"{each.method} {each.budget}" for each in outcomes]
+
+
+def _verified(exact: dict[str, int] | None) -> str:
+    if not exact or not exact["passes"]:
+        return "–"
+    return f"in {exact['passes']} passes; {exact['right']} of {exact['guessed']} guesses right"
 
 
 def _length(outcome: Outcome) -> str:

@@ -29,7 +29,7 @@ from kvkeep.engine.memory import free_host_bytes
 from kvkeep.engine.prefix_store import PrefixStore, cuts_of
 from kvkeep.engine.progress import ProgressCallback, ProgressOption, watch
 from kvkeep.engine.prompts import Prompt, check_prompts, is_chat, only_text, prompt_ids
-from kvkeep.engine.request import Pin, Request, raise_numbered, too_long
+from kvkeep.engine.request import Agreement, Pin, Request, raise_numbered, too_long
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import Sequence, SequenceConfig
@@ -216,6 +216,11 @@ class Engine:
         """The last answer of `stream` or `chat`, with its token ids."""
         return self._last.answer if self._last else Answer(self.tokenizer)
 
+    @property
+    def agreement(self) -> Agreement:
+        """How many guesses were right in the last answer of `stream` or `chat`, if that was exact."""
+        return self._last.agreement if self._last else Agreement()
+
     @overload
     def generate(self, prompt: str, **options: Any) -> str: ...
     @overload
@@ -334,7 +339,8 @@ class Engine:
 
     def _begin_alone(self, request: Request) -> None:
         """Have an exact answer begin with a history that is for no other request, if it has none yet."""
-        if request.how.exact and request.find_stored is None and self.histories is not None:
+        needs_history = request.how.exact and not request.config.is_exact
+        if needs_history and request.find_stored is None and self.histories is not None:
             request.find_stored = partial(self.histories.begin, request.owner, request.config, request.ids)
             request.shares_history = False
 
@@ -447,7 +453,7 @@ class Engine:
             entry, config = store.entry(owner, id), store.config_of(owner, id)
         check_text("question", question)
         config = self._config_to_answer(config, how)
-        if how.exact and not entry.whole:
+        if how.exact and not (entry.whole or config.is_exact):
             raise BadParameter("exact=True: what was evicted of this text is gone; store it with history='host'.")
         ids = torch.tensor(entry.ids + config.question_ids(entry.text, question, entry.ids))
         request = Request(config, ids, how, question=question, owner=owner, client=client)

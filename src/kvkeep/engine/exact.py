@@ -34,6 +34,8 @@ MANY_PASSES, PAYING = 8, 2  # after so many passes over a history, each should b
 def exact_config(config: SequenceConfig, pool: HostPool | None) -> SequenceConfig:
     """A config for exact answers: nothing is evicted while guesses are decoded. Raise why there can be none."""
     method = config.method
+    if config.is_exact:
+        return config
     if pool is None:
         raise BadParameter("exact=True verifies answers against a history; make the engine with history='host'.")
     if pool.bits:

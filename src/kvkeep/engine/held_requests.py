@@ -78,7 +78,8 @@ class HeldRequests:
     @property
     def num_rows(self) -> int:
         """The number of requests that are prefilled."""
-        return len(self.first_tokens) + len(self.batch_of) + len(self.verifying)
+        guessed = sum(guesses not in self.batch_of for guesses in list(self.guesses.values()))
+        return len(self.first_tokens) + len(self.batch_of) + guessed + len(self.verifying)
 
     @property
     def num_waiting(self) -> int:

@@ -176,7 +176,7 @@ class Request:
         """Make its sequence, with the question's queries captured, before the first chunk."""
         stored = self.find_stored() if self.find_stored and not self.continues else None
         sequence = self.continues or stored or self.config.new_sequence()
-        if self.how.exact and sequence.history is None:
+        if self.how.exact and sequence.history is None and not self.config.is_exact:
             raise StoreFull("exact=True verifies answers against a history, and host_memory= has no room for this one.")
         if self.question is not None:
             sequence.set_question(self.question, len(self.ids))

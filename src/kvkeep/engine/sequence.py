@@ -113,8 +113,16 @@ class SequenceConfig:
 
     def kept(self, tokens: int) -> int:
         """The tokens kept of so many, per KV head, on average; with a retrieval method, those on the device."""
-        keeps_all = self.method.scorer is None and not self.method.retrieval
-        return tokens if keeps_all else min(tokens, self._budget.tokens(tokens))
+        return tokens if self._keeps_all else min(tokens, self._budget.tokens(tokens))
+
+    @property
+    def _keeps_all(self) -> bool:
+        return self.method.scorer is None and not self.method.retrieval
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every answer is that of the whole model: all keys and values are kept as they are."""
+        return self._keeps_all and not self.cache_options.get("storage")
 
     @property
     def _budget(self) -> Budget:
