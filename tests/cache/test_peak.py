@@ -7,7 +7,9 @@ from masked_reference import forward_rows
 
 import kvkeep
 from kvkeep.cache.eviction import EvictingBackend
+from kvkeep.cache.evictor import SPARE
 from kvkeep.compress.parse import parse
+from kvkeep.storage.history import History, HostPool, StreamedLayers
 
 LAYERS, BUDGET, LENGTH = 8, 40, 120
 COMPARING = ["snapkv+cake", "lookahead+cake", "kvzip:layerwise=true+cake", "snapkv+shared"]  # layers
@@ -42,6 +44,66 @@ def test_of_every_method_the_peak_is_the_prompt_and_one_layer(way):
         if report.peak_bytes > most:
             over[spec] = report.peak_bytes / report.full_bytes
     assert not over
+
+
+def over_a_history(model, spec, ids, history=True, storage=None):
+    cache = kvkeep.Cache(model, spec, BUDGET, storage=storage)
+    if history:
+        cache.continue_from(History(HostPool(model.device)), [])
+    cache.defer_eviction(ids.shape[1])
+    for part in ids.split([150, 130, 70], 1):
+        model(part, past_key_values=cache)
+    return cache
+
+
+def test_over_a_history_the_peak_is_what_is_kept_and_two_layers():
+    """Passes after the prompt read one layer after the other from the host, and what is kept is the same."""
+    model, n = make_llama(num_hidden_layers=LAYERS), 350
+    ids = torch.randint(2, 128, (1, n), generator=torch.Generator().manual_seed(2))
+    for spec in SPECS:
+        method = parse(spec)
+        if method.scores_own_tokens or method.placement:
+            continue
+        cache, held = over_a_history(model, spec, ids), over_a_history(model, spec, ids, history=False)
+        assert [cache.kept(i) for i in range(LAYERS)] == [held.kept(i) for i in range(LAYERS)], spec
+        report, layer = cache.report(), cache.report().full_bytes / LAYERS
+        kept = SPARE * report.bytes if method.across_layers else report.bytes
+        if method.draft:
+            kept = LAYERS * layer * (method.draft.kept(BUDGET, n) + method.draft.steps) / n
+        most = report.full_bytes + layer if method.layers.layer_weight else kept + 2 * layer
+        assert report.bytes < report.peak_bytes <= most, spec
+        assert report.host_bytes == report.full_bytes
+
+
+@pytest.mark.parametrize("spec", ["kvzip", "kvkeep_context", "lookahead"])
+@pytest.mark.parametrize("cut", ["pass", "layer"])
+@pytest.mark.parametrize("storage", [None, "int8"])
+def test_passes_over_a_history_that_were_cut_short_begin_again(spec, cut, storage, monkeypatch):
+    model, calls = make_llama(num_hidden_layers=LAYERS, head_dim=16, vocab_size=258), []
+    ids = torch.randint(2, 128, (1, 350), generator=torch.Generator().manual_seed(2))
+    want = over_a_history(model, spec, ids, storage=storage)
+    read = "part" if spec == "kvkeep_context" else "__getitem__"
+    where = (EvictingBackend, "_evicted") if cut == "layer" else (StreamedLayers, read)
+    own = getattr(*where)
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return own(*args)
+
+    cache = kvkeep.Cache(model, spec, BUDGET, storage=storage)
+    cache.continue_from(History(HostPool(model.device)), [])
+    cache.defer_eviction(350)
+    monkeypatch.setattr(*where, fail)
+    with pytest.raises(KeyboardInterrupt):
+        for part in ids.split([150, 130, 70], 1):
+            model(part, past_key_values=cache)
+    assert cache.seen == 350
+    for each in (cache, want):
+        model(IDS[:, :1], past_key_values=each)
+    assert [cache.kept(i) for i in range(LAYERS)] == [want.kept(i) for i in range(LAYERS)]
+    assert cache.nbytes == want.nbytes and cache.tracker.kept == want.tracker.kept
 
 
 def test_the_peak_counts_what_stands_beside_the_layers(monkeypatch):

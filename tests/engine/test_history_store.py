@@ -7,16 +7,19 @@ from dataclasses import replace
 import pytest
 import tiny_chat
 import torch
-from conftest import EVICTING, RETRIEVING
+from conftest import EVICTING, RETRIEVING, make_llama
 from talk import SHORT, TALK, answered, say, turns
 
 import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import METHODS, MODIFIERS
+from kvkeep.engine import prefilling
 from kvkeep.engine.history_store import sequence_after
+from kvkeep.engine.memory import row_bytes
+from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.sampling import Generation
-from kvkeep.errors import BadCacheFile, BadParameter, KvkeepError, StoreFull
+from kvkeep.errors import BadCacheFile, BadInput, BadParameter, KvkeepError, StoreFull
 from kvkeep.storage import history
 from kvkeep.storage.history import History, HostPool
 from kvkeep.storage.history_folder import BlockFolder
@@ -136,6 +139,76 @@ def test_without_room_a_turn_is_prefilled_whole(chat):
             found = turns(one)
             assert [request.answer.ids for _, request in found] == want
             assert one.histories.nbytes <= size and (size > 1) == any(request.num_cached for _, request in found)
+
+
+@pytest.mark.parametrize("storage", [None, "int8"])
+def test_many_questions_about_one_text_read_it_once_a_pass(chat, storage, monkeypatch):
+    """Of two texts, each; and the answers are those of questions asked one by one."""
+    passes, reads, forward, read = [], [], PackedForward._forward, HostPool.read
+    one = engine(chat, "tova", 48, history_storage=storage)
+    texts = [one.read(text) for text in (TALK[3] + TALK[2], TALK[2] + TALK[1])]
+    questions = [f"{chr(97 + n) * (3 + 5 * n)}?" for n in range(6)]
+    want = [text.ask(question, **SHORT) for question in questions for text in texts]
+
+    def passed(self, chunks, shown):
+        passes.append(len(chunks))
+        return forward(self, chunks, shown)
+
+    def count(self, index, blocks):
+        reads.append((index, len(blocks)))
+        return read(self, index, blocks)
+
+    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 10**6)
+    monkeypatch.setattr(PackedForward, "_forward", passed)
+    monkeypatch.setattr(HostPool, "read", count)
+    with one._driver.lock:  # so that no pass begins before all have come
+        handles = [text.submit(question, **SHORT) for question in questions for text in texts]
+    assert [handle.result() for handle in handles] == want
+    assert passes == [12]
+    sizes = [len(text.sequence.history.blocks) for text in texts]
+    assert sorted(reads) == sorted((layer, size) for layer in range(2) for size in sizes)
+
+
+def test_conversations_that_part_read_what_they_share_together(chat, monkeypatch):
+    """Of different length, and beside one that shares nothing; blocks of its own each reads for itself."""
+    reads, read = [], HostPool.read
+    talks = [[TALK[3], "a", end * 90, "b", "and?"] for end in "xyz"] + [[TALK[2], "a", "z" * 70, "b", "?"]]
+    with engine(chat) as one:
+        for talk in talks:
+            answered(one, say(*talk[:-2]))
+        want = [answered(engine(chat), say(*talk)).answer.ids for talk in talks]
+        monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 10**6)
+        monkeypatch.setattr(HostPool, "read", lambda *args: reads.append(args[1:]) or read(*args))
+        with one._driver.lock:
+            handles = [one.submit(say(*talk), **SHORT) for talk in talks]
+        assert [handle.result() and handle.request.answer.ids for handle in handles] == want
+    sizes = sorted(len(blocks) for index, blocks in reads if index == 0)
+    assert sizes == [2, 2, 2, 5, 5]  # ends of three, their beginning, and the fourth
+
+
+@pytest.mark.parametrize("spec", ["snapkv", "kvkeep_context", "lookahead", "snapkv+cake"])
+def test_what_the_host_has_takes_no_memory_of_the_device(spec):
+    """A prompt that fits memory= only as one layer after the other; without room on the host it does not."""
+    model, words = make_llama(num_hidden_layers=12, vocab_size=258).double(), tiny_chat.tokenizer()
+    texts = ["".join(chr(97 + i * i * (k + 2) % 23) for i in range(600)) for k in range(3)]
+    want = [answered(engine((model, words), spec), say(text)).answer.ids for text in texts]
+    cap = row_bytes(model, 400)
+    with engine((model, words), spec, memory=cap) as one:
+        held = tiny_chat.held_after_steps(one)
+        handles = [one.submit(say(text), **SHORT) for text in texts]
+        if "cake" in spec:  # it compares whole layers before it evicts
+            with pytest.raises(BadInput, match="of this prompt take .* in prefill"):
+                handles[0].result()
+            return
+        assert [handle.result() and handle.request.answer.ids for handle in handles] == want
+        assert 0.2 * cap < max(held) <= cap
+    with engine((model, words), spec, memory=cap, host_memory=1) as one:
+        with pytest.raises(BadInput, match="of this prompt take .* in prefill"):
+            answered(one, say(texts[0]))
+        assert answered(one, say(texts[0][:200])).text
+    with engine((model, words), spec, memory=2 * row_bytes(model, 700), host_memory=1) as one:
+        handles = [one.submit(say(text), **SHORT) for text in texts]
+        assert [handle.result() and handle.request.answer.ids for handle in handles] == want
 
 
 def test_the_least_recently_used_conversation_goes_first(chat):

@@ -74,12 +74,11 @@ def _rows(cache: CacheState) -> Iterator[DraftRow]:
     """Those that are evicted from."""
     if not (draft := cache.method.draft):
         return
-    token_bytes = sum(layer.token_nbytes * layer.kv_heads for layer in cache.backend.store.values())
     for row, (n, text) in enumerate(zip(cache.tracker.seen, cache.unreplayed.rows, strict=True)):
         budget = cache.backend.budget.tokens(n)
         if text.ids and (n > budget or cache.method.needed is not None):  # that may be less than the budget
             tokens = draft_tokens(cache.model, draft.steps, draft.kept(budget, n))
-            yield DraftRow(cache, draft, row, text, tokens * token_bytes)
+            yield DraftRow(cache, draft, row, text, tokens * cache.backend.token_nbytes)
 
 
 def _groups(rows: Sequence[DraftRow], most: int) -> Iterator[list[DraftRow]]:
@@ -187,5 +186,9 @@ def _kept(rows: Sequence[DraftRow], stores: Stores) -> DraftText:
         stores[id(cache)] = cache.backend.store
     elif id(cache) not in stores:
         seen = cache.tracker.seen
-        stores[id(cache)] = cache.backend.select(draft.method, seen, [True] * len(seen), {}, {})
+        selected = cache.backend.select(draft.method, seen, [True] * len(seen), {}, {})
+        if cache.backend.is_on_host:  # every step reads all layers
+            selected = {i: layer.copy() for i, layer in selected.items()}
+            cache.backend.count_beside(sum(layer.nbytes for layer in selected.values()))
+        stores[id(cache)] = selected
     return DraftText(stores[id(cache)], {each.row: each.text for each in rows})

@@ -8,7 +8,7 @@ something else is done with them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +30,7 @@ from kvkeep.kernels.dispatch import ragged_attention
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
-from kvkeep.storage.history import History
+from kvkeep.storage.history import History, StreamedLayers
 from kvkeep.storage.ragged import LayerSnapshot, RaggedLayer
 from kvkeep.types import Budget, Softmax, Tokens
 
@@ -89,6 +89,25 @@ class EvictingBackend:
         return self.steps.store
 
     @property
+    def prompt(self) -> Mapping[int, RaggedLayer]:
+        """The layers of a prompt that is to be evicted from after more passes."""
+        if not (self.is_on_host and self.history):
+            return self.store
+        return StreamedLayers(self.layers, self.history, self._read)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether a history has all tokens, and the device none."""
+        return self.history is not None and not any(self.steps.store.values())
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of a token's keys and values in all layers, in the model's dtype."""
+        if self.is_on_host and self.history:
+            return self.history.full_bytes // self.history.tokens
+        return sum(layer.token_nbytes * layer.kv_heads for layer in self.store.values())
+
+    @property
     def reach(self) -> KeyReach | None:
         return None if self.steps.rows else self.key_reach  # which move keys at every step
 
@@ -113,21 +132,27 @@ class EvictingBackend:
     def _attend_to_history(
         self, index: int, history: History, call: AttentionCall, layout: BatchLayout
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to all tokens seen, whatever was evicted; while the prompt goes on, nothing is held of it."""
-        layer = self.steps.store[index] = self._read(index, history)
+        """Attend to all tokens seen, whatever was evicted; until it is evicted from, nothing is held of the prompt."""
+        layer = self.steps.store[index] = self._read(history, index)
         result = self._attend_over_layer(index, layer, call, layout)
         history.append(index, call.key[0].detach(), call.value[0].detach())
-        if layout.is_deferred:
+        if layout.is_deferred or self._is_read_again(layout):
             if (state := self.steps.store[index].dense(0).token_state) is not None:
                 self.new_states[index] = state
             self.steps.store[index] = RaggedLayer(self.bits)
         return result
 
-    def _read(self, index: int, history: History) -> RaggedLayer:
+    def _is_read_again(self, layout: BatchLayout) -> bool:
+        """Whether passes after this one, which is the prompt's last, read all layers from the host."""
+        draft = self.method.draft
+        return any(layout.evict_later or ()) and not (draft and draft.hold)
+
+    def _read(self, history: History, index: int) -> RaggedLayer:
         """A layer of all tokens seen."""
         layer = RaggedLayer(self.bits)
         if (past := history.read(index)) is not None:
             layer.hold([self.query_buffer.past_tokens(*past, self.token_states.get(index))])
+            self.count_beside(layer.nbytes)
         return layer
 
     def _attend_over_layer(
@@ -157,9 +182,9 @@ class EvictingBackend:
 
         seen: tokens of each row; scores, queries: what passes after the text found, see `Found`
         """
-        store, chosen = self.store, {i: RaggedLayer() for i in self.layers}
+        prompt, chosen = self.prompt, {i: RaggedLayer() for i in self.layers}
         evictor = replace(self.evictor, method=replace(method, placement=None), store=chosen)
-        for index, layer in store.items():
+        for index, layer in prompt.items():
             if layer.codes:  # of a fork
                 layer.hold(layer.all_rows())
             rows = []
@@ -168,23 +193,26 @@ class EvictingBackend:
                 held = self.query_buffer.stored(index, row, self.how[index], layer, seen[row], found, due[row])
                 rows.append(held.slots_of(layer, row))
             evictor.evict(index, rows, may_wait=True)
+            if self.is_on_host and evictor.pending:  # a method that compares layers sees all of them
+                self.count_beside(layer.nbytes * len(evictor.pending))
         evictor.store_all()
         self.query_buffer.shared = {}
-        return {i: SelectedLayer(layer, chosen[i]) for i, layer in store.items()}
+        return {i: SelectedLayer(prompt, i, chosen[i]) for i in prompt}
 
     def evict_selected(self) -> None:
         """Evict from the layers of `selected`, one after the other. Cut short, this goes on with their next use."""
         while self.selected:
             index = next(iter(self.selected))
-            if self.steps.store[index] is self.selected[index].source:
+            held = self.steps.store[index]
+            if not held or held is self.selected[index].source:  # else it was evicted from before this was cut short
                 self.steps.store[index] = self._evicted(index, self.selected[index])
             del self.selected[index]
+            self.token_states.pop(index, None)
 
     @torch.no_grad()
     def _evicted(self, index: int, selected: SelectedLayer) -> RaggedLayer:
         """A layer of the selected tokens alone."""
-        layer = copy.copy(selected.source)
-        layer.adopt(selected.flat, selected.lengths)
+        layer = selected.copy()
         self.count_beside(layer.nbytes)
         if not (layer.bits or self.method.placement):
             return layer
@@ -239,7 +267,7 @@ class EvictingBackend:
         key, value = call.key.detach().clone(), call.value.detach().clone()  # not views of the whole prompt's
         if self.history:
             self.guessed[index] = Guessed(None, key, value, layout)
-            return self._attend_history(index, self._read(index, self.history), call, layout)
+            return self._attend_history(index, self._read(self.history, index), call, layout)
         self.evictor.store_all()
         self.guessed[index] = Guessed(layer.snapshot(several=True), key, value, layout)
         spans = _decode_spans(layer, key.shape[2])

@@ -10,6 +10,7 @@ place of their keys (`SelectedLayer`), so that nothing is copied before all laye
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -60,8 +61,13 @@ class EvictionCandidate:
 class SelectedLayer:
     """A layer and the tokens selected of it, which stay where they are; `flat` is a copy of them."""
 
-    source: RaggedLayer
+    layers: Mapping[int, RaggedLayer]
+    index: int
     chosen: RaggedLayer  # in the place of a key, a token's slot in the source's buffers
+
+    @property
+    def source(self) -> RaggedLayer:
+        return self.layers[self.index]
 
     @property
     def kind(self) -> LayerKind:
@@ -83,6 +89,12 @@ class SelectedLayer:
     def flat(self) -> Tokens:
         chosen = self.chosen.flat
         return replace(self.source.flat[chosen.keys[:, 0]], token_state=chosen.token_state)
+
+    def copy(self) -> RaggedLayer:
+        """A layer of the selected tokens alone."""
+        layer = copy.copy(self.source)
+        layer.adopt(self.flat, self.lengths)
+        return layer
 
 
 @dataclass(frozen=True)

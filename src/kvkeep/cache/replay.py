@@ -9,7 +9,7 @@ forward pass begins with feeding it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache as cache_results
 from functools import cached_property
@@ -31,8 +31,9 @@ from kvkeep.model.hf_cache import HFCacheAdapter, context_length, execution_devi
 from kvkeep.model.projections import hidden_norms, output_weight
 from kvkeep.model.rope import position_limit
 from kvkeep.model.user_text import ids_of
+from kvkeep.storage.history import StreamedLayers
 from kvkeep.storage.ragged import RaggedLayer
-from kvkeep.types import Replayed, ReplayPass, Tokens
+from kvkeep.types import Replayed, ReplayPass
 
 LayerRows = dict[tuple[int, int], Tensor]  # by layer and row
 Replays = list[tuple[ReplayMemory, str | None, LayerRows]]  # of one text: who scored it, how it is stored, scores
@@ -98,7 +99,7 @@ class ReplayForward(HFCacheAdapter):
         self,
         model: Any,
         memory: ReplayMemory,
-        store: dict[int, RaggedLayer],
+        store: Mapping[int, RaggedLayer],
         tokenizer: Any,
         between: Callable[[], None] = no_call,
     ) -> None:
@@ -150,28 +151,44 @@ class ReplayForward(HFCacheAdapter):
         return end_of_message(self.tokenizer) if self.tokenizer else []
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        heads, scores = self.store[index].row(self.row), self.scores.get((index, self.row))
+        keys, values, part = self._held(index)
+        scores = self.scores.get((index, self.row))
         self.nbytes = max(self.nbytes, call.key.nbytes + call.value.nbytes)
-        new = self.memory.score(self._replayed(index, call, heads))
+        new = self.memory.score(self._replayed(index, call, keys, values, part))
         self.scores[index, self.row] = new if scores is None else torch.cat([scores, new], 1)
         if index == self.last:  # nobody reads its output
             return call.to_hf_output(call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1]))
-        keys, values = ([self._attended(getattr(h, name)) for h in heads] for name in ("keys", "values"))
+        keys, values = ([self._attended(head, part) for head in heads] for heads in (keys, values))
         return call.to_hf_output(_attend_appended(call, keys, values))
 
-    def _attended(self, part: Tensor) -> Tensor:
+    def _held(self, index: int) -> tuple[Sequence[Tensor], Sequence[Tensor], slice]:
+        """A row's keys and values, of each head, and where its part stands in them. [n, dim]
+
+        From the host come those alone that are used.
+        """
+        if isinstance(self.store, StreamedLayers) and self.memory.local:
+            tokens = self.store.history.tokens
+            start, end = tokens + self.behind.start, tokens + (self.behind.stop or 0)
+            keys, values = self.store.part(index, self.memory.sinks, start, end)
+            return list(keys), list(values), slice(start - end, None)
+        heads = self.store[index].row(self.row)
+        return [head.keys for head in heads], [head.values for head in heads], self.behind
+
+    def _attended(self, head: Tensor, part: slice) -> Tensor:
         """All tokens of a head, or the first ones and those that are fed again. [n, dim]"""
         if not self.memory.local:
-            return part
-        return torch.cat([part[: self.behind.start][: self.memory.sinks], part[self.behind]])
+            return head
+        return torch.cat([head[: part.start][: self.memory.sinks], head[part]])
 
-    def _replayed(self, index: int, call: AttentionCall, heads: list[Tokens]) -> Replayed:
-        first = min(self.memory.sinks, *(len(head.keys[: self.behind.start]) for head in heads))
-        keys, values = (torch.stack([getattr(h, n)[self.behind] for h in heads]) for n in ("keys", "values"))
-        sinks = torch.stack([head.keys[:first] for head in heads])
+    def _replayed(
+        self, index: int, call: AttentionCall, keys: Sequence[Tensor], values: Sequence[Tensor], part: slice
+    ) -> Replayed:
+        first = min(self.memory.sinks, *(len(head[: part.start]) for head in keys))
+        repeated, read = (torch.stack([head[part] for head in heads]) for heads in (keys, values))
+        sinks = torch.stack([head[:first] for head in keys])
         gram = self.gram(index) if self.memory.needs_output else None
         norms = self.norms[index][0] if self.memory.needs_output else None
-        return Replayed(call.query[0], call.key[0], keys, values, sinks, *call.how, gram, norms)
+        return Replayed(call.query[0], call.key[0], repeated, read, sinks, *call.how, gram, norms)
 
 
 def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
@@ -182,7 +199,7 @@ def replay_scores(cache: CacheState, known: Replays) -> LayerRows:
         if (memory, storage) == (replay, cache.storage):
             return scores
     between = cache.pass_end.between_passes
-    forward = ReplayForward(cache.model, replay, cache.backend.store, cache.tokenizer, between)
+    forward = ReplayForward(cache.model, replay, cache.backend.prompt, cache.tokenizer, between)
     known.append((replay, cache.storage, forward(cache.unreplayed.rows)))
     cache.backend.count_beside(forward.nbytes)
     return known[-1][2]

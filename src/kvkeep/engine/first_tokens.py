@@ -97,6 +97,8 @@ class FirstTokens:
             with self.held.fails_alone(request):
                 request.sequence.cache.settle()
                 request.count_kept()
+                if not request.how.exact:
+                    request.sequence.drop_history()
                 if not request.answer.ids:
                     request.add(token, logprobs)
                 if request.done:

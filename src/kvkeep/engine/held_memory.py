@@ -36,14 +36,16 @@ class HeldMemory:
         self.model, self.held, self.store, self.histories = model, held, store, histories
         self.cap = MemoryCap(memory, self._most_held, self._free_some) if memory else None
 
-    def reserve(self, request: Request) -> bool:
+    def reserve(self, request: Request, alone: bool) -> bool:
         """Reserve memory for its prefill; raise BadInput if that does not fit alone. -> False: others hold it"""
         if self.cap is None:
             return True
         needed = row_bytes(self.model, request.prefill_tokens + request.draft_tokens)
+        if needed <= request.reserved:
+            return True
         self.cap.largest_prompt = max(self.cap.largest_prompt, min(needed, self.cap.total))
-        if not self.cap.make_room(needed):
-            if self.held.num_rows or self.held.begun:
+        if not self.cap.make_room(needed - request.reserved):
+            if not alone:
                 return False
             raise BadInput(
                 f"keys and values of this prompt take {format_bytes(needed)} in prefill, and "
@@ -94,15 +96,13 @@ class HeldMemory:
             self.store.evict_oldest()
 
     def store_history(self, request: Request) -> None:
-        """Store the history of a prompt that is prefilled. A text that is read keeps it, too."""
+        """Store the history of a prompt that is prefilled."""
         if self.histories is None or not (known := request.sequence.history):
             return
         if request.shares_history:
             self.histories.add(request.owner, request.ids, known, public=bool(request.pin and request.pin.public))
         if request.how.exact:
             known.makes_blocks = False  # of an answer: the next turn prefills it
-        elif not request.prefill_only:
-            request.sequence.drop_history()
 
     def store_pinned(self, request: Request, pin: Pin) -> str:
         """Store a text that is prefilled, until it is removed. -> its id"""

@@ -16,6 +16,7 @@ from kvkeep.model.chunked_mlp import long_prompt
 from kvkeep.model.fused import fused_ops
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import HFCacheAdapter
+from kvkeep.storage.history import read_together
 from kvkeep.storage.upload import upload
 
 NextTokens = tuple[Sequence, Tensor]  # a sequence, and ids that follow those it has seen [q]
@@ -51,8 +52,10 @@ class PackedForward(HFCacheAdapter):
             for (sequence, span), n in zip(self.spans, counts, strict=True)
         ]
         self.after_layer = after_layer
+        known = [history for sequence, _ in chunks if (history := sequence.history)]
         try:
-            logits = self._forward(chunks, torch.cat([torch.arange(span.start, span.stop) for span in shown]))
+            with read_together(known):
+                logits = self._forward(chunks, torch.cat([torch.arange(span.start, span.stop) for span in shown]))
         finally:
             self.spans, self.after_layer = [], None
         parts = logits.split([span.stop - span.start for span in shown])

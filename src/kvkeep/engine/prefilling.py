@@ -92,9 +92,12 @@ class Prefilling:
     def _start(self, request: Request, alone: bool) -> bool:
         """Make its sequence. -> False: it failed, or has to wait until others are done"""
         try:
-            if not (alone or fits_host(request)) or not self.memory.reserve(request):
+            if not (alone or fits_host(request)) or not self.memory.reserve(request, alone):
                 return False
             request.start()
+            if not self.memory.reserve(request, alone):  # more, where the host has no room for its history
+                request.restart()
+                return False
         except Exception as error:
             self.held.fail(request, error)
             return False

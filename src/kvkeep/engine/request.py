@@ -281,12 +281,27 @@ class Request:
         return (tokens if self.config.method.scorer is None else self.config.kept(tokens)) + new
 
     @property
+    def has_history(self) -> bool:
+        """Whether the host has all of its prompt; before it begins, whether that is so if there is room."""
+        if self._sequence is not None:
+            return self._sequence.history is not None
+        return self.find_stored is not None and not self.cuts and not self.config.method.retrieval
+
+    @property
+    def _tail_tokens(self) -> int:
+        """New tokens of a history that stay on the device, since nobody goes on after them or the host has no room."""
+        known = self._sequence and self._sequence.history
+        return len(self.ids) - known.tokens if known and not known.makes_blocks else 0
+
+    @property
     def prefill_tokens(self) -> int:
         """The most tokens per KV head while the prompt is prefilled."""
         tokens = len(self.ids)
         longest = max(end - start for start, end in pairwise((0, *self.cuts, tokens)))
         most = min(tokens, self.config.kept(tokens) + min(longest, self.config.chunk_size(tokens)))
-        if self.find_stored and not self.cuts:  # after a history: a prompt in chunks is evicted from after the last one
+        if self.has_history:
+            most = min(tokens, self.config.held_over_history(tokens) + self._tail_tokens)
+        elif self.find_stored and not self.cuts:  # a prompt in chunks is evicted from after the last one
             most = tokens
         return most + most // GROWTH
 
@@ -304,7 +319,8 @@ class Request:
         """Bytes of its own cache, as long as that is not in a pool."""
         if self._sequence is None or self.state is State.WAITING:
             return 0
-        return max(self.reserved, self._sequence.cache.nbytes)
+        known = self._sequence.history
+        return max(self.reserved, self._sequence.cache.nbytes + (known.tail_bytes if known else 0))
 
     def restart(self) -> None:
         """Drop the answer so far; text that was streamed is not streamed again."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.eviction import EvictingBackend
+from kvkeep.cache.evictor import SPARE
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.compress.method import Method
 from kvkeep.engine.detokenizer import SentenceBoundaries
@@ -114,6 +115,19 @@ class SequenceConfig:
     def kept(self, tokens: int) -> int:
         """The tokens kept of so many, per KV head, on average; with a retrieval method, those on the device."""
         return tokens if self._keeps_all else min(tokens, self._budget.tokens(tokens))
+
+    def held_over_history(self, tokens: int) -> int:
+        """The most tokens on the device while the host has the whole prompt, per KV head, on average over layers.
+
+        These are what is kept, or what a draft is decoded from, and all tokens of two layers.
+        """
+        method, kept = self.method, self.kept(tokens)
+        if method.layers.layer_weight is not None:  # it compares all layers before it evicts
+            return tokens
+        if method.draft:
+            kept = method.draft.kept(kept, tokens)
+        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        return min(tokens, kept * (SPARE if method.across_layers else 1) + 2 * tokens // layers)
 
     @property
     def _keeps_all(self) -> bool:

@@ -14,10 +14,10 @@ import heapq
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvkeep.kernels.torch.quantization import GROUP_SIZE, pack_codes, quantize, unpack_codes
 from kvkeep.storage.offload.pinned import allocate_pinned
+from kvkeep.storage.ragged import RaggedLayer
 
 BLOCK = 64  # tokens
 SLAB_BYTES = 2**26  # of one layer, at most; at least a block
@@ -163,6 +164,22 @@ class HostPool:
             block.layer(index).copy_(part)
         return block
 
+    def read(self, index: int, blocks: Sequence[Block]) -> Pair:
+        """A layer's keys and values of some blocks, on the device. [kv_heads, tokens, dim]"""
+        return self.formats[index].decode(self._payload(index, blocks))
+
+    def _payload(self, index: int, blocks: Sequence[Block]) -> Tensor:
+        """A layer's bytes of these blocks. [blocks, nbytes] uint8"""
+        runs = list(_runs(blocks))
+        parts = [self.layer(slab, index)[numbers.start : numbers.stop] for slab, numbers in runs]
+        device = self.devices.get(index, self.device)
+        if device.type == "cpu":
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
+        payload = parts[0].new_empty(len(blocks), parts[0].shape[1], device=device)
+        for target, part in zip(payload.split([len(part) for part in parts]), parts, strict=True):
+            target.copy_(part, non_blocking=True)
+        return payload
+
     def mark_used(self) -> list[Any]:
         """After a forward pass, ended or cut short. -> an event of each GPU"""
         devices = {device for device in (self.device, *self.devices.values()) if device.type == "cuda"}
@@ -207,6 +224,43 @@ class Block:
         return self.pool.layer(self.slab, index)[self.number]
 
 
+class CommonBlocks:
+    """Blocks that several histories begin with, read once for all of them, layer after layer."""
+
+    def __init__(self, histories: Sequence[History]) -> None:
+        self.pool, alike = histories[0].pool, zip(*(known.blocks for known in histories), strict=False)
+        same = takewhile(lambda blocks: all(each is blocks[0] for each in blocks), alike)
+        self.blocks = [blocks[0] for blocks in same]
+        self.last: tuple[int, Pair | None] = -1, None
+
+    def read(self, index: int) -> Pair:
+        """A layer's keys and values. [kv_heads, tokens, dim]"""
+        if index != self.last[0]:
+            self.last = -1, None  # freed before the next is read
+            self.last = index, self.pool.read(index, self.blocks)
+        assert self.last[1]
+        return self.last[1]
+
+
+@contextmanager
+def read_together(histories: Iterable[History]) -> Iterator[None]:
+    """In one forward pass over several histories, read once what some of them begin with."""
+    groups: dict[Block, list[History]] = {}
+    for known in histories:
+        if known.blocks:
+            groups.setdefault(known.blocks[0], []).append(known)
+    several = [group for group in groups.values() if len(group) > 1]
+    for group in several:
+        common = CommonBlocks(group)
+        for known in group:
+            known.common = common
+    try:
+        yield
+    finally:
+        for known in chain(*several):
+            known.common = None
+
+
 class History:
     """The keys and values of all tokens of one sequence, as its forward passes computed them."""
 
@@ -218,12 +272,17 @@ class History:
         self.spare: list[Block] = []  # for tokens to come
         self.new_blocks: list[Block] = []  # of the forward pass under way
         self.new_tails: dict[int, Pair] = {}
+        self.common: CommonBlocks | None = None  # with others of the forward pass under way
 
     @property
     def nbytes(self) -> int:
         """Bytes on the host, and of the newest tokens."""
-        tails = sum(part.nbytes for tail in self.tails.values() for part in tail)
-        return tails + sum(block.nbytes for block in self.blocks)
+        return self.tail_bytes + sum(block.nbytes for block in self.blocks)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the newest tokens, on the device."""
+        return sum(part.nbytes for tail in self.tails.values() for part in tail)
 
     @property
     def full_bytes(self) -> int:
@@ -243,26 +302,19 @@ class History:
         """Have memory for so many blocks more, which counts as used from now on."""
         self.spare = [self.pool.take() for _ in range(blocks)][::-1]
 
-    def read(self, index: int) -> Pair | None:
+    def read(self, index: int, start: int = 0, end: int = sys.maxsize) -> Pair | None:
         """A layer's keys and values before this forward pass, on the device [kv_heads, tokens, dim]; None: none"""
-        parts = [self.pool.formats[index].decode(self._payload(index))] if self.blocks else []
-        parts += [self.tails[index]] if index in self.tails else []
-        if len(parts) < 2:
-            return parts[0] if parts else None
-        keys, values = (torch.cat(both, 1) for both in zip(*parts, strict=True))
-        return keys, values
-
-    def _payload(self, index: int) -> Tensor:
-        """A layer's bytes of all blocks. [blocks, nbytes] uint8"""
-        runs = list(_runs(self.blocks))
-        parts = [self.pool.layer(slab, index)[numbers.start : numbers.stop] for slab, numbers in runs]
-        device = self.pool.devices.get(index, self.pool.device)
-        if device.type == "cpu":
-            return torch.cat(parts) if len(parts) > 1 else parts[0]
-        payload = parts[0].new_empty(len(self.blocks), parts[0].shape[1], device=device)
-        for target, part in zip(payload.split([len(part) for part in parts]), parts, strict=True):
-            target.copy_(part, non_blocking=True)
-        return payload
+        first, end, parts = min(start // BLOCK, len(self.blocks)), min(end, self.tokens), list[Pair]()
+        blocks = self.blocks[first : -(-end // BLOCK)]
+        if self.common and not first and len(blocks) >= len(self.common.blocks):
+            parts, blocks = [self.common.read(index)], blocks[len(self.common.blocks) :]
+        parts += [self.pool.read(index, blocks)] if blocks else []
+        parts += [self.tails[index]] if end > len(self.blocks) * BLOCK else []
+        if not parts:
+            return None
+        keys, values = (torch.cat(both, 1) if len(parts) > 1 else both[0] for both in zip(*parts, strict=True))
+        wanted = slice(start - first * BLOCK, end - first * BLOCK)
+        return keys[:, wanted], values[:, wanted]
 
     def append(self, index: int, keys: Tensor, values: Tensor) -> None:
         """A layer's keys and values of the tokens of this forward pass. [kv_heads, q, dim]"""
@@ -299,6 +351,32 @@ class History:
             self.pool.mark_used()
             self.spare += self.new_blocks[::-1]
         self.new_blocks, self.new_tails = [], {}
+
+
+class StreamedLayers(Mapping[int, RaggedLayer]):
+    """The layers of a prompt that a history has. The last one that was read is on the device."""
+
+    def __init__(self, layers: Sequence[int], history: History, read: Callable[[History, int], RaggedLayer]) -> None:
+        self.layers, self.history, self.read = layers, history, read
+        self.last = -1, RaggedLayer()
+
+    def __getitem__(self, index: int) -> RaggedLayer:
+        if index != self.last[0]:
+            self.last = -1, RaggedLayer()  # freed before the next is read
+            self.last = index, self.read(self.history, index)
+        return self.last[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def part(self, index: int, first: int, start: int, end: int) -> Pair:
+        """Some tokens of a layer, after the first ones of those before them. [kv_heads, n, dim]"""
+        both = self.history.read(index, 0, min(first, start)), self.history.read(index, start, end)
+        keys, values = (torch.cat(parts, 1) for parts in zip(*filter(None, both), strict=True))
+        return keys, values
 
 
 def _runs(blocks: Sequence[Block]) -> Iterator[tuple[Slab, range]]:
