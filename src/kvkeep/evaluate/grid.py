@@ -15,11 +15,12 @@ from typing import Any
 
 from kvkeep.compress.parse import parse, parse_budget
 from kvkeep.errors import BadInput, BadParameter
+from kvkeep.evaluate.item import Item, TimedRow, versions
 from kvkeep.evaluate.prefill import Config
 from kvkeep.evaluate.prompt import PROTOCOLS
 from kvkeep.evaluate.results import Results, exclusive_lock
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.worker import Item, TimedRow, Worker, versions
+from kvkeep.evaluate.worker import Worker
 
 MapItems = Callable[[Sequence[Item]], Iterable[Iterable[TimedRow]]]  # in order, so that rows.jsonl is too
 
