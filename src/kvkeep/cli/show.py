@@ -82,6 +82,42 @@ def busy(text: str) -> Iterator[Say]:
 
 
 def print_scores(rows: list[dict[str, Any]]) -> None:
+    """Scores of questions by themselves, then those of conversations by turn."""
+    talks = [row for row in rows if "turn" in row]
+    if len(talks) < len(rows):
+        _print_scores([row for row in rows if "turn" not in row])
+    if talks:
+        _print_turns(talks)
+
+
+def _print_turns(rows: list[dict[str, Any]]) -> None:
+    """A table for each task and way to ask: rows are configs, columns turns."""
+    from kvkeep.evaluate import summary
+    from kvkeep.evaluate.results import grouped
+
+    places = grouped(((each.task, each.protocol), each) for each in summary.by_turn(rows))
+    for (task, protocol), scores in places.items():
+        full = next((each for each in scores if each.method == FULL), None)
+        via, _, history = protocol.partition("-")
+        of_full = f" (percent of what {FULL} has right)" if full else ""
+        typer.echo(f"{task}, {via}, history {history}: percent right by turn{of_full}, {scores[0].n} questions")
+        lines = [
+            [each.method, "–" if each.budget is None else str(each.budget), *_turns(each, full)] for each in scores
+        ]
+        print_table(["method", "budget", *map(str, scores[0].by_turn), "all"], lines)
+
+
+def _turns(scores: Any, full: Any) -> list[str]:
+    """The cells of a line: 75 (94)"""
+    pairs = [(score, full and full.by_turn[turn]) for turn, score in scores.by_turn.items()]
+    pairs.append((scores.all, full and full.all))
+    return [
+        f"{score:.0f}" + (f" ({100 * score / most:.0f})" if most and scores is not full else "")
+        for score, most in pairs
+    ]
+
+
+def _print_scores(rows: list[dict[str, Any]]) -> None:
     """Rows are configs, columns tasks: mean in percent [95 % interval] n; if too wide, a line for each."""
     from kvkeep.evaluate import summary
 

@@ -1,6 +1,7 @@
 """Samples about one text -> result rows: every config's answer, its score, and what that score depends on.
 
-With choices, the prompt is prefilled and compressed, then each choice is scored.
+With choices, the prompt is prefilled and compressed, then each choice is scored. Conversations are held by
+`evaluate/talk.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.math import extract_answer
 from kvkeep.evaluate.prefill import Config, PrefilledContext, prefill
 from kvkeep.evaluate.prompt import Prompt, build_prompt
-from kvkeep.evaluate.sample import Sample
+from kvkeep.evaluate.sample import Sample, Turn
+from kvkeep.evaluate.talk import converse
 from kvkeep.evaluate.tasks.choice import pairs
 from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.hf_cache import UNLIMITED, context_length
@@ -52,8 +54,10 @@ class Worker:
 
     def __call__(self, item: Item) -> Iterator[TimedRow]:
         """Rows sample by sample."""
-        answer = self._rank_choices if item.samples[0].choices else self._generate
-        return answer(item)
+        first = item.samples[0]
+        if isinstance(first, Turn):
+            return converse(self.model, self.tokenizer, item, self.methods, self.own_schedule)
+        return self._rank_choices(item) if first.choices else self._generate(item)
 
     @property
     def context_length(self) -> int:
