@@ -46,6 +46,7 @@ def converse(
         with Engine(model, tokenizer, *config, **options) as engine:
             about = setting(model, tokenizer, item.samples[0], method)
             about |= {"budget_unit": budget_unit(config, method, engine.cache.budget)}
+            about |= {"template": "chat" if tokenizer.chat_template else "plain"}
             for turn, reply, seconds in _turns(engine, item, via):
                 key = row_key(item, turn, config)
                 yield {**key, **_facts(turn, reply), **about}, {**key, "answer_s": seconds}
