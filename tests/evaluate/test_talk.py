@@ -169,6 +169,24 @@ def test_earlier_answers_are_the_models_own(chat, tmp_path, asked, task, way):
     assert 64 <= kept["kept_per_head"] < kept["prompt_tokens"] / 4 and kept["bytes"] < kept["full_bytes"] / 4
 
 
+@pytest.mark.parametrize("via", ["submit", "chat"])
+@pytest.mark.parametrize("task", TALKS)
+def test_no_turn_loses_what_an_earlier_one_evicted(tmp_path, task, via):
+    """With a history, an answer is that to a conversation that is read as a whole."""
+    model, words = tiny_chat.retrieving()
+    model.config.max_position_embeddings = 4096
+    made, grid = turns(task, new=6), Grid(("kvkeep",), (48,), talks=(f"{via}-host", "submit-none"))
+    rows = run(Worker(model, words, grid.configs), made, grid, tmp_path)
+    talks, other = {}, 0
+    with kvkeep.Engine(model, words, "kvkeep", 48, history=None) as engine:
+        for turn, row, lost in zip(made, rows[:ASKED], rows[ASKED:], strict=True):
+            messages = turn.messages(talks.get(turn.talk, []))
+            assert row["answer"] == engine.submit(messages, max_new_tokens=6).result().strip()
+            talks[turn.talk] = [*messages, {"role": "assistant", "content": row["answer"]}]
+            other += row["answer"] != lost["answer"]
+    assert other  # without one, answers are others
+
+
 def test_a_shared_text_is_read_once(chat, tmp_path, asked):
     made, grid = turns("talk/shared", new=2), Grid(("snapkv",), (64,))
     run(Worker(*chat, grid.configs), made, grid, tmp_path)
