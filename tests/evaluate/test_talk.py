@@ -270,7 +270,7 @@ def tiny(monkeypatch, chat):
 @pytest.mark.usefixtures("tiny")
 def test_the_command_holds_conversations_beside_questions(tmp_path):
     args = ("--tasks", "talk/shared,passkey", "--length", LENGTH, "--limit", 1, "--methods", "full")
-    done = evaluate(tmp_path, *args, "--via", "submit,chat", "--history", "host,none")
+    done = evaluate(tmp_path, *args, "--via", "submit,chat,submit", "--history", "host,none")
     for way in WAYS:
         assert f"talk/shared_{LENGTH}, {way.replace('-', ', history ')}: percent right by turn" in done.stdout
     assert f"passkey_{LENGTH}" in done.stdout and f"{4 * ASKED + 2} rows in" in done.stdout

@@ -132,8 +132,8 @@ def check(options: EvalOptions) -> tuple[Any, Any]:
     protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
     if options.schedule not in SCHEDULES:
         raise BadInput(f"--schedule {options.schedule!r} is not known; use {' or '.join(SCHEDULES)}.")
-    talks = tuple(f"{via}-{history}" for via, history in product(options.via, options.history))
-    grid = Grid(options.methods, options.budget, protocols, talks)
+    talks = dict.fromkeys(f"{via}-{history}" for via, history in product(options.via, options.history))
+    grid = Grid(options.methods, options.budget, protocols, tuple(talks))
     if options.ray:  # the device is that of its actors
         from kvkeep.evaluate.ray_pool import check_ray
 
