@@ -247,11 +247,13 @@ def test_a_table_of_turns_says_what_is_left_of_full(capsys):
     print_scores([*some_rows(), alone])
     alone, said = capsys.readouterr().out.split("talk/system", 1)
     assert re.search(r"aware +full +– +100\.0 .* n=1", alone) and "vt_1200" not in said
-    assert said.startswith("_1200, submit, history host: percent right by turn (percent of what full has right), 4")
-    assert re.search(r"full +– +100 +50 +75\s", said) and re.search(r"snapkv +64 +50 \(50\) +0 \(0\) +25 \(33\)", said)
+    assert said.startswith("_1200, submit, history host: percent right by turn, 4 questions")
+    assert re.search(r"full +– +100 +50 +75 +\n +snapkv +64 +50 +0 +25 +\n +% of full +50 +0 +33 +\n", said)
+    print_scores([row(1, 0), row(1, 1, "snapkv", 64)])
+    assert re.search(r"% of full +– +– +\n", capsys.readouterr().out)
     print_scores(some_rows()[4:])
     said = capsys.readouterr().out
-    assert "of what full" not in said and re.search(r"snapkv +64 +50 +0 +25\s", said)
+    assert "of full" not in said and re.search(r"snapkv +64 +50 +0 +25\s", said)
 
 
 def evaluate(out, *args, code=0):

@@ -99,22 +99,20 @@ def _print_turns(rows: list[dict[str, Any]]) -> None:
     for (task, protocol), scores in places.items():
         full = next((each for each in scores if each.method == FULL), None)
         via, _, history = protocol.partition("-")
-        of_full = f" (percent of what {FULL} has right)" if full else ""
-        typer.echo(f"{task}, {via}, history {history}: percent right by turn{of_full}, {scores[0].n} questions")
-        lines = [
-            [each.method, "–" if each.budget is None else str(each.budget), *_turns(each, full)] for each in scores
-        ]
-        print_table(["method", "budget", *map(str, scores[0].by_turn), "all"], lines)
+        typer.echo(f"{task}, {via}, history {history}: percent right by turn, {scores[0].n} questions")
+        lines = [line for each in scores for line in _turns(each, full)]
+        print_table(["method", "budget", *map(str, scores[0].by_turn), "all"], lines, keep_first=True)
 
 
-def _turns(scores: Any, full: Any) -> list[str]:
-    """The cells of a line: 75 (94)"""
-    pairs = [(score, full and full.by_turn[turn]) for turn, score in scores.by_turn.items()]
-    pairs.append((scores.all, full and full.all))
-    return [
-        f"{score:.0f}" + (f" ({100 * score / most:.0f})" if most and scores is not full else "")
-        for score, most in pairs
-    ]
+def _turns(scores: Any, full: Any) -> list[list[str]]:
+    """The line of a config, and a second one that compares it with `full`."""
+    mine, most = ([*each.by_turn.values(), each.all] for each in (scores, full or scores))
+    budget = "–" if scores.budget is None else str(scores.budget)
+    lines = [[scores.method, budget, *(f"{score:.0f}" for score in mine)]]
+    if full not in (None, scores):
+        shares = (f"{100 * score / of:.0f}" if of else "–" for score, of in zip(mine, most, strict=True))
+        lines.append(["", f"% of {FULL}", *shares])
+    return lines
 
 
 def _print_scores(rows: list[dict[str, Any]]) -> None:
