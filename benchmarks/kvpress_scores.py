@@ -72,8 +72,9 @@ def by_kvkeep(options: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     from dataclasses import replace
 
     from kvkeep.evaluate import suite
+    from kvkeep.evaluate.item import Item
     from kvkeep.evaluate.prompt import PROTOCOLS, build_prompt
-    from kvkeep.evaluate.worker import Item, Worker
+    from kvkeep.evaluate.worker import Worker
     from kvkeep.model.load import load, quiet_transformers
 
     quiet_transformers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from kvkeep.cli.options import LOCAL, METHODS
 from kvkeep.compress.defaults import DOCUMENT_BUDGET
 from kvkeep.errors import BadInput
 
-LISTS = ("tasks", "methods", "budget", "length")
+NAMES = ("tasks", "methods", "via", "history")
+LISTS = (*NAMES, "budget", "length")
 MINIMUM = {"limit": 1, "seed": 0, "max_length": 1}
 FLAGS = ("share", "beyond_window")
 SCHEDULES = ("prompt", "own")
@@ -27,6 +29,8 @@ class EvalOptions:
     methods: tuple[str, ...] = METHODS
     budget: tuple[int | float | str, ...] = (DOCUMENT_BUDGET,)
     protocol: str = "both"
+    via: tuple[str, ...] = ("submit",)
+    history: tuple[str, ...] = ("host",)
     model: str = "default"
     length: tuple[int, ...] = (4096,)
     limit: int | None = None
@@ -82,7 +86,7 @@ def shaped(name: str, value: Any) -> Any:
         return _single(name, value)
     parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     parts = parts if isinstance(parts, list | tuple) else [parts]
-    if name in ("tasks", "methods"):
+    if name in NAMES:
         return tuple(str(part) for part in parts)
     try:
         return tuple(_budget(part) if name == "budget" else int(part) for part in parts)
@@ -128,7 +132,8 @@ def check(options: EvalOptions) -> tuple[Any, Any]:
     protocols = PROTOCOLS if options.protocol == "both" else (options.protocol,)
     if options.schedule not in SCHEDULES:
         raise BadInput(f"--schedule {options.schedule!r} is not known; use {' or '.join(SCHEDULES)}.")
-    grid = Grid(options.methods, options.budget, protocols)
+    talks = dict.fromkeys(f"{via}-{history}" for via, history in product(options.via, options.history))
+    grid = Grid(options.methods, options.budget, protocols, tuple(talks))
     if options.ray:  # the device is that of its actors
         from kvkeep.evaluate.ray_pool import check_ray
 

@@ -249,7 +249,9 @@ class ServeOptions:
 class EvalArguments:
     """The options of `kvkeep eval`, None where they are not given."""
 
-    tasks: str | None = option(None, "The tasks to score, by commas: ruler, niah, needle, short, longbench/qasper, …")
+    tasks: str | None = option(
+        None, "The tasks to score, by commas: ruler, niah, needle, talk, short, longbench/qasper, …"
+    )
     out: str | None = option(None, "Write rows.jsonl, times.jsonl and results.csv to this folder.")
     methods: str | None = option(None, "The methods to score, by commas.", show_default=",".join(METHODS))
     budget: str | None = option(None, f"Set {TOKENS}, or auto; commas run several.", show_default=str(DOCUMENT_BUDGET))
@@ -257,6 +259,12 @@ class EvalArguments:
         None,
         "Let methods know the question before they evict (aware), or after they did (agnostic).",
         show_default="both",
+    )
+    via: str | None = option(
+        None, "Hold conversations (talk/…) by this call, `submit` or `chat`; commas try both.", show_default="submit"
+    )
+    history: str | None = option(
+        None, "Keep their history in host memory (host), or keep none; commas try both.", show_default="host"
     )
     model: str | None = option(
         None, "The model to score: `default`, a name on the hub, or a folder.", show_default="default"

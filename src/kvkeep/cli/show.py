@@ -83,6 +83,40 @@ def busy(text: str) -> Iterator[Say]:
 
 
 def print_scores(rows: list[dict[str, Any]]) -> None:
+    """Scores of questions by themselves, then those of conversations by turn."""
+    talks = [row for row in rows if "turn" in row]
+    if len(talks) < len(rows):
+        _print_scores([row for row in rows if "turn" not in row])
+    if talks:
+        _print_turns(talks)
+
+
+def _print_turns(rows: list[dict[str, Any]]) -> None:
+    """A table for each task and way to ask: rows are configs, columns turns."""
+    from kvkeep.evaluate import summary
+    from kvkeep.evaluate.results import grouped
+
+    places = grouped(((each.task, each.protocol), each) for each in summary.by_turn(rows))
+    for (task, protocol), scores in places.items():
+        full = next((each for each in scores if each.method == FULL), None)
+        via, _, history = protocol.partition("-")
+        typer.echo(f"{task}, {via}, history {history}: percent right by turn, {scores[0].n} questions")
+        lines = [line for each in scores for line in _turns(each, full)]
+        print_table(["method", "budget", *map(str, scores[0].by_turn), "all"], lines, keep_first=True)
+
+
+def _turns(scores: Any, full: Any) -> list[list[str]]:
+    """The line of a config, and a second one that compares it with `full`."""
+    mine, most = ([*each.by_turn.values(), each.all] for each in (scores, full or scores))
+    budget = "–" if scores.budget is None else str(scores.budget)
+    lines = [[scores.method, budget, *(f"{score:.0f}" for score in mine)]]
+    if full not in (None, scores):
+        shares = (f"{100 * score / of:.0f}" if of else "–" for score, of in zip(mine, most, strict=True))
+        lines.append(["", f"% of {FULL}", *shares])
+    return lines
+
+
+def _print_scores(rows: list[dict[str, Any]]) -> None:
     """Rows are configs, columns tasks: mean in percent [95 % interval] n; if too wide, a line for each."""
     from kvkeep.evaluate import summary
 

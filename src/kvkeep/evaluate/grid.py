@@ -15,27 +15,34 @@ from typing import Any
 
 from kvkeep.compress.parse import parse, parse_budget
 from kvkeep.errors import BadInput, BadParameter
+from kvkeep.evaluate.item import Item, TimedRow, versions
 from kvkeep.evaluate.prefill import Config
 from kvkeep.evaluate.prompt import PROTOCOLS
 from kvkeep.evaluate.results import Results, exclusive_lock
-from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.worker import Item, TimedRow, Worker, versions
+from kvkeep.evaluate.sample import Sample, Turn
+from kvkeep.evaluate.talk import HISTORIES, VIAS
+from kvkeep.evaluate.worker import Worker
 
+TALKS = tuple(f"{via}-{history}" for via, history in product(VIAS, HISTORIES))
 MapItems = Callable[[Sequence[Item]], Iterable[Iterable[TimedRow]]]  # in order, so that rows.jsonl is too
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Every method with every budget, under every protocol."""
+    """Every method with every budget, under every protocol; conversations in every way."""
 
     methods: tuple[str, ...]
     budgets: tuple[int | float | str, ...]
     protocols: tuple[str, ...] = PROTOCOLS
+    talks: tuple[str, ...] = ("submit-host",)  # the protocols of conversations: call and history
 
     def __post_init__(self) -> None:
         for name in self.protocols:
             if name not in PROTOCOLS:
                 raise BadParameter(f"protocol '{name}' is not known; use {' or '.join(PROTOCOLS)}.")
+        for name in self.talks:
+            if name not in TALKS:
+                raise BadParameter(f"conversations cannot be held by '{name}'; use {', '.join(TALKS)}.")
         for method, budget in self.configs:
             if budget is not None:
                 parse_budget(method, budget)
@@ -64,7 +71,7 @@ def run(
         rows, times = Results(Path(out) / "rows.jsonl"), Results(Path(out) / "times.jsonl", timed=True)
         stamps = {(sample.task, sample.id): {**(about or {}), "sample": digest(sample)} for sample in samples}
         check_stamps(rows, stamps, out)
-        every = items(samples, grid.protocols)
+        every = items(samples, grid.protocols, grid.talks)
         expected = {key for item in every for key in keys(item, grid)}
         if foreign := len(rows.done - expected):
             raise BadInput(f"{str(out)!r} holds {foreign} rows that are not of this run; use a folder of its own.")
@@ -80,19 +87,23 @@ def run(
         return rows.rows
 
 
-def items(samples: Sequence[Sample], protocols: Sequence[str]) -> list[Item]:
-    """Group samples in their order; query-agnostic ones about the same context come together.
+def items(samples: Sequence[Sample], protocols: Sequence[str], talks: Sequence[str] = ()) -> list[Item]:
+    """Group samples in their order; query-agnostic ones about the same context come together, and so do turns.
 
     A sample without a context has one protocol, aware.
     """
     found: dict[tuple, list[Sample]] = {}
-    for sample, protocol in product(samples, protocols):
-        if not sample.context and protocol != protocols[-1]:
-            continue
-        protocol = protocol if sample.context else "aware"
+    asked = ((sample, protocol) for sample in samples for protocol in _protocols(sample, protocols, talks))
+    for sample, protocol in asked:
         text = (sample.id,) if protocol == "aware" or sample.choices else (sample.context, sample.chat)
         found.setdefault((protocol, sample.task, *text), []).append(sample)
     return [Item(key[0], tuple(mine)) for key, mine in found.items()]
+
+
+def _protocols(sample: Sample, protocols: Sequence[str], talks: Sequence[str]) -> Sequence[str]:
+    if isinstance(sample, Turn):
+        return talks
+    return protocols if sample.context else ("aware",)
 
 
 def keys(item: Item, grid: Grid) -> set[tuple]:

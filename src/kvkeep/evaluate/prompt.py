@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BadInput, NoData
-from kvkeep.evaluate.sample import Sample
+from kvkeep.evaluate.sample import Sample, Turn
 from kvkeep.model.chat import bos_text, common_prefix_length, split_template
 from kvkeep.model.user_text import ids_of
 
@@ -77,18 +77,22 @@ def build_prompt(
 
 def answerable(samples: Sequence[Sample], context_length: int) -> tuple[list[Sample], dict[str, str]]:
     """Samples whose answers leave room for a prompt, and the tasks left out, with the reason."""
-    limit = f"the model's context length is {context_length:,}"
-    why = {
-        sample.task: f"may take {sample.max_new_tokens:,} tokens to answer, and {limit}"
-        for sample in samples
-        if sample.max_new_tokens + 2 > context_length
-    }
+    why = {sample.task: reason for sample in samples if (reason := _unanswerable(sample, context_length))}
     found = [sample for sample in samples if sample.task not in why]
     if not found:
         raise NoData(
             f"none of these tasks can be answered: {'; '.join(f'{task} {text}' for task, text in why.items())}."
         )
     return found, why
+
+
+def _unanswerable(sample: Sample, context_length: int) -> str:
+    """Say why there is no room for a prompt; "" if there is. Nothing of a conversation is truncated."""
+    limit = f"the model's context length is {context_length:,}"
+    if isinstance(sample, Turn) and (length := sample.extra.get("length", 0)) > context_length:
+        return f"is a conversation of {length:,} tokens, and {limit}"
+    needed = sample.max_new_tokens
+    return f"may take {needed:,} tokens to answer, and {limit}" if needed + 2 > context_length else ""
 
 
 def _halves(tokenizer: Any, sample: Sample, limit: int) -> tuple[Sample, int]:

@@ -1,10 +1,14 @@
-"""One question of a task, what counts as its answer, and how it is asked."""
+"""One question of a task, what counts as its answer, and how it is asked: by itself, or as a turn of a conversation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from kvkeep.model.chat import join_question
+
+Messages = list[dict[str, str]]  # of a chat: role and content
 
 
 @dataclass(frozen=True)
@@ -27,3 +31,20 @@ class Sample:
     margin: int | None = None  # truncated as LongBench does: the prompt, template apart, leaves so many tokens free
     limits: Mapping[int, int] = field(default_factory=dict)  # or, at these context lengths, has so many tokens
     extra: Mapping[str, Any] = field(default_factory=dict)  # for the metric: classes, length
+
+
+@dataclass(frozen=True)
+class Turn(Sample):
+    """A question of a conversation about a text, asked after the turns before it were answered."""
+
+    talk: int = 0  # the conversation, of those about the text
+    turn: int = 1
+    place: str = "user"  # whose message has the text: the user's first, or the system's
+
+    def messages(self, before: Messages) -> Messages:
+        """The conversation up to this question. before: that of the turn before, with its answer; empty at the first"""
+        if before:
+            return [*before, {"role": "user", "content": self.question}]
+        if self.place == "system":
+            return [{"role": "system", "content": self.context}, {"role": "user", "content": self.question}]
+        return [{"role": "user", "content": join_question(self.context, self.question)}]

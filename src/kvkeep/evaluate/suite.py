@@ -14,7 +14,7 @@ from kvkeep.evaluate.datasets import SOURCES, Source, fetch
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.longbench import CHINESE
 from kvkeep.evaluate.sample import Sample
-from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math
+from kvkeep.evaluate.tasks import choice, infinitebench, longbench, math, talk
 from kvkeep.evaluate.tasks.needle import DEPTHS, needle
 from kvkeep.evaluate.tasks.ruler import GROUPS, ruler, unavailable
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
@@ -29,7 +29,7 @@ READ = {
     **dict.fromkeys(("aime", "aime24", "aime25"), math.aime),
 }
 NEEDLES = {"needle": "sandwich", "needle_number": "number"}
-MADE = (*NEEDLES, *infinitebench.MADE)  # passkey is generated, infinitebench/passkey comes from a file
+MADE = (*NEEDLES, *infinitebench.MADE, *talk.TALKS)  # passkey is generated, infinitebench/passkey comes from a file
 RULER_SAMPLES = 100  # of each task and length without --limit; officially 500
 PLUGINS = "kvkeep.tasks"
 Read = TypeVar("Read", bound=Callable[[Path], list[Sample]])
@@ -77,7 +77,7 @@ def names() -> list[str]:
 
 
 def _known() -> list[str]:
-    return ["ruler", "niah", *RULER, *MADE, "short", *READ, *FOLDERS]
+    return ["ruler", "niah", *RULER, *MADE, "talk", "short", *READ, *FOLDERS]
 
 
 def load(
@@ -126,7 +126,7 @@ def why_unavailable(name: str, sources: Sources) -> str:
 
 def _expanded(tasks: Iterable[str], sources: Sources) -> list[str]:
     """The tasks of groups, and tasks themselves, each once."""
-    groups = {**GROUPS, "short": list(SHORT)}
+    groups = {**GROUPS, "short": list(SHORT), "talk": list(talk.TALKS)}
     found = (_files(name, sources) if name in FOLDERS else groups.get(name, [name]) for name in tasks)
     return list(dict.fromkeys(task for some in found for task in some))
 
@@ -184,10 +184,13 @@ def _reader(name: str) -> Callable:
 
 def _sized(name: str, length: int, tokenizer: Any, sources: Sources) -> list[Sample]:
     """Samples of a generated task that fill this length."""
+    made: Sequence[Sample]
     if name in RULER:
         count, files = sources.limit or RULER_SAMPLES, sources.files
         reserve = len(ids_of(tokenizer, "".join(split_template(tokenizer, enable_thinking=False))))
         made = ruler(name, length, tokenizer, count, sources.seed, reserve, **files)
+    elif name in talk.TALKS:
+        made = talk.sized(name, length, tokenizer, sources.limit or talk.TEXTS, sources.seed)
     else:
         made = infinitebench.sized(name, length, tokenizer, sources.limit or len(DEPTHS), sources.seed)
     return [replace(sample, task=f"{name}_{length}") for sample in made]

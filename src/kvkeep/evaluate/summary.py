@@ -9,7 +9,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from kvkeep.evaluate.metrics.longbench import RANGES, averages, length_range
+from kvkeep.evaluate.metrics.longbench import averages, length_range
 from kvkeep.evaluate.results import grouped, write_error
 from kvkeep.evaluate.tasks.ruler import TASKS as RULER
 
@@ -37,18 +37,19 @@ class Cell:
 
 
 def summarize(rows: Iterable[dict[str, Any]]) -> list[Cell]:
-    """Summarize rows, in the order of the first of each cell; ranges of lengths from short to long."""
+    """Summarize rows, in the order of the first of each cell; ranges of lengths from short to long, turns as asked."""
     groups = grouped(((row["task"], row["protocol"], row["method"], row["budget"]), row) for row in rows)
     return [
         _cell((f"{task} {part}".rstrip(), protocol, method, budget), mine)
         for (task, protocol, method, budget), found in groups.items()
-        for part in ("", *RANGES)
-        if (mine := [row for row in found if _range(row) == part])
+        for part, mine in sorted(grouped((_part(row), row) for row in found).items())
     ]
 
 
-def _range(row: Mapping[str, Any]) -> str:
-    """The range of lengths a row of LongBench-E is reported in, nothing for other rows."""
+def _part(row: Mapping[str, Any]) -> str:
+    """The range of lengths a row of LongBench-E is reported in, or the turn of a conversation; nothing for others."""
+    if "turn" in row:
+        return f"turn {row['turn']}"
     words = row.get("made", {}).get("length")
     return length_range(words) if row["task"].endswith("_e") and words is not None else ""
 
@@ -69,6 +70,31 @@ def _cell(place: tuple[str, str, str, int | float | str | None], group: Sequence
         truncated=sum(row["truncated"] > 0 for row in group),
         score_per_character=100 * mean(by_character) if by_character else None,
     )
+
+
+@dataclass(frozen=True)
+class TurnScores:
+    """Conversations of one task, held in one way, under one method and budget: percent right."""
+
+    task: str
+    protocol: str
+    method: str
+    budget: int | float | str | None
+    n: int  # questions
+    by_turn: dict[int, float]
+    all: float  # of all turns
+
+
+def by_turn(rows: Iterable[dict[str, Any]]) -> list[TurnScores]:
+    """Summarize rows of conversations, in the order of the first of each."""
+    groups = grouped(((row["task"], row["protocol"], row["method"], row["budget"]), row) for row in rows)
+    return [_turn_scores(place, mine) for place, mine in groups.items()]
+
+
+def _turn_scores(place: tuple[str, str, str, int | float | str | None], rows: Sequence[dict[str, Any]]) -> TurnScores:
+    turns = grouped((row["turn"], 100 * normalized_score(row)) for row in rows)
+    scores = {turn: mean(found) for turn, found in sorted(turns.items())}
+    return TurnScores(*place, len(rows), scores, mean(score for found in turns.values() for score in found))
 
 
 def normalized_score(row: Mapping[str, Any]) -> float:

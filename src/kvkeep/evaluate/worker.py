@@ -1,6 +1,7 @@
 """Samples about one text -> result rows: every config's answer, its score, and what that score depends on.
 
-With choices, the prompt is prefilled and compressed, then each choice is scored.
+With choices, the prompt is prefilled and compressed, then each choice is scored. Conversations are held by
+`evaluate/talk.py`.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -24,30 +24,20 @@ from kvkeep.engine.sampling import Generation
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import Sequence
 from kvkeep.errors import BadInput
+from kvkeep.evaluate.item import Item, TimedRow, budget_unit, row_key, setting
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.metrics.math import extract_answer
 from kvkeep.evaluate.prefill import Config, PrefilledContext, prefill
 from kvkeep.evaluate.prompt import Prompt, build_prompt
-from kvkeep.evaluate.sample import Sample
+from kvkeep.evaluate.sample import Sample, Turn
+from kvkeep.evaluate.talk import converse
 from kvkeep.evaluate.tasks.choice import pairs
 from kvkeep.model.chat import eos_token_ids
 from kvkeep.model.hf_cache import UNLIMITED, context_length
 from kvkeep.model.user_text import ids_of
 
-TimedRow = tuple[dict[str, Any], dict[str, Any]]  # a row of rows.jsonl, and one of times.jsonl
 REASONED = ("math", "aime")  # metrics of answers that follow some reasoning
-MADE = ("version", "seed", "length", "depth", "words", "splitter", "asked", "capped")  # how a sample was generated
-PACKAGES = ("kvkeep", "torch", "transformers", "jieba")  # a row may depend on their versions
 REPORTED = ("kept_per_head", "coverage", "bytes", "peak_bytes", "full_bytes", "host_bytes", "index_bytes")
-BACK_ENDS = {"code_sim": "difflib"}  # of metrics that have another back end elsewhere
-
-
-@dataclass(frozen=True)
-class Item:
-    """Samples about one text, under one protocol: one prefill serves them all."""
-
-    protocol: str
-    samples: tuple[Sample, ...]
 
 
 @dataclass(frozen=True)
@@ -64,8 +54,10 @@ class Worker:
 
     def __call__(self, item: Item) -> Iterator[TimedRow]:
         """Rows sample by sample."""
-        answer = self._rank_choices if item.samples[0].choices else self._generate
-        return answer(item)
+        first = item.samples[0]
+        if isinstance(first, Turn):
+            return converse(self.model, self.tokenizer, item, self.methods, self.own_schedule)
+        return self._rank_choices(item) if first.choices else self._generate(item)
 
     @property
     def context_length(self) -> int:
@@ -113,7 +105,8 @@ class Worker:
                 facts |= {"cut": len(ids) == sample.max_new_tokens}  # the answer may be unfinished
                 if sample.metric in REASONED:
                     facts |= {"answered": extract_answer(answer) is not None}
-                yield self._row(item, sample, prompt, context, facts), {**_row_key(item, sample, context), **timed}
+                key = row_key(item, sample, context.config)
+                yield self._row(item, sample, prompt, context, facts), {**key, **timed}
 
     def _decode(
         self, contexts: Seq[PrefilledContext], prompt: Prompt, sample: Sample
@@ -180,46 +173,32 @@ class Worker:
                 facts = {"score": score, "answer": sample.choices[mine.index(max(mine))], "loglikelihoods": mine}
                 facts |= {"score_per_character": METRICS["lm_eval_acc_norm"](mine, **sample.extra)}
                 timed = {"seconds": seconds, "prefill_configs": context.prefill_configs}
-                yield self._row(item, sample, prompt, context, facts), {**_row_key(item, sample, context), **timed}
+                key = row_key(item, sample, context.config)
+                yield self._row(item, sample, prompt, context, facts), {**key, **timed}
 
     def _row(
         self, item: Item, sample: Sample, prompt: Prompt, context: PrefilledContext, facts: dict[str, Any]
     ) -> dict[str, Any]:
         """A score with all that decides it, so that rows can be compared."""
-        method = context.method
         return {
-            **_row_key(item, sample, context),
+            **row_key(item, sample, context.config),
             **facts,
             "metric": sample.metric,
             **{name: getattr(context.report, name) for name in REPORTED},
             "compressed": _compressed(sample, prompt, context),
-            "budget_unit": _budget_unit(context),
+            "budget_unit": budget_unit(context.config, context.method, context.sequence.cache.budget),
             "prompt_tokens": prompt.tokens,
-            "positions": "moved" if method.placement or (method.retrieval and method.retrieval.moves_keys) else "kept",
             "template": prompt.template,
             "bos": prompt.bos,
             "truncation": prompt.rule,
             "truncated": prompt.cut,
-            "max_new_tokens": sample.max_new_tokens,
-            "stops": [*sorted(eos_token_ids(self.model, self.tokenizer)), *sample.stops],
-            "decoding": "greedy",
-            "schedule": method.schedule.every,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "device": self.model.device.type,
-            "attention": str(self.model.config._attn_implementation).removeprefix("kvkeep_"),
-            "made": {name: sample.extra[name] for name in MADE if name in sample.extra},
-            "packages": versions(),
+            **setting(self.model, self.tokenizer, sample, context.method),
         }
 
 
 def _asked(sample: Sample) -> str:
     """The question, for query-aware methods; "" where there is no context beside it."""
     return sample.question.strip() if sample.context else ""
-
-
-def _row_key(item: Item, sample: Sample, context: PrefilledContext) -> dict[str, Any]:
-    method, budget = context.config
-    return {"task": sample.task, "id": sample.id, "protocol": item.protocol, "method": method, "budget": budget}
 
 
 def _compressed(sample: Sample, prompt: Prompt, context: PrefilledContext) -> str:
@@ -229,28 +208,6 @@ def _compressed(sample: Sample, prompt: Prompt, context: PrefilledContext) -> st
     if sample.long or not (method.retrieval or context.is_frozen):
         return "decoding"
     return "context" if len(prompt.question) else "whole prompt"
-
-
-def _budget_unit(context: PrefilledContext) -> str:
-    if context.config[1] is None:
-        return "none"
-    if (needed := context.method.needed) is not None:
-        what = f"scores above {needed.tau:g}" if needed.share is None else f"{needed.share:g} of the scores"
-        return f"{what}, within {context.sequence.cache.budget} per KV head"
-    unit = "fraction of the tokens read" if isinstance(context.config[1], float) else "tokens"
-    return f"{unit} per KV head, window included"
-
-
-@cache
-def versions() -> dict[str, str]:
-    """Packages and back ends rows depend on, beside their model and sample."""
-    found = dict(BACK_ENDS)
-    for name in PACKAGES:
-        try:
-            found[name] = version(name).split("+")[0]
-        except PackageNotFoundError:  # not installed, so not used
-            continue
-    return found
 
 
 def _until_stop(text: str, stops: Seq[str]) -> str:
