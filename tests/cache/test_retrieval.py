@@ -35,14 +35,17 @@ def raw(model, ids):
     return np.stack(back[: len(q)]), np.stack(back[len(q) :]), v, freq
 
 
-def outputs(model, cache, prompt, total):
-    """What the one layer's attention gave for every token. [heads, total, dim]"""
-    noted = []
+def outputs(model, cache, *turns):
+    """What the one layer's attention gave for every token of prompts and decoded tokens. [heads, total, dim]"""
+    noted, total = [], 0
     projection = model.model.layers[0].self_attn.o_proj
     hook = projection.register_forward_pre_hook(lambda _, args: noted.append(args[0][0]))
-    model(IDS[:, :prompt], past_key_values=cache)
-    for t in range(prompt, total):
-        model(IDS[:, t : t + 1], past_key_values=cache)
+    for new, decoded in turns:
+        model(IDS[:, total : total + new], past_key_values=cache)
+        total += new
+        for t in range(total, total + decoded):
+            model(IDS[:, t : t + 1], past_key_values=cache)
+        total += decoded
     hook.remove()
     heads = model.config.num_attention_heads
     return torch.cat(noted).view(total, heads, -1).transpose(0, 1).double().numpy()
@@ -108,13 +111,33 @@ def test_reading_and_writing_equal_the_replay(kind, per_head, setting):
         per_head=per_head,
         question_weight=weight,
     )
-    got = outputs(model, cache, prompt, total)
+    got = outputs(model, cache, (prompt, total - prompt))
     off = np.abs(got - want).max((0, 2))
     assert off.max() < 1e-4, f"token {int(off.argmax())} is off by {off.max():.2g}"
     assert any(chosen[-1]), "nothing was fetched: the test shows nothing"
     unit = 1 if kind == "tokenselect" else chunk
     fetched = [sinks + c * unit + j for c in chosen[-1] for j in range(unit)]
     assert [p for p in cache.kept(0)[0][0] if sinks <= p][: len(fetched)] == fetched
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind, per_head", KINDS)
+def test_every_turn_of_a_chat_equals_the_replay(kind, per_head):
+    """Short questions after long answers and the reverse: none sees what another one retrieved."""
+    turns, window, chunk = [(157, 9), (21, 7), (5, 6), (40, 3)], 16, 4
+    total = sum(map(sum, turns))
+    model = llama(num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4)
+    q, k, v, freq = raw(model, IDS[:, :total])
+    options = {"window": window, "sinks": 2, "local": 8}
+    if kind == "tokenselect":
+        options["similar"] = None
+    else:
+        options |= {"representatives": 2, "per_head": per_head, ("chunk" if kind == "actqkv" else "block"): chunk}
+    cache = kvkeep.Cache(model, kind, 32, **options)
+    scale, sizes = model.model.layers[0].self_attn.scaling, (157, 32, 2, 8, window, chunk, 2)
+    pieces = reading.turns_of(turns, window)
+    want, chosen = reading.replay(kind, q, k, v, freq, scale, *sizes, per_head=per_head, pieces=pieces)
+    assert np.abs(outputs(model, cache, *turns) - want).max() < 1e-4 and any(chosen[-1])
 
 
 def offload_everything(cache, budget):
@@ -318,7 +341,7 @@ def test_what_the_first_written_token_fetched_stays(spec):
     cache = kvkeep.Cache(model, spec, budget, once=True, **options)
     if spec == "sentencekv":
         cache.backend.set_token_marks(0, torch.arange(400) % 7 == 6)
-    outputs(model, cache, prompt, prompt + 1)
+    outputs(model, cache, (prompt, 1))
     state, first = cache.backend.states[0][0], cache.kept(0)[0]
     assert prompt in first[0] and state.device_tokens <= budget and state.retrieved.index.shape[1] > 0
     noted = []

@@ -48,6 +48,16 @@ def windows(prompt, total, window):
     return pieces + [(start, 1) for start in range(prompt, total)]
 
 
+def turns_of(turns, window):
+    """[(start, size, decoding)] of a conversation: a prompt and the tokens decoded after it, turn after turn."""
+    pieces, start = [], 0
+    for prompt, decoded in turns:
+        for first, size in windows(prompt, prompt + decoded, window):
+            pieces.append((start + first, size, first >= prompt))
+        start += prompt + decoded
+    return pieces
+
+
 def put_away(before, so_far, sinks, local, chunk):
     """Tokens after the sinks that live in chunks once `before` tokens have been read, in whole chunks."""
     return max(so_far, chunk * max(0, (before - sinks - local) // chunk))
@@ -139,10 +149,12 @@ def replay_steps(
     question_weight=0.0,
     question_match="representatives",
     mix_all=False,
+    pieces=None,
 ):
     """(outputs [heads, N, d], [Step], votes [N], or [heads, N] per head). votes[j]: the probability token j got from
     the `local` queries after it, summed over queries (in decode, a chunk goes before its tokens have had as many), per
-    query head or the mean over them. per_head: True for actqkv, False for the others, unless given."""
+    query head or the mean over them. per_head: True for actqkv, False for the others, unless given. pieces: those of
+    `turns_of`, instead of one prompt and the tokens after it."""
     assert kind in KINDS, kind
     per_head = kind == "actqkv" if per_head is None else per_head
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
@@ -159,9 +171,8 @@ def replay_steps(
 
     outputs, votes, steps = np.zeros((heads, total, d)), np.zeros((heads, total)), []
     away, speakers = 0, []
-    for start, size in windows(prompt, total, window):
+    for start, size, decoding in pieces or turns_of([(prompt, total - prompt)], window):
         step, end = Step(start, size), start + size
-        decoding = start >= prompt
         if end > budget:
             away = (put_away_in_decode if decoding else put_away)(start, away, sinks, local, unit)
         step.put_away = away
@@ -231,7 +242,7 @@ def replay(
 ):
     """(outputs [heads, N, d], chosen). chosen[w]: the units window w fetched, ascending, counted from 0 at token
     `sinks`; None where nothing has been offloaded. `question`: [x, kv_heads·d], joined, at the edge. `options`:
-    per_head, question_weight, question_match, mix_all (see replay_steps and representatives.py)."""
+    per_head, question_weight, question_match, mix_all, pieces (see replay_steps and representatives.py)."""
     reading = (prompt, budget, sinks, local, window, chunk, representatives, question, beta)
     outputs, steps, _ = replay_steps(kind, q, k, v, inv_freq, scale, *reading, **options)
     return outputs, [step.chosen for step in steps]
