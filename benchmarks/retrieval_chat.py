@@ -5,6 +5,8 @@
 The first message is a text with four facts and a question about one; the next messages ask for others. An answer is
 right if it has the fact's number. `window` and `decode` are the shares of layers and KV heads that attend to all tokens
 of that number: of the question's last window (a method that evicts: after it), and of the answer's tokens on average.
+`logprob` is that of the number after "The number is", of all its tokens together: it tells methods apart where the
+answers of a small model do not.
 DIR holds prose (*.txt); without it, one line of noise is repeated. `+told` after a method's name gives it the
 question's queries before every turn, as `Engine.generate(text, question=…)` does and `Engine.chat` does not.
 """
@@ -40,6 +42,7 @@ FACTS = (  # what stands in the text, what is asked
     ("In its best year the orchard grew {} apples.", "How many apples did the orchard grow in its best year?"),
 )
 ANSWER = 24  # tokens at most
+LEAD = "The number is "
 TOLD = "+told"
 
 
@@ -86,14 +89,14 @@ class Runner:
                 return  # the answer's text has other ids than were decoded: a chat would begin anew
             if name.endswith(TOLD):
                 sequence.set_question(question, len(ids))
-            answer, shares = self.answer(sequence, ids, places(self.tokenizer, ids, number))
+            answer, found = self.answer(sequence, ids, number)
             messages.append({"role": "assistant", "content": answer})
             asked = {"turn": turn, "asked": "later" if turn > 1 else "beside the text"}
-            yield {**asked, "right": number in answer, **shares, "answer": answer}
+            yield {**asked, "right": number in answer, **found, "answer": answer}
 
-    def answer(self, sequence: Sequence, ids: torch.Tensor, wanted: set[int]) -> tuple[str, dict[str, float]]:
-        """Decode greedily. -> text, and the shares of layers and heads that attended to the wanted positions"""
-        retrieve = LayerRetriever._retrieve
+    def answer(self, sequence: Sequence, ids: torch.Tensor, number: str) -> tuple[str, dict[str, float]]:
+        """Decode greedily. -> text, how likely the number was, and what shares of layers and heads attended to it"""
+        retrieve, wanted = LayerRetriever._retrieve, places(self.tokenizer, ids, number)
         self.states.clear()
 
         def note(layer: LayerRetriever, *given: Any) -> LayerState:
@@ -102,12 +105,24 @@ class Runner:
 
         with patch.object(LayerRetriever, "_retrieve", note):
             logits, answer = sequence.prefill(ids), list[int]()
-            shares = [self.attended(sequence, wanted)]
+            shares, states = [self.attended(sequence, wanted)], dict(self.states)
+            logprob = self.logprob(sequence.fork(), logits, number)
+            self.states = states
             while (token := int(logits.argmax())) not in self.ends and len(answer) < ANSWER:
                 answer.append(token)
                 logits = sequence.forward(torch.tensor([token]))[-1]
                 shares.append(self.attended(sequence, wanted))
-        return self.tokenizer.decode(answer), {"window": shares[0], "decode": mean(shares[1:] or shares)}
+        found = {"logprob": logprob, "window": shares[0], "decode": mean(shares[1:] or shares)}
+        return self.tokenizer.decode(answer), found
+
+    def logprob(self, sequence: Sequence, logits: torch.Tensor, number: str) -> float:
+        """Of a number, said after a few words instead of the model's own answer."""
+        lead, said = (self.tokenizer(text, add_special_tokens=False).input_ids for text in (LEAD, LEAD + number))
+        found = []
+        for token in said:
+            found.append(float(logits.float().log_softmax(-1)[token]))
+            logits = sequence.forward(torch.tensor([token]))[-1]
+        return sum(found[len(lead) :])
 
     def attended(self, sequence: Sequence, wanted: set[int]) -> float:
         layers = [state.positions() for state in self.states.values()]
@@ -139,9 +154,10 @@ def main() -> None:
                 cells[name, share, found["asked"]].append(found)
                 row = json.dumps({"method": name, "share": share, "sample": sample, **found})
                 print(row, file=options.out, flush=True)
-    print("\n| method | share | asked | n | right | window | decode |\n|---|---|---|---|---|---|---|")
+    shown = "right", "logprob", "window", "decode"
+    print(f"\n| method | share | asked | n | {' | '.join(shown)} |\n|---|---|---|---|---|---|---|---|")
     for (name, share, when), rows in cells.items():
-        means = " | ".join(f"{mean(float(row[key]) for row in rows):.2f}" for key in ("right", "window", "decode"))
+        means = " | ".join(f"{mean(float(row[key]) for row in rows):.2f}" for key in shown)
         print(f"| {name} | {share:g} | {when} | {len(rows)} | {means} |")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_chat
+import torch
 
 from kvkeep.model.chat import encode
 
@@ -40,6 +41,18 @@ def test_all_layers_attend_to_what_is_kept_and_none_to_what_is_evicted(script, d
     runner, text, numbers = drawn
     row = next(runner.chat(method, share, text, numbers))
     assert (row["window"], row["decode"]) == (known, known)
+
+
+def test_the_logprob_of_a_number_is_that_of_its_tokens(script, drawn):
+    runner, text, numbers = drawn
+    question, number = next(iter(numbers.items()))
+    row = next(runner.chat("full", 0.25, text, numbers))
+    ids = encode(runner.tokenizer, [{"role": "user", "content": f"{text}\n\n{question}"}])[0].tolist()
+    said = runner.tokenizer(script.LEAD + number, add_special_tokens=False).input_ids
+    with torch.inference_mode():
+        logits = runner.model(torch.tensor([ids + said])).logits[0, :-1].log_softmax(-1)
+    known = logits[-len(number) :].gather(1, torch.tensor(said[-len(number) :])[:, None]).sum()
+    assert row["logprob"] == pytest.approx(float(known), abs=1e-3)
 
 
 def test_a_fact_is_attended_to_where_its_chunk_was_retrieved(script, drawn):
