@@ -90,13 +90,14 @@ def test_other_machines_cannot_meet_the_processes():
 
 @pytest.mark.slow
 def test_the_follower_answers_what_the_leader_is_asked():
-    """Methods, budgets, seeds, keys, chats with stored prefixes, contexts and constraints of many threads."""
+    """Methods, budgets, seeds, keys, chats with stored prefixes, exact answers, contexts, constraints; many threads."""
     with two(memory=900_000) as (leader, follower, parts, raised, failed):
         asked, told = record(leader), record(follower)
         text = leader.pin(TEXT, owner="a", method="snapkv+adakv", budget=50)
         wait_until(lambda: raised or list(follower.prefixes.entries) == [text])
         others = {"method": "h2o"}, {"budget": 32}, {"cache_prefix": True}
         how = [{"owner": owner, **more} for owner in "ab" for more in others]
+        how += [{"exact": True}, {"exact": True, "cache_prefix": True, "method": "h2o"}]
         how += [{"context": text, "owner": "a"}, {"method": "quest"}, {"constraint": parts[0].every_tenth}]
         prompts = [TALK if each.get("cache_prefix") else TEXT for each in how]
         handles = [
