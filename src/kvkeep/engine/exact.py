@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.compress.method import Schedule
 from kvkeep.engine.batch import Decoded, InflightStep, sampling_rows
 from kvkeep.engine.decoding import Decoding
 from kvkeep.engine.held_requests import HeldRequests
@@ -47,7 +46,7 @@ def exact_config(config: SequenceConfig, pool: HostPool | None) -> SequenceConfi
     }
     if why := [reason for reason, holds in reasons.items() if holds]:
         raise BadParameter(f"exact=True cannot work with '{method.name}': {why[0]}. Use another method.")
-    return replace(config, method=replace(method, schedule=Schedule()))
+    return config.appending
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from kvkeep.cache.cache import Cache
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.evictor import SPARE
 from kvkeep.cache.retrieval import RetrievalBackend
-from kvkeep.compress.method import Method
+from kvkeep.compress.method import Method, Schedule
 from kvkeep.engine.detokenizer import SentenceBoundaries
 from kvkeep.engine.memory import MEMORY_FRACTION, free_device_bytes, row_bytes, trim
 from kvkeep.engine.progress import Progress, ProgressCallback
@@ -72,6 +72,14 @@ class SequenceConfig:
     @cached_property
     def device(self) -> torch.device:
         return execution_device(self.model)
+
+    @cached_property
+    def appending(self) -> SequenceConfig:
+        """The same, but nothing is evicted while an answer is decoded."""
+        schedule = Schedule()
+        if self.method.schedule == schedule:
+            return self
+        return replace(self, method=replace(self.method, schedule=schedule))
 
     @cached_property
     def sentences(self) -> SentenceBoundaries:
