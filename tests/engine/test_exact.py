@@ -311,12 +311,23 @@ def test_what_is_kept_is_selected_again_when_guesses_fall(chat, full, monkeypatc
 def test_fewer_are_guessed_while_they_are_wrong():
     agreement = Agreement()
     for guessed, right, following in ((8, 8, 16), (16, 16, 32), (32, 32, MOST_GUESSES), (32, 20, 32), (32, 15, 16)):
-        agreement.count(guessed, right)
+        agreement.adapt(guessed, right)
         assert agreement.next_guesses == following and agreement.falls == (right < guessed / 2)
     for _ in range(9):
-        agreement.count(4, 0)
+        agreement.adapt(4, 0)
     assert agreement.next_guesses == FEWEST_GUESSES
-    assert (agreement.passes, agreement.guessed, agreement.right) == (14, 156, 91)
+
+
+def test_whoever_has_the_whole_answer_has_its_counts(chat):
+    """A server reads them as soon as the last token has come: in the middle of a step."""
+    one, seen = engine(chat), []
+    handle = one.submit(say(TALK[0]), exact=True, **ALIKE)
+    request = handle.request
+    request.notify = lambda: seen.append((request.done, Agreement.total([request.agreement])))
+    handle.result()
+    known = Agreement.total([request.agreement])
+    assert [counts for done, counts in seen if done] == [known] and known["passes"] > 1
+    assert 1 + known["right"] + known["passes"] >= len(request.answer.ids) > 1 + known["right"]
 
 
 def test_an_answer_that_did_not_pay_says_so(chat, monkeypatch):

@@ -107,14 +107,16 @@ class Exact:
 
     def end(self, request: Request, logits: Tensor) -> None:
         """After the pass that verified its guesses. logits [1 + guesses, vocabulary]"""
-        sequence, right = request.sequence, 0
+        sequence, found, guessed, right = request.sequence, request.agreement, request.guessed, 0
+        found.passes, found.guessed = found.passes + 1, found.guessed + len(guessed)
         for right, (_, token, logprobs) in enumerate(self._sampled(request, logits)):  # noqa: B007
+            found.right += right > 0  # before the token, which may end the answer: whoever reads it reads this, too
             request.add(token, logprobs)
-            if request.done or right == len(request.guessed) or request.guessed[right] != token:
+            if request.done or right == len(guessed) or guessed[right] != token:
                 break
         with torch.inference_mode():
             sequence.accept(1 + right)
-        request.agreement.count(len(request.guessed), right)
+        found.adapt(len(guessed), right)
         self.held.waiting.remove(request)
         if request.done:
             sequence.drop_history()

@@ -78,9 +78,8 @@ class Agreement:
         names = "passes", "guessed", "right"
         return {name: sum(getattr(each, name) for each in several) for name in names}
 
-    def count(self, guessed: int, right: int) -> None:
+    def adapt(self, guessed: int, right: int) -> None:
         """After a pass. Guess more while all are right, and fewer while less than half of them are."""
-        self.passes, self.guessed, self.right = self.passes + 1, self.guessed + guessed, self.right + right
         self.falls = right < guessed / 2
         if right == guessed:
             self.next_guesses = min(MOST_GUESSES, 2 * self.next_guesses)
