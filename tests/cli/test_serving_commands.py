@@ -112,6 +112,16 @@ def test_a_conversation(tiny):
     assert done.stdout.strip()
 
 
+def test_a_conversation_that_is_exact(tiny):
+    said = "Geese fly over the old lighthouse. " * 9 + "\nAnd again?\n"
+    how = "chat", "--max-new-tokens", 8
+    exact = kvkeep_(*how, "--budget", 32, "--exact", stdin=said)
+    whole = kvkeep_(*how, "--method", "full", "--budget", 32, stdin=said)
+    assert exact.stdout == whole.stdout != kvkeep_(*how, "--budget", 32, stdin=said).stdout
+    passes = re.findall(r"8 generated; verified in \d+ passes; \d+ of \d+ guesses right]", exact.stderr)
+    assert len(passes) == 2 and "verified" not in whole.stderr
+
+
 def test_a_message_that_is_too_long_leaves_the_conversation_as_it_was(tiny):
     done = kvkeep_("chat", "--max-new-tokens", 6, stdin="x" * 5000 + "\nHello\n")
     assert done.exit_code == 0 and "context length is 4096" in done.stderr and "[12 of 12 tokens" in done.stderr

@@ -48,6 +48,7 @@ Dtype = Annotated[
 Temperature = Annotated[float, Option(min=0, help="Sample at this temperature; 0 takes the likeliest token.")]
 Seed = Annotated[int, Option(min=0, help="Seed the sampling, and methods with random parts.")]
 ChunkSize = Annotated[int | None, Option(min=2, help="Prefill the prompt in chunks of this many tokens.")]
+Exact = Annotated[bool, Option("--exact", help="Verify every token against the whole prompt; say what full says.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON in place of text.")]
 
 Data = Annotated[
@@ -121,7 +122,7 @@ class RunOptions:
     prefill_chunk_size: ChunkSize = None
     storage: Storage = None
     compare: bool = option(False, "Also answer with the full cache, and compare.", "--compare")
-    exact: bool = option(False, "Verify every token against the whole prompt: the answer is that of `full`.", "--exact")
+    exact: Exact = False
     as_json: AsJson = False
     device: Device = None
     dtype: Dtype = None
@@ -159,6 +160,7 @@ class ChatOptions:
     max_new_tokens: int = option(512, "Stop every answer after this many tokens.", min=1)
     temperature: Temperature = 0.0
     seed: Seed = 0
+    exact: Exact = False
     device: Device = None
     dtype: Dtype = None
 

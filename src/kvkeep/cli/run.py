@@ -13,7 +13,7 @@ import kvkeep
 from kvkeep.cache.report import format_bytes
 from kvkeep.cli.inputs import Plan
 from kvkeep.cli.options import ChatOptions, RunOptions, ServeOptions
-from kvkeep.cli.show import Outcome, Say, busy
+from kvkeep.cli.show import Outcome, Say, busy, verified
 from kvkeep.compress.defaults import PROMPT_METHODS
 from kvkeep.compress.parse import parse_budget
 from kvkeep.engine.engine import Engine
@@ -127,7 +127,8 @@ def ask(
 
 def chat(engine: Engine, given: ChatOptions) -> None:
     """`kvkeep chat`: a conversation until /quit or the end of the input; after every answer, what the cache holds."""
-    options = {"max_new_tokens": given.max_new_tokens, "temperature": given.temperature, "seed": given.seed}
+    options = {"max_new_tokens": given.max_new_tokens, "temperature": given.temperature}
+    options |= {"seed": given.seed, "exact": given.exact}
     first = [{"role": "system", "content": given.system}] if given.system else []
     messages = list(first)
     while (line := _line()) is not None:
@@ -176,4 +177,5 @@ def held(request: Request) -> str:
     full = format_bytes(request.kept_bytes / max(1.0, request.kept_tokens) * tokens)
     kept = f"{request.kept_tokens:,.0f} of {tokens:,} tokens kept per KV head, {size} of {full}"
     reused = f"{request.num_cached:,} reused from earlier turns, {tokens - request.num_cached:,} prefilled"
-    return f"[{kept}; {reused}, {len(request.answer.ids)} generated]"
+    exact = f"; verified {verified(Agreement.total([request.agreement]))}" if request.how.exact else ""
+    return f"[{kept}; {reused}, {len(request.answer.ids)} generated{exact}]"

@@ -187,7 +187,7 @@ def print_outcomes(outcomes: list[Outcome]) -> None:
         *row("cache holds", lambda e: f"{format_bytes(e.bytes)} ({held_share(e.bytes, e.full_bytes):.0%})"),
         *row("offloaded", lambda each: format_bytes(each.host_bytes), any(each.host_bytes for each in outcomes)),
         *row("a full cache would hold", lambda each: format_bytes(each.full_bytes), not has_full),
-        *row("verified", lambda each: _verified(each.exact), any(each.exact for each in outcomes)),
+        *row("verified", lambda each: verified(each.exact), any(each.exact for each in outcomes)),
         *row("time to first token", lambda each: f"{each.first_token_s:.2f} s"),
         *row("tokens per second", lambda each: f"{each.tokens_per_s:.1f}" if each.tokens_per_s else "–"),
     ]
@@ -204,7 +204,8 @@ def _names(outcomes: list[Outcome]) -> list[str]:
     return [each.method if len(budgets[each.method]) == 1 else f"{each.method} {each.budget}" for each in outcomes]
 
 
-def _verified(exact: dict[str, int] | None) -> str:
+def verified(exact: dict[str, int] | None) -> str:
+    """How an exact answer was verified."""
     if not exact or not exact["passes"]:
         return "–"
     return f"in {exact['passes']} passes; {exact['right']} of {exact['guessed']} guesses right"
