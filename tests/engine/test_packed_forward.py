@@ -39,10 +39,10 @@ def test_chunks_of_several_sequences_are_what_each_is_alone(chat, spec):
         lengths = [tokens] * len(alone) if tokens == 1 else range(tokens, tokens + len(alone))
         new = [torch.randint(3, 60, (length,), generator=passes) for length in lengths]
         want = [engine.extend(row, keep=0) for engine, row in zip(alone, new, strict=True)]
-        keep = number % 2
+        keep = [(1, len(row), 1 + len(row) // 2)[(number + each) % 3] for each, row in enumerate(new)]
         got = forward(list(zip(several, new, strict=True)), keep)
-        for one, other in zip(got, want, strict=True):
-            same(one, other[-keep:])
+        for one, other, kept in zip(got, want, keep, strict=True):
+            same(one, other[-kept:])
         assert [where(each) for each in several] == [where(engine) for engine in alone]
         assert [each.token_ids for each in several] == [engine.token_ids for engine in alone]
         if number == 7:  # somebody is done
