@@ -200,7 +200,9 @@ def test_a_chat_goes_on_after_a_draft_that_was_interrupted(spec, messages, monke
         engine = kvkeep.Engine(*tiny_chat.sharp(), spec, 24)
         with pytest.raises(KeyboardInterrupt):
             engine.chat(talk[:1], max_new_tokens=4)
-    assert engine.cache.report().kept_per_head == engine.cache.seen > 100
+    report = engine.cache.report()
+    assert report.host_bytes == report.full_bytes and engine.cache.seen > 100
+    assert report.kept_per_head == (engine.cache.seen if parse(spec).draft and parse(spec).draft.hold else 0)
     engine.chat(talk[:messages], max_new_tokens=4)
     assert engine.cache.report().kept_per_head <= 24 + 4  # and the answer
 
