@@ -71,7 +71,7 @@ class Exact:
         """After the first token. -> False: what is kept of its prompt is all of it, so any answer is exact"""
         if not request.how.exact:
             return False
-        if request.keeps_all:
+        if request.is_whole:
             request.sequence.drop_history()
             return False
         del self.held.first_tokens[request]

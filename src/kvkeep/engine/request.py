@@ -243,7 +243,7 @@ class Request:
         return how.max_new_tokens > 1 and token not in self.ends and not (how.stop or how.constraint)
 
     def is_end(self, token: int) -> bool:
-        """Whether the answer ends with this token, which is no part of it; or before, where nothing may follow."""
+        """Whether the answer ends before this token: it ends answers, or the constraint lets nothing follow."""
         return token in self.ends or bool(self._constraint and (self._constraint.over or self._constraint.error))
 
     @property
@@ -339,7 +339,7 @@ class Request:
         return self.agreement.falls and self.config.method.selects_by_queries
 
     @property
-    def keeps_all(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether nothing of the prompt is evicted or quantized."""
         return self.kept_tokens == len(self.ids) and not self.sequence.cache.bits
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, takewhile
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ BLOCK = 64  # tokens
 SLAB_BYTES = 2**26  # of one layer, at most; at least a block
 SLAB_BLOCKS = 64
 
+T = TypeVar("T")
 Pair = tuple[Tensor, Tensor]  # keys and values [kv_heads, n, dim]
 
 
@@ -224,22 +225,29 @@ class Block:
         return self.pool.layer(self.slab, index)[self.number]
 
 
+class LastRead(Generic[T]):
+    """What was read of one layer. It is freed before that of another is read."""
+
+    def __init__(self, read: Callable[[int], T]) -> None:
+        self.read = read
+        self.index, self.found = -1, list[T]()
+
+    def __getitem__(self, index: int) -> T:
+        if index != self.index:
+            self.index, self.found = -1, []
+            self.found = [self.read(index)]
+            self.index = index
+        return self.found[0]
+
+
 class CommonBlocks:
     """Blocks that several histories begin with, read once for all of them, layer after layer."""
 
     def __init__(self, histories: Sequence[History]) -> None:
-        self.pool, alike = histories[0].pool, zip(*(known.blocks for known in histories), strict=False)
+        pool, alike = histories[0].pool, zip(*(known.blocks for known in histories), strict=False)
         same = takewhile(lambda blocks: all(each is blocks[0] for each in blocks), alike)
-        self.blocks = [blocks[0] for blocks in same]
-        self.last: tuple[int, Pair | None] = -1, None
-
-    def read(self, index: int) -> Pair:
-        """A layer's keys and values. [kv_heads, tokens, dim]"""
-        if index != self.last[0]:
-            self.last = -1, None  # freed before the next is read
-            self.last = index, self.pool.read(index, self.blocks)
-        assert self.last[1]
-        return self.last[1]
+        self.blocks = common = [blocks[0] for blocks in same]
+        self.layers = LastRead(lambda index: pool.read(index, common))  # keys and values
 
 
 @contextmanager
@@ -307,7 +315,7 @@ class History:
         first, end, parts = min(start // BLOCK, len(self.blocks)), min(end, self.tokens), list[Pair]()
         blocks = self.blocks[first : -(-end // BLOCK)]
         if self.common and not first and len(blocks) >= len(self.common.blocks):
-            parts, blocks = [self.common.read(index)], blocks[len(self.common.blocks) :]
+            parts, blocks = [self.common.layers[index]], blocks[len(self.common.blocks) :]
         parts += [self.pool.read(index, blocks)] if blocks else []
         parts += [self.tails[index]] if end > len(self.blocks) * BLOCK else []
         if not parts:
@@ -357,14 +365,11 @@ class StreamedLayers(Mapping[int, RaggedLayer]):
     """The layers of a prompt that a history has. The last one that was read is on the device."""
 
     def __init__(self, layers: Sequence[int], history: History, read: Callable[[History, int], RaggedLayer]) -> None:
-        self.layers, self.history, self.read = layers, history, read
-        self.last = -1, RaggedLayer()
+        self.layers, self.history = layers, history
+        self.last = LastRead(lambda index: read(history, index))
 
     def __getitem__(self, index: int) -> RaggedLayer:
-        if index != self.last[0]:
-            self.last = -1, RaggedLayer()  # freed before the next is read
-            self.last = index, self.read(self.history, index)
-        return self.last[1]
+        return self.last[index]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.layers)
