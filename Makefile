@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 JOBS ?= 2
+# Seconds that a test may take on a slow machine: one that hangs is named.
+LONGEST ?= 900
 DOCUMENT := examples/lighthouse.txt
 QUESTION := What is the serial number of the replacement lamp motor?
 ANSWER := 4827163
@@ -24,10 +26,10 @@ run: model  ## set up, fetch the default model, answer a question about a long d
 	.venv/bin/kvkeep run $(DOCUMENT) "$(QUESTION)"
 
 test: lint model  ## set up, then the linter and the tests: up to 4 cases of each, without slow ones
-	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup -q -m "not slow" --cases 4
+	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup --timeout $(LONGEST) -q -m "not slow" --cases 4
 
 test-all: lint model  ## the same with all cases of all tests
-	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup -q
+	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup --timeout $(LONGEST) -q
 
 clients: .venv/.dev .venv-clients/.ready  ## other people's clients, against a server of a tiny model
 	SERVER_PYTHON=.venv/bin/python .venv-clients/bin/python -m pytest -q --confcutdir tests/clients -W default tests/clients/client_cases.py

@@ -13,6 +13,7 @@ import kvkeep
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: threads that wait for busy cores spin
+os.environ.setdefault("RAY_worker_niceness", "0")  # beside other tests, Ray's own 15 leaves its workers nearly no time
 
 
 def __getattr__(name: str) -> list[str]:

@@ -222,11 +222,13 @@ def test_a_thread_steps_until_an_answer_is_complete(chat):
 @pytest.mark.parametrize("state", [State.GUESSING, State.VERIFYING])
 def test_cancelled_answers_leave_nothing(chat, full, state):
     one = engine(chat)
-    request, other = one.submit(say(TALK[0]), exact=True, **ALIKE), one.submit(say(TALK[1]), exact=True, **ALIKE)
-    scheduler = one._driver.scheduler
-    while request.request.state is not state:
-        one._driver.step()
-    request.cancel()
+    with one._driver.lock:  # only this thread steps: it sees every state
+        request, other = one.submit(say(TALK[0]), exact=True, **ALIKE), one.submit(say(TALK[1]), exact=True, **ALIKE)
+        scheduler = one._driver.scheduler
+        while request.request.state is not state:
+            assert not request.done
+            one._driver.step()
+        request.cancel()
     assert request.request.finish_reason == "cancelled" and request.request not in scheduler.held.taken
     assert other.result() == full.submit(say(TALK[1]), **ALIKE).result()
     scheduler.decoding.release_finished()
@@ -334,7 +336,7 @@ def test_an_answer_that_did_not_pay_says_so(chat, monkeypatch):
     one = engine(chat, "knorm", 8)
     for paying, says in ((1, False), (9, True)):
         monkeypatch.setattr(exact, "PAYING", paying)
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as found, one._driver.lock:  # this thread steps, and is warned
             warnings.simplefilter("always")
             request = asked(one, exact=True, max_new_tokens=40)
         mine = [str(each.message) for each in found if each.category is SlowAnswerWarning]
