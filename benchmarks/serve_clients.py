@@ -19,10 +19,10 @@ TEXT = re.compile(rb'"text": "(x*)"')  # a letter for every token
 async def follow(port: int, body: dict[str, Any], stream: dict[str, Any]) -> None:
     """POST /v1/completions. stream: gets its status, when it began, and when how many tokens came"""
     sent = json.dumps(body | {"model": "random", "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     stream["began"] = time.monotonic()
-    writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + sent)
+    writer.write(f"{head}Content-Length: {len(sent)}\r\nConnection: close\r\n\r\n".encode() + sent)
     try:
         async for line in reader:
             if line.startswith(b"HTTP/1.1 "):

@@ -19,10 +19,10 @@ def tokenizer(template=TEMPLATE):
 
 
 @copied
-def model(window=1024):
+def model(window=1024, layers=2):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=window, bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()

@@ -8,6 +8,7 @@ import pytest
 import tiny_chat
 import torch
 from conftest import EVICTING, RETRIEVING, make_llama
+from late_copies import read_late
 from talk import SHORT, TALK, answered, say, turns
 
 import kvkeep
@@ -167,6 +168,25 @@ def test_many_questions_about_one_text_read_it_once_a_pass(chat, storage, monkey
     assert passes == [12]
     sizes = [len(text.sequence.history.blocks) for text in texts]
     assert sorted(reads) == sorted((layer, size) for layer in range(2) for size in sizes)
+
+
+@pytest.mark.parametrize("spec", ["snapkv", "kvzip", "kvkeep_lookahead", "cake", "h2o+adakv"])
+@pytest.mark.parametrize("storage", [None, "int8"])
+def test_layers_may_be_copied_ahead(spec, storage):
+    """Of one conversation, of several in one pass, of a text that is read again, and after a request was cancelled."""
+    found = []
+    for is_late in (False, True):
+        chat = tiny_chat.model(layers=5).double(), tiny_chat.tokenizer()
+        with engine(chat, spec, prefix_cache=10**6, history_storage=storage) as one:
+            copies = read_late(one.histories.pool) if is_late else None
+            said = [turns(one, TALK[k : k + 2])[-1] for k in range(3)]
+            with one._driver.lock:
+                each = [one.submit(say(*said[k][0], said[k][1].text, "so?"), **SHORT) for k in range(3)]
+                each[0].cancel()
+                each += [one.submit("why", context=one.pin(TALK[3], method="kvzip"), **SHORT)]
+            answers = [handle.result() for handle in each[1:]]
+            found.append(([request.answer.ids for _, request in said], answers))
+    assert found[0] == found[1] and not copies.left and copies.num_ahead > copies.num_now / 2
 
 
 def test_conversations_that_part_read_what_they_share_together(chat, monkeypatch):

@@ -127,7 +127,8 @@ class SequenceConfig:
     def held_over_history(self, tokens: int) -> int:
         """The most tokens on the device while the host has the whole prompt, per KV head, on average over layers.
 
-        These are what is kept, or what a draft is decoded from, and all tokens of two layers.
+        These are what is kept, or what a draft is decoded from, and all tokens of two layers; on a GPU of two more,
+        which are copied there meanwhile.
         """
         method, kept = self.method, self.kept(tokens)
         if method.layers.layer_weight is not None:  # it compares all layers before it evicts
@@ -135,7 +136,8 @@ class SequenceConfig:
         if method.draft:
             kept = method.draft.kept(kept, tokens)
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        return min(tokens, kept * (SPARE if method.across_layers else 1) + 2 * tokens // layers)
+        held = 4 if self.device.type == "cuda" else 2
+        return min(tokens, kept * (SPARE if method.across_layers else 1) + held * tokens // layers)
 
     @property
     def _keeps_all(self) -> bool:

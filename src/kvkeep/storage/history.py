@@ -5,7 +5,7 @@ newest tokens, which fill no block yet, stay on the device. A forward pass reads
 
     begin ─► every layer: read what came before, append its own ─► commit, or rollback
 
-With a GPU, blocks are in pinned memory, and copies do not hold up the host.
+With a GPU, blocks are in pinned memory, and the next layer is copied while it computes with the last (read_ahead.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 from kvkeep.kernels.torch.quantization import GROUP_SIZE, pack_codes, quantize, unpack_codes
 from kvkeep.storage.offload.pinned import allocate_pinned
 from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.storage.read_ahead import Read, ReadAhead
 
 BLOCK = 64  # tokens
 SLAB_BYTES = 2**26  # of one layer, at most; at least a block
@@ -78,10 +79,10 @@ class BlockFormat:
         return torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in blocks], 1)
 
     def decode(self, payload: Tensor) -> Pair:
-        """The reverse of `encode`, but for what codes lose. [n, nbytes] -> keys, values [kv_heads, n * BLOCK, dim]"""
+        """A copy: the reverse of `encode`, but for what codes lose. [n, nbytes] -> keys, values [kv_heads, q, dim]"""
         ends = accumulate((dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.parts), initial=0)
         parts = [
-            payload[:, start:end].contiguous().view(dtype).unflatten(1, shape)
+            payload[:, start:end].clone(memory_format=torch.contiguous_format).view(dtype).unflatten(1, shape)
             for (start, end), (dtype, shape) in zip(pairwise(ends), self.parts, strict=True)
         ]
         if self.bits:
@@ -121,6 +122,8 @@ class HostPool:
         self.slabs: list[Slab] = []
         self.in_use = 0  # blocks
         self.lock = threading.Lock()
+        self.ahead = {each: self.reads_ahead(each) for each in (device, *self.devices.values()) if each.type == "cuda"}
+        self.read_lock = threading.Lock()  # buffers are one thread's at a time
 
     @property
     def block_bytes(self) -> int:
@@ -167,22 +170,44 @@ class HostPool:
 
     def read(self, index: int, blocks: Sequence[Block]) -> Pair:
         """A layer's keys and values of some blocks, on the device. [kv_heads, tokens, dim]"""
-        return self.formats[index].decode(self._payload(index, blocks))
+        form, device = self.formats[index], self._device(index)
+        ahead = self.ahead.get(device)
+        if ahead is None:
+            parts = [part for part, _ in self._parts(index, blocks)]
+            return form.decode(torch.cat(parts) if len(parts) > 1 else parts[0])
+        layers = [each for each in self.formats if self._device(each) == device]
+        with self.read_lock:
+            what = Read(index, (id(blocks[0]), id(blocks[-1]), len(blocks)), blocks)
+            pair = form.decode(ahead.read(what, layers))
+            ahead.done()
+        return pair
 
-    def _payload(self, index: int, blocks: Sequence[Block]) -> Tensor:
-        """A layer's bytes of these blocks. [blocks, nbytes] uint8"""
-        runs = list(_runs(blocks))
-        parts = [self.layer(slab, index)[numbers.start : numbers.stop] for slab, numbers in runs]
-        device = self.devices.get(index, self.device)
-        if device.type == "cpu":
-            return torch.cat(parts) if len(parts) > 1 else parts[0]
-        payload = parts[0].new_empty(len(blocks), parts[0].shape[1], device=device)
-        for target, part in zip(payload.split([len(part) for part in parts]), parts, strict=True):
-            target.copy_(part, non_blocking=True)
-        return payload
+    def reads_ahead(self, device: torch.device) -> ReadAhead[Sequence[Block]]:
+        """Buffers of a device, which hold the bytes of two layers of what is read."""
+
+        def shape(read: Read[Sequence[Block]]) -> tuple[int, int]:
+            return len(read.what), self.formats[read.index].nbytes
+
+        def copy(read: Read[Sequence[Block]], payload: Tensor) -> None:
+            for part, start in self._parts(read.index, read.what):
+                payload[start : start + len(part)].copy_(part, non_blocking=True)
+
+        return ReadAhead(device, shape, copy)
+
+    def _parts(self, index: int, blocks: Sequence[Block]) -> Iterator[tuple[Tensor, int]]:
+        """A layer's bytes of these blocks, of neighbours at once [n, nbytes] uint8, each with its first block."""
+        start = 0
+        for slab, numbers in _runs(blocks):
+            yield self.layer(slab, index)[numbers.start : numbers.stop], start
+            start += len(numbers)
+
+    def _device(self, index: int) -> torch.device:
+        return self.devices.get(index, self.device)
 
     def mark_used(self) -> list[Any]:
         """After a forward pass, ended or cut short. -> an event of each GPU"""
+        for ahead in self.ahead.values():
+            ahead.end()
         devices = {device for device in (self.device, *self.devices.values()) if device.type == "cuda"}
         self.used = [torch.cuda.current_stream(device).record_event() for device in devices]
         return self.used
