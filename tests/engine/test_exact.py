@@ -11,6 +11,7 @@ import pytest
 import tiny_chat
 import torch
 from conftest import EVICTING, RETRIEVING
+from serving import wait_until
 from talk import TALK, say
 
 import kvkeep
@@ -379,4 +380,4 @@ def test_histories_of_answers_are_given_back(chat):
     one = engine(chat)
     assert isinstance(one.histories, HistoryStore)
     one.submit(say(TALK[0]), exact=True, cache_prefix=False, **ALIKE).result()
-    assert one.histories.pool.in_use == 0
+    wait_until(lambda: one.histories.pool.in_use == 0)  # the engine's thread may be at the end of its step
