@@ -272,13 +272,15 @@ class Handle:
         self._driver.cancel([self.request])
 
     def __iter__(self) -> Iterator[str]:
+        python_ends = sys.is_finalizing  # a module's own names are gone by then
         try:
             while not self._is_over():
                 self._driver.wait(self.request)
                 while self.request.deltas:
                     yield self.request.deltas.popleft()
         finally:
-            self.cancel()
+            if not python_ends():
+                self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[str]:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
