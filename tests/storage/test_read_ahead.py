@@ -59,3 +59,16 @@ def test_whatever_is_read_is_right(seed):
         if source.random() < 0.5:
             one.ahead.end()
             assert not (one.ahead.order or one.ahead.before or one.ahead.ahead or len(one.ahead.now))
+
+
+def test_a_thread_that_reads_beside_a_pass_may_be_in_another_mode():
+    """Such as one that saves a text while answers are decoded."""
+    one = Reader()
+    for index in LAYERS[:3]:
+        with torch.inference_mode():
+            one.check(index, "text")
+    assert one.ahead.ahead
+    for index in LAYERS:
+        one.check(index, "saved")
+        with torch.inference_mode():
+            one.check(index, "text")

@@ -135,6 +135,7 @@ class ReadAhead(Generic[T]):
     def _room(self, buffer: Tensor, read: Read[T]) -> tuple[Tensor, Tensor]:
         """The buffer, or a larger one, and its part for this. It is allocated in the stream that computes."""
         rows, nbytes = self.shape(read)
-        if len(buffer) < rows * nbytes:
-            buffer = buffer.new_empty(rows * nbytes)
-        return buffer, buffer[: rows * nbytes].view(rows, nbytes)
+        with torch.inference_mode(False):  # whoever reads next may write to it
+            if len(buffer) < rows * nbytes:
+                buffer = buffer.new_empty(rows * nbytes)
+            return buffer, buffer[: rows * nbytes].view(rows, nbytes)
