@@ -214,18 +214,17 @@ def test_a_client_over_http_has_the_answers_of_submit(tmp_path, history):
     model, words = tiny_chat.retrieving()
     model.config.max_position_embeddings = 4096
     ways = f"submit-{history}", f"http-{history}"
-    made, grid = turns(count=2, new=12), Grid(("full", "kvkeep", "intentkv"), (48,), talks=ways)
+    made, grid = turns(count=2, new=12), Grid(("full", "kvkeep_lookahead", "intentkv"), (48,), talks=ways)
     rows = run(Worker(model, words, grid.configs), made, grid, tmp_path)
     submitted, sent = ([row for row in rows if row["protocol"] == way] for way in ways)
     assert len(sent) == 3 * 2 * ASKED and [{**row, "protocol": ways[0]} for row in sent] == submitted
-    assert len({row["answer"] for row in sent}) > 2 * ASKED
+    assert len({row["answer"] for row in sent}) > 3
 
 
 @pytest.fixture
 def opened(monkeypatch):
-    """A list of the sockets that servers listen on; afterwards, the ports are closed and their threads have ended."""
+    """A list of the addresses that servers listen on; afterwards, they are closed and their threads have ended."""
     made, create = [], socket.create_server
-    before = set(threading.enumerate())
 
     def watched(*args, **options):
         found = create(*args, **options)
@@ -235,7 +234,8 @@ def opened(monkeypatch):
     monkeypatch.setattr(socket, "create_server", watched)
     yield made
     assert made and len(set(made)) == len(made)
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("kvkeep-")]
+    names = "kvkeep-http", "kvkeep-submit"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(names)]
     for address in made:
         with socket.socket() as client:
             assert client.connect_ex(address)
