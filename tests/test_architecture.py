@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "engine": LOW | {"kernels", "storage", "compress", "model", "cache"},
     "serve": LOW | {"compress", "model", "cache", "engine"},
     "bench": LOW | {"compress", "model", "cache", "engine"},
-    "evaluate": LOW | {"compress", "model", "cache", "engine"},
+    "evaluate": LOW | {"compress", "model", "cache", "engine", "serve"},  # conversations are held over HTTP, too
     "plots": {"errors", "cache"},
     "pages": LOW | {"kernels", "compress", "model", "cache", "engine", "evaluate", "plots"},
     "cli": LOW

@@ -3,6 +3,8 @@
 import csv
 import json
 import re
+import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -12,13 +14,14 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli import app
 from kvkeep.cli.show import print_scores
-from kvkeep.errors import BadParameter, NoData
+from kvkeep.errors import BadInput, BadParameter, NoData
 from kvkeep.evaluate import summary
 from kvkeep.evaluate.grid import TALKS as WAYS
 from kvkeep.evaluate.grid import Grid, run
 from kvkeep.evaluate.metrics import METRICS
 from kvkeep.evaluate.prompt import answerable
 from kvkeep.evaluate.suite import Sources, load
+from kvkeep.evaluate.talk import VIAS
 from kvkeep.evaluate.tasks.talk import ASKED, FACTS, MAX_NEW_TOKENS, TALKS, sized
 from kvkeep.evaluate.worker import Worker
 from kvkeep.model.chat import encode
@@ -137,12 +140,13 @@ def asked(monkeypatch):
 
         def submit(self, messages, **options):
             handle = super().submit(messages, **options)
-            self.asked.append(("submit", messages, handle.request))
+            self.asked.append(("submit", handle.request.ids.tolist(), handle.request))
             return handle
 
         def chat(self, messages, **options):
-            self.asked.append(("chat", messages, None))
-            return super().chat(messages, **options)
+            text = super().chat(messages, **options)
+            self.asked.append(("chat", encode(self.tokenizer, messages)[0].tolist(), None))
+            return text
 
     monkeypatch.setattr("kvkeep.evaluate.talk.Engine", Watched)
     return found
@@ -157,19 +161,20 @@ def test_earlier_answers_are_the_models_own(chat, tmp_path, asked, task, way):
     via, history = way.split("-")
     for (options, calls), mine in zip(asked, (rows[:ASKED], rows[ASKED:]), strict=True):
         assert options["history"] == (None if history == "none" else "host")
-        assert [call for call, *_ in calls] == [via] * ASKED
+        assert [call for call, *_ in calls] == ["chat" if via == "chat" else "submit"] * ASKED
         talks = {}
-        for turn, row, (_, messages, _) in zip(made, mine, calls, strict=True):
-            assert messages == turn.messages(talks.get(turn.talk, []))
+        for turn, row, (_, ids, _) in zip(made, mine, calls, strict=True):
+            messages = turn.messages(talks.get(turn.talk, []))
+            assert ids == encode(chat[1], messages)[0].tolist()
             talks[turn.talk] = [*messages, {"role": "assistant", "content": row["answer"]}]
             assert (row["turn"], row["talk"], row["protocol"]) == (turn.turn, turn.talk, way)
-            assert row["new_tokens"] <= 3 and row["prompt_tokens"] == len(encode(chat[1], messages)[0])
+            assert row["new_tokens"] <= 3 and row["prompt_tokens"] == len(ids)
     full, kept = rows[ASKED - 1], rows[-1]
     assert full["kept_per_head"] >= full["prompt_tokens"] and full["bytes"] >= full["full_bytes"] > 0
     assert 64 <= kept["kept_per_head"] < kept["prompt_tokens"] / 4 and kept["bytes"] < kept["full_bytes"] / 4
 
 
-@pytest.mark.parametrize("via", ["submit", "chat"])
+@pytest.mark.parametrize("via", VIAS)
 @pytest.mark.parametrize("task", TALKS)
 def test_no_turn_loses_what_an_earlier_one_evicted(tmp_path, task, via):
     """With a history, an answer is that to a conversation that is read as a whole."""
@@ -201,6 +206,50 @@ def test_texts_have_engines_of_their_own(chat, tmp_path, asked):
     assert len(asked) == 2 * 2 * 2 and all(len(calls) == ASKED for _, calls in asked)
     alone = run(Worker(*chat, grid.configs), made[ASKED:], grid, tmp_path / "one")
     assert alone == [row for row in rows if row["id"].startswith(f"{LENGTH}-1")]
+
+
+@pytest.mark.parametrize("history", ["host", "none"])
+def test_a_client_over_http_has_the_answers_of_submit(tmp_path, history):
+    """Of the default method, of one that knows the question, and without compression."""
+    model, words = tiny_chat.retrieving()
+    model.config.max_position_embeddings = 4096
+    ways = f"submit-{history}", f"http-{history}"
+    made, grid = turns(new=12), Grid(("full", "kvkeep_lookahead", "intentkv"), (48,), talks=ways)
+    rows = run(Worker(model, words, grid.configs), made, grid, tmp_path)
+    submitted, sent = ([row for row in rows if row["protocol"] == way] for way in ways)
+    assert len(sent) == 3 * ASKED and [{**row, "protocol": ways[0]} for row in sent] == submitted
+    assert len({row["answer"] for row in sent}) > 3
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """A list of the addresses that servers listen on; afterwards, they are closed and their threads have ended."""
+    made, create = [], socket.create_server
+
+    def watched(*args, **options):
+        found = create(*args, **options)
+        made.append(found.getsockname())
+        return found
+
+    monkeypatch.setattr(socket, "create_server", watched)
+    yield made
+    assert made and len(set(made)) == len(made)
+    names = "kvkeep-http", "kvkeep-submit"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(names)]
+    for address in made:
+        with socket.socket() as client:
+            assert client.connect_ex(address)
+
+
+def test_every_history_has_a_server_of_its_own_that_is_closed(chat, tmp_path, opened):
+    made, grid = turns(new=2), Grid(("full", "snapkv"), (64,), talks=("http-host", "http-none"))
+    assert len(run(Worker(*chat, grid.configs), made, grid, tmp_path)) == 2 * 2 * ASKED and len(opened) == 4
+
+
+def test_a_turn_that_the_server_refuses_ends_the_run(chat, tmp_path, opened):
+    made, grid = turns(new=5000), Grid(("full",), (64,), talks=("http-host",))
+    with pytest.raises(BadInput, match="status 400: max_tokens=5000: this server allows 4096"):
+        run(Worker(*chat, grid.configs), made, grid, tmp_path)
 
 
 def test_a_killed_run_goes_on(chat, tmp_path):
@@ -272,15 +321,15 @@ def tiny(monkeypatch, chat):
 @pytest.mark.usefixtures("tiny")
 def test_the_command_holds_conversations_beside_questions(tmp_path):
     args = ("--tasks", "talk/shared,passkey", "--length", LENGTH, "--limit", 1, "--methods", "full")
-    done = evaluate(tmp_path, *args, "--via", "submit,chat,submit", "--history", "host,none")
+    done = evaluate(tmp_path, *args, "--via", "submit,chat,http,submit", "--history", "host,none")
     for way in WAYS:
         assert f"talk/shared_{LENGTH}, {way.replace('-', ', history ')}: percent right by turn" in done.stdout
-    assert f"passkey_{LENGTH}" in done.stdout and f"{4 * ASKED + 2} rows in" in done.stdout
+    assert f"passkey_{LENGTH}" in done.stdout and f"{6 * ASKED + 2} rows in" in done.stdout
     with (tmp_path / "results.csv").open() as file:
         found = [(each["task"], each["protocol"], each["n"]) for each in csv.DictReader(file)]
-    assert [each for each in found if each[1] == "chat-none"] == [
-        (f"talk/shared_{LENGTH} turn {turn}", "chat-none", "3") for turn in (1, 2)
-    ]
+    for way in ("chat-none", "http-none"):
+        turns = [(f"talk/shared_{LENGTH} turn {turn}", way, "3") for turn in (1, 2)]
+        assert [each for each in found if each[1] == way] == turns
     kept = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {each["template"] for each in kept if "turn" in each} == {"chat"}
 
@@ -288,4 +337,10 @@ def test_the_command_holds_conversations_beside_questions(tmp_path):
 @pytest.mark.parametrize("option", ["--via", "--history"])
 def test_an_unknown_way_is_refused(tmp_path, option):
     said = evaluate(tmp_path, "--tasks", "talk/user", option, "pigeon", code=2).stderr
-    assert "pigeon" in said and "submit-host, submit-none, chat-host, chat-none" in said
+    assert "pigeon" in said and "submit-host, submit-none, chat-host, chat-none, http-host, http-none" in said
+
+
+def test_the_extra_is_named_when_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvkeep.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
+    said = evaluate(tmp_path, "--tasks", "talk/user", "--via", "submit,http", code=2).stderr
+    assert "--via http needs uvicorn" in said and "kvkeep[serve]" in said

@@ -134,6 +134,10 @@ def check(options: EvalOptions) -> tuple[Any, Any]:
         raise BadInput(f"--schedule {options.schedule!r} is not known; use {' or '.join(SCHEDULES)}.")
     talks = dict.fromkeys(f"{via}-{history}" for via, history in product(options.via, options.history))
     grid = Grid(options.methods, options.budget, protocols, tuple(talks))
+    if "http" in options.via:
+        from kvkeep.cli.serve import check_packages
+
+        check_packages("--via http")
     if options.ray:  # the device is that of its actors
         from kvkeep.evaluate.ray_pool import check_ray
 

@@ -263,7 +263,9 @@ class EvalArguments:
         show_default="both",
     )
     via: str | None = option(
-        None, "Hold conversations (talk/…) by this call, `submit` or `chat`; commas try both.", show_default="submit"
+        None,
+        "Hold conversations (talk/…) by `submit` or `chat`, or over `http`, with a server; commas try several.",
+        show_default="submit",
     )
     history: str | None = option(
         None, "Keep their history in host memory (host), or keep none; commas try both.", show_default="host"

@@ -22,13 +22,13 @@ from kvkeep.cli.options import LOCAL, ServeOptions
 from kvkeep.errors import BadInput, BadParameter, MissingExtra
 
 PACKAGES = "fastapi", "uvicorn", "prometheus_client", "llguidance"  # of the extra
-KEEP_ALIVE_S = 75  # of a connection between two requests: longer than clients keep theirs
 
 
-def check_packages() -> None:
+def check_packages(what: str = "kvkeep serve") -> None:
+    """Refuse to serve without the extra. what: needs it"""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        raise MissingExtra(f"kvkeep serve needs {', '.join(missing)}; install it with `pip install 'kvkeep[serve]'`.")
+        raise MissingExtra(f"{what} needs {', '.join(missing)}; install it with `pip install 'kvkeep[serve]'`.")
 
 
 def run(options: ServeOptions, plan: Plan, say: Callable[[str], None]) -> None:
@@ -240,10 +240,9 @@ def _serve(
     say: Callable[[str], None],
     lifespan: Any = "on",
 ) -> None:
-    import uvicorn
     from starlette.middleware.cors import CORSMiddleware
 
-    from kvkeep.serve.connections import MAX_HEADER, ConnectionLimits, LimitedProtocol
+    from kvkeep.serve.connections import ConnectionLimits, web_server
 
     if options.access_log:
         access = logging.getLogger("kvkeep.access")
@@ -252,12 +251,7 @@ def _serve(
     if options.cors_origin:
         app = CORSMiddleware(app, options.cors_origin, allow_methods=["*"], allow_headers=["*"])
     limits = ConnectionLimits(options.max_connections, options.header_seconds, options.body_seconds)
-    config = uvicorn.Config(
-        app, http=LimitedProtocol.of(limits), ws="none", h11_max_incomplete_event_size=MAX_HEADER,
-        timeout_graceful_shutdown=round(options.drain_seconds), timeout_keep_alive=KEEP_ALIVE_S,
-        server_header=False, log_level="warning", lifespan=lifespan,
-    )  # fmt: skip
     host, port = listening.getsockname()[:2]
     say(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, then sends the signal again
-    uvicorn.Server(config).run(sockets=[listening])
+    web_server(app, limits, options.drain_seconds, lifespan).run(sockets=[listening])

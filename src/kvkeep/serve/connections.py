@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SPARE = 96  # descriptors for files, libraries and the engine
 MAX_HEADER = 65_536  # bytes
+KEEP_ALIVE_S = 75  # of a connection between two requests: longer than clients keep theirs
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,13 @@ class LimitedProtocol(H11Protocol):
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
+
+
+def web_server(app: Any, limits: ConnectionLimits, drain_seconds: float, lifespan: Any = "on") -> uvicorn.Server:
+    """Make uvicorn's server of an app. drain_seconds: for answers under way when it is to stop"""
+    config = uvicorn.Config(
+        app, http=LimitedProtocol.of(limits), ws="none", h11_max_incomplete_event_size=MAX_HEADER,
+        timeout_graceful_shutdown=round(drain_seconds), timeout_keep_alive=KEEP_ALIVE_S,
+        server_header=False, log_level="warning", lifespan=lifespan,
+    )  # fmt: skip
+    return uvicorn.Server(config)
