@@ -111,9 +111,9 @@ def test_what_is_pinned_is_compressed_by_a_method_that_needs_no_question(chat, m
     """Nobody could warn who asks about it."""
     with kvkeep.Engine(*chat, method, 100, prefix_cache=10**8, history=None) as one:
         pinned = [one.pin(TEXT), one.pin(TEXT, budget=90)]
-        assert [one.prefixes.config_of("", id).method.name for id in pinned] == [used, used]
+        assert [one.store.loaded("", id)[1].config.method.name for id in pinned] == [used, used]
         named = one.pin(TEXT, method="snapkv")
-        assert one.prefixes.config_of("", named).method.name == "snapkv"
+        assert one.store.loaded("", named)[1].config.method.name == "snapkv"
 
 
 @pytest.mark.real

@@ -100,7 +100,7 @@ def test_a_context_deleted_while_its_request_waits_is_not_found(served, apis, mo
     def gone(*given):
         raise KeyError(made["id"])
 
-    monkeypatch.setattr(served.engine.prefixes, "after_text", gone)
+    monkeypatch.setattr(served.engine.store, "after_text", gone)
     with pytest.raises(openai.NotFoundError) as caught:
         ask(apis[0], made["id"])
     assert caught.value.code == "context_not_found"
@@ -167,7 +167,7 @@ def test_what_is_stored_is_counted(served, apis):
     with urllib.request.urlopen(f"{served.url}/metrics") as reply:
         lines = reply.read().decode().splitlines()
     found = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
-    assert found["kvkeep_history_bytes"] == served.engine.histories.nbytes > 0 == found["kvkeep_prefix_bytes"]
+    assert found["kvkeep_history_bytes"] == served.engine.store.histories.nbytes > 0 == found["kvkeep_prefix_bytes"]
     assert 0 < found["kvkeep_cached_tokens_total"] < found["kvkeep_prompt_tokens_total"]
 
 
