@@ -19,7 +19,7 @@ from kvkeep.engine import memory
 from kvkeep.engine.prompts import LEAST_PART, LONGEST_PART, cuts_of
 from kvkeep.engine.store import Store
 from kvkeep.engine.stored import nbytes_of
-from kvkeep.errors import BadParameter, StoreFull, UnknownName
+from kvkeep.errors import BadParameter, CacheMisuse, StoreFull, UnknownName
 from kvkeep.storage import checkpoint
 
 PLENTY = 10**9
@@ -116,6 +116,13 @@ def test_another_storage_finds_nothing(chat):
     assert answered(engine(chat, store=store, storage="int8"), say(*TALK[:3])).num_cached == 0
     assert answered(engine(chat, store=store, prefill_chunk_size=50), say(*TALK[:3])).num_cached == 0
     assert answered(engine(chat, store=store), say(*TALK[:3])).num_cached > 0
+
+
+def test_a_store_is_of_one_model(chat):
+    store = Store(PLENTY)
+    engine(chat, store=store)
+    with pytest.raises(CacheMisuse, match="another model"):
+        engine((tiny_chat.model(512), chat[1]), store=store)
 
 
 def test_what_a_request_does_with_a_stored_prefix_does_not_change_it(chat):

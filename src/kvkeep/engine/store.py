@@ -40,7 +40,7 @@ from kvkeep.engine.prompts import cuts_of, end_of_message, newest_message
 from kvkeep.engine.request import Request
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.engine.stored import ID, Lock, Place, Prefix, Text, name_of, names_of, nbytes_of
-from kvkeep.errors import BadCacheFile, StoreFull
+from kvkeep.errors import BadCacheFile, CacheMisuse, StoreFull
 from kvkeep.model.hf_cache import context_length, layer_devices
 from kvkeep.storage import checkpoint
 from kvkeep.storage.history import BLOCK, History, HostPool
@@ -77,6 +77,8 @@ class Store:
         device_lock: held while tensors are copied to or from the device; a CUDA graph cannot be captured meanwhile.
         Always taken before the store's own.
         """
+        if self.config is not None and self.config.model is not config.model:
+            raise CacheMisuse("prefix_cache= is the store of an engine with another model; make one for each model.")
         self.config, self.device_lock, self.histories = config, device_lock, histories
         if not self.folder:
             return
@@ -127,7 +129,8 @@ class Store:
                     request.whole_end, request.config = True, agnostic(request.config)
             if self.max_bytes and request.cuts:
                 which = request.owner, request.config, request.ids, request.cuts
-                self._find(*which)  # steps wait for no disk
+                if self.folder:
+                    self._find(*which)  # steps wait for no disk
                 request.find_stored = partial(self.longest, *which)
 
     def begin_alone(self, request: Request) -> None:
