@@ -135,8 +135,8 @@ class HistoryStore:
     def open(self, folder: Path, model: Any, writer: Executor, device_lock: AbstractContextManager[Any]) -> None:
         """Keep blocks in a folder, too; those of the same model are found again. Before anything is stored.
 
-        writer: a thread, so that nobody waits for a disk; device_lock: held while memory is made for blocks: no CUDA graph
-        can be captured meanwhile
+        writer: a thread, so that nobody waits for a disk; device_lock: held while memory is made for blocks, as no CUDA
+        graph can be captured meanwhile
         """
         if not head_shards(uncompiled(model)):  # a file has all KV heads
             self.folder, self.writer, self.device_lock = BlockFolder(folder), writer, device_lock
