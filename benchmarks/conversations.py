@@ -59,8 +59,8 @@ def measure(options: Any) -> None:
         """Of questions in turn about a text on the host, and how long its layers take to be read by themselves."""
         engine = run.engine(options.method, history_storage=storage)
         engine.warmup(rows=1)
-        assert engine.histories is not None
-        pool, said = engine.histories.pool, talk(length)
+        assert engine.store.histories is not None
+        pool, said = engine.store.histories.pool, talk(length)
         if not is_ahead:
             pool.ahead = {}
         about = {"length": length, "storage": storage or "model", "ahead": str(is_ahead)}
@@ -75,7 +75,7 @@ def measure(options: Any) -> None:
             cached = handle.request.num_cached
             run.note("a turn", turn=turn, first_token_ms=1000 * first, cached=cached, peak_gb=peak(), **about)
             said += [{"role": "assistant", "content": reply}, {"role": "user", "content": text(QUESTION, turn + 2)}]
-        known = engine.histories.find("", engine.config.encode(said))
+        known = engine.store.histories.find("", engine.config.encode(said))
         for _ in range(3):
             began = run.now()
             for index in pool.formats:
@@ -93,8 +93,8 @@ def measure(options: Any) -> None:
         handles = [engine.submit(talk(length, seed), max_new_tokens=options.new_each) for seed in range(options.rows)]
         for handle in handles:
             handle.result()
-        assert engine.histories is not None
-        found = {"s": run.now() - began, "peak_gb": peak(), "host_gb": engine.histories.nbytes / 1e9}
+        assert engine.store.histories is not None
+        found = {"s": run.now() - began, "peak_gb": peak(), "host_gb": engine.store.histories.nbytes / 1e9}
         run.note(f"{options.rows} conversations", length=length, storage=storage or "model", **found)
         engine.close()
 

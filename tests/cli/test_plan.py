@@ -25,7 +25,7 @@ def test_what_is_planned_is_what_is_held():
         for number in range(3):
             said = f"{number} {SAYS}"
             engine.submit([{"role": "user", "content": said[:320]}], max_new_tokens=1, ignore_eos=True).result()
-        assert engine.histories.nbytes == history.host_bytes == full.device_bytes
+        assert engine.store.histories.nbytes == history.host_bytes == full.device_bytes
     kept = kvkeep.Cache(model, "snapkv", 64)
     model(torch.randint(3, 250, (1, 320)), past_key_values=kept)
     streamed = 2 * history.host_bytes // 3 // 2

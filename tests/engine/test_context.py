@@ -87,7 +87,7 @@ def test_who_chooses_no_method_gets_one_that_needs_no_question(chat):
 
 
 def test_models_that_cannot_be_read_with_the_usual_method_take_another_or_say_so(chat):
-    """Without RoPE, `keydiff`; where no layer is ours, neither `read` nor the prefix store forks a cache."""
+    """Without RoPE, `keydiff`; where no layer is ours, neither `read` nor the store forks a cache."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=258, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
     mamba = dict(num_experts=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False)
@@ -111,9 +111,9 @@ def test_what_is_pinned_is_compressed_by_a_method_that_needs_no_question(chat, m
     """Nobody could warn who asks about it."""
     with kvkeep.Engine(*chat, method, 100, prefix_cache=10**8, history=None) as one:
         pinned = [one.pin(TEXT), one.pin(TEXT, budget=90)]
-        assert [one.prefixes.config_of("", id).method.name for id in pinned] == [used, used]
+        assert [one.store.loaded("", id)[1].config.method.name for id in pinned] == [used, used]
         named = one.pin(TEXT, method="snapkv")
-        assert one.prefixes.config_of("", named).method.name == "snapkv"
+        assert one.store.loaded("", named)[1].config.method.name == "snapkv"
 
 
 @pytest.mark.real

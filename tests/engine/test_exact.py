@@ -189,11 +189,11 @@ def test_the_cache_of_an_exact_answer_has_it(chat, full):
 def test_prompts_alone_are_stored_for_nobody(chat):
     one = engine(chat)
     one.generate(TALK[0], exact=True, max_new_tokens=4)
-    assert not one.histories.blocks
+    assert not one.store.histories.blocks
     asked(one, exact=True, cache_prefix=False)
-    assert not one.histories.blocks
+    assert not one.store.histories.blocks
     asked(one, exact=True)
-    assert one.histories.blocks
+    assert one.store.histories.blocks
 
 
 @pytest.mark.parametrize("spec", ["snapkv", "kvkeep_lookahead", "snapkv+adakv"])
@@ -378,6 +378,6 @@ def test_sampled_answers_have_the_distribution_of_full(chat):
 
 def test_histories_of_answers_are_given_back(chat):
     one = engine(chat)
-    assert isinstance(one.histories, HistoryStore)
+    assert isinstance(one.store.histories, HistoryStore)
     one.submit(say(TALK[0]), exact=True, cache_prefix=False, **ALIKE).result()
-    wait_until(lambda: one.histories.pool.in_use == 0)  # the engine's thread may be at the end of its step
+    wait_until(lambda: one.store.histories.pool.in_use == 0)  # the engine's thread may be at the end of its step

@@ -7,9 +7,9 @@ import torch
 import kvkeep
 from kvkeep.cache import serialize
 from kvkeep.engine.held_requests import FairQueue
-from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.sampling import SamplingRows
 from kvkeep.engine.sequence import Sequence
+from kvkeep.engine.store import Store
 from kvkeep.errors import BadParameter, CacheMisuse
 from kvkeep.storage.rows import Rows
 
@@ -55,7 +55,7 @@ def test_a_prefix_that_cannot_be_copied_costs_no_answer(chat, monkeypatch):
     with engine(chat, prefix_cache=10**8) as one:
         fails_once(monkeypatch, Sequence, "fork", torch.OutOfMemoryError("no memory"))
         assert one.submit(TALK, **NEW).result() == want
-        assert one.submit(TALK, **NEW).result() == want and len(one.prefixes)
+        assert one.submit(TALK, **NEW).result() == want and len(one.store.entries)
 
 
 def test_a_row_that_could_not_be_filled_is_free_again(chat, monkeypatch):
@@ -86,7 +86,7 @@ def test_a_text_that_was_not_prefilled_to_its_end_is_no_context(chat):
     driver = one._driver
     with pytest.raises(CacheMisuse, match="before the text was prefilled"):
         one.pin(TEXT, progress=lambda progress: driver.cancel(driver.scheduler.held.requests))
-    assert len(one.prefixes) == 0 and one.pin(TEXT)
+    assert len(one.store.entries) == 0 and one.pin(TEXT)
 
 
 def test_nothing_of_others_in_a_folder_is_touched(chat, tmp_path):
@@ -96,33 +96,33 @@ def test_nothing_of_others_in_a_folder_is_touched(chat, tmp_path):
         (each / "config").write_text("kept")
     draft = tmp_path / f".{'a' * 32}-{'b' * 8}"
     draft.mkdir()
-    with engine(chat, prefix_cache=PrefixStore(10**8, tmp_path)) as one:
+    with engine(chat, prefix_cache=Store(10**8, tmp_path)) as one:
         one.submit(TALK, **NEW).result()
     assert all((each / "config").read_text() == "kept" for each in mine) and not draft.exists()
-    assert len(engine(chat, prefix_cache=PrefixStore(10**8, tmp_path)).prefixes) == len(one.prefixes) > 0
+    assert len(engine(chat, prefix_cache=Store(10**8, tmp_path)).store.entries) == len(one.store.entries) > 0
 
 
 def test_saving_goes_on_after_an_error(chat, tmp_path, monkeypatch, recwarn):
-    with engine(chat, prefix_cache=PrefixStore(10**8, tmp_path)) as one:
+    with engine(chat, prefix_cache=Store(10**8, tmp_path)) as one:
         fails_once(monkeypatch, serialize, "describe", torch.OutOfMemoryError("no memory"))
         one.pin(TEXT)
         one.pin(TEXT[:150])
-        one.prefixes.flush()
-        assert [entry.saved for entry in one.prefixes.entries.values()] == [False, True]
+        one.store.flush()
+        assert [(tmp_path / id).exists() for id in one.store.entries] == [False, True]
     assert any("could not be saved" in str(each.message) for each in recwarn)
 
 
 def test_what_two_processes_saved_of_one_prefix_is_one_entry(chat, tmp_path):
-    stores = [PrefixStore(10**8, tmp_path) for _ in range(2)]
+    stores = [Store(10**8, tmp_path) for _ in range(2)]
     engines = [engine(chat, prefix_cache=store) for store in stores]  # both open an empty folder
     for one in engines:
         one.submit(TALK, **NEW).result()
         one.close()
-    again = engine(chat, prefix_cache=PrefixStore(10**8, tmp_path)).prefixes
-    assert len(again) == len(again.by_place) == len(stores[0]) > 0
+    again = engine(chat, prefix_cache=Store(10**8, tmp_path)).store
+    assert len(again.entries) == len(again.by_place) == len(stores[0].entries) > 0
     while again.evict_oldest():
         pass
-    assert len(again) == 0 and not list(tmp_path.iterdir())
+    assert len(again.entries) == 0 and not list(tmp_path.iterdir())
 
 
 class Odd(RuntimeError):

@@ -18,8 +18,8 @@ from kvkeep.engine import prefilling
 from kvkeep.engine.history_store import sequence_after
 from kvkeep.engine.memory import row_bytes
 from kvkeep.engine.packed_forward import PackedForward
-from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.sampling import Generation
+from kvkeep.engine.store import Store
 from kvkeep.errors import BadCacheFile, BadInput, BadParameter, KvkeepError, StoreFull
 from kvkeep.storage import history
 from kvkeep.storage.history import History, HostPool
@@ -121,7 +121,7 @@ def test_retrieving_methods_keep_what_they_offloaded(chat):
     for spec in RETRIEVING[:2]:
         with engine(chat, spec, 96, prefix_cache=10**8) as one:
             assert [bool(request.num_cached) for _, request in turns(one)] == [False, True, True]
-            assert not one.histories.blocks
+            assert not one.store.histories.blocks
 
 
 def test_owners_do_not_see_each_other(chat):
@@ -139,7 +139,7 @@ def test_without_room_a_turn_is_prefilled_whole(chat):
         with engine(chat, host_memory=size) as one:
             found = turns(one)
             assert [request.answer.ids for _, request in found] == want
-            assert one.histories.nbytes <= size and (size > 1) == any(request.num_cached for _, request in found)
+            assert one.store.histories.nbytes <= size and (size > 1) == any(request.num_cached for _, request in found)
 
 
 @pytest.mark.parametrize("storage", [None, "int8"])
@@ -178,7 +178,7 @@ def test_layers_may_be_copied_ahead(spec, storage):
     for is_late in (False, True):
         chat = tiny_chat.model(layers=5).double(), tiny_chat.tokenizer()
         with engine(chat, spec, prefix_cache=10**6, history_storage=storage) as one:
-            copies = read_late(one.histories.pool) if is_late else None
+            copies = read_late(one.store.histories.pool) if is_late else None
             said = [turns(one, TALK[k : k + 2])[-1] for k in range(3)]
             with one._driver.lock:
                 each = [one.submit(say(*said[k][0], said[k][1].text, "so?"), **SHORT) for k in range(3)]
@@ -234,13 +234,13 @@ def test_what_the_host_has_takes_no_memory_of_the_device(spec):
 def test_the_least_recently_used_conversation_goes_first(chat):
     """Its end before its beginning."""
     with engine(chat) as one:
-        said, size = turns(one, TALK[2:])[-1][0], one.histories.nbytes
+        said, size = turns(one, TALK[2:])[-1][0], one.store.histories.nbytes
     with engine(chat, host_memory=5 * size // 2) as one:
         for owner in "ab":
             turns(one, TALK[2:], owner=owner)
         whole = answered(one, say(*said), owner="a").num_cached
         turns(one, TALK[2:], owner="c")
-        assert one.histories.nbytes <= 5 * size // 2
+        assert one.store.histories.nbytes <= 5 * size // 2
         assert answered(one, say(*said), owner="a").num_cached == whole > 200
         assert 0 < answered(one, say(*said), owner="b").num_cached < whole
 
@@ -248,26 +248,26 @@ def test_the_least_recently_used_conversation_goes_first(chat):
 def test_nothing_is_held_when_nobody_stores_it(chat):
     one = engine(chat)
     context = one.read(TALK[3])
-    assert one.histories.nbytes == len(context.sequence.history.blocks) * one.histories.block_bytes > 0
+    assert one.store.histories.nbytes == len(context.sequence.history.blocks) * one.store.histories.block_bytes > 0
     context.ask("What?", **SHORT)
     cancelled = one.submit(say(*TALK[:3]), max_new_tokens=200)
     cancelled.cancel()
     cancelled.result()
     one.generate(TALK[:2], **SHORT)
-    while one.histories.evict_oldest():
+    while one.store.histories.evict_oldest():
         pass
     del context, cancelled
     one._last = None
     gc.collect()
-    assert one.histories.nbytes == 0
+    assert one.store.histories.nbytes == 0
 
 
 def test_a_question_takes_no_host_memory(chat):
     """Nobody goes on after it."""
     with engine(chat) as one:
-        want, size = one.read(TALK[3]).ask("What? " * 40, **SHORT), one.histories.nbytes
+        want, size = one.read(TALK[3]).ask("What? " * 40, **SHORT), one.store.histories.nbytes
     with engine(chat, host_memory=size) as one:
-        assert one.read(TALK[3]).ask("What? " * 40, **SHORT) == want and one.histories.nbytes == size
+        assert one.read(TALK[3]).ask("What? " * 40, **SHORT) == want and one.store.histories.nbytes == size
 
 
 def test_a_pass_that_is_cut_short_is_made_again(chat):
@@ -335,7 +335,7 @@ def test_a_context_says_what_it_is(chat):
 
 
 def test_conversations_are_found_on_disk_after_a_restart(chat, tmp_path):
-    store = lambda: PrefixStore(10**8, tmp_path)  # noqa: E731
+    store = lambda: Store(10**8, tmp_path)  # noqa: E731
     with engine(chat, prefix_cache=store()) as one:
         found = turns(one, owner="a")
         pinned = one.pin(TALK[3], owner="a")
@@ -347,7 +347,7 @@ def test_conversations_are_found_on_disk_after_a_restart(chat, tmp_path):
         assert answered(two, say(*said), owner="b").num_cached == 0
         assert two.submit("What?", context=pinned, owner="a", **SHORT).result() == about
         two.unpin(pinned, owner="a")
-        assert not +two.histories.pinned
+        assert not +two.store.histories.pinned
     files = sorted((tmp_path / "history").iterdir())
     assert len(files) > 10
     for n, damage in enumerate((b"", b"{", files[0].read_bytes()[:-1], b"{}\n" + bytes(4000))):
@@ -393,7 +393,8 @@ def test_quantized_histories_take_fewer_bytes(chat, storage):
     with engine(chat) as exact, engine(chat, history_storage=storage) as one:
         found, whole = turns(one), turns(exact)
         assert (
-            one.histories.nbytes / len(one.histories.blocks) < exact.histories.nbytes / len(exact.histories.blocks) / 4
+            one.store.histories.nbytes / len(one.store.histories.blocks)
+            < exact.store.histories.nbytes / len(exact.store.histories.blocks) / 4
         )
         assert [bool(request.num_cached) for _, request in found] == [False, True, True]
         assert found[0][1].answer.ids == whole[0][1].answer.ids
@@ -467,7 +468,7 @@ def test_another_dtype_finds_nothing_in_a_folder(tmp_path):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         made = tiny_chat.model().to(dtype)
         made.load_state_dict(model.state_dict())
-        with kvkeep.Engine(made, words, "snapkv", 64, prefix_cache=PrefixStore(10**8, tmp_path)) as one:
+        with kvkeep.Engine(made, words, "snapkv", 64, prefix_cache=Store(10**8, tmp_path)) as one:
             found = turns(one)
             assert found[0][1].num_cached == 0 < found[1][1].num_cached
 
@@ -475,32 +476,32 @@ def test_another_dtype_finds_nothing_in_a_folder(tmp_path):
 def test_a_prompt_that_cannot_fit_drops_nobody(chat):
     with engine(chat) as one:
         turns(one, TALK[:2])
-        size = one.histories.nbytes
+        size = one.store.histories.nbytes
     with engine(chat, host_memory=size + 40_000, prefix_cache=10**8) as one:
         turns(one, TALK[:2])
-        held = set(one.histories.blocks)
+        held = set(one.store.histories.blocks)
         answered(one, say(TALK[3] * 4))
         with pytest.raises(StoreFull, match="host_memory="):
             one.pin(TALK[3] * 4)
-        assert set(one.histories.blocks) == held
+        assert set(one.store.histories.blocks) == held
 
 
 def test_a_text_that_is_unpinned_is_dropped(chat, tmp_path):
-    with engine(chat, prefix_cache=PrefixStore(10**8, tmp_path)) as one:
+    with engine(chat, prefix_cache=Store(10**8, tmp_path)) as one:
         ids = [one.pin(TALK[3], method=method) for method in ("snapkv", "tova")]
         one.unpin(ids[0])
-        assert one.histories.nbytes > 0 and one.submit("What?", context=ids[1], **SHORT).result()
+        assert one.store.histories.nbytes > 0 and one.submit("What?", context=ids[1], **SHORT).result()
         one.unpin(ids[1])
-        one.histories.flush()
+        one.store.flush()
         gc.collect()
-        assert one.histories.nbytes == 0 and not [*(tmp_path / "history").iterdir()]
+        assert one.store.histories.nbytes == 0 and not [*(tmp_path / "history").iterdir()]
 
 
 def test_a_context_that_is_loaded_stays_within_the_hosts_memory(chat, tmp_path):
     with engine(chat) as one:
         one.read(TALK[3]).save(tmp_path / "c")
-        want, size = one.read(TALK[3]).ask("What?", **SHORT), one.histories.nbytes
+        want, size = one.read(TALK[3]).ask("What?", **SHORT), one.store.histories.nbytes
     with engine(chat, host_memory=size + 1) as one:
         contexts = [one.load_context(tmp_path / "c") for _ in range(3)]
         assert [context.ask("What?", **SHORT) for context in contexts] == [want] * 3
-        assert one.histories.nbytes <= size
+        assert one.store.histories.nbytes <= size

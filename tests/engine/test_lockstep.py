@@ -94,7 +94,7 @@ def test_the_follower_answers_what_the_leader_is_asked():
     with two(memory=900_000) as (leader, follower, parts, raised, failed):
         asked, told = record(leader), record(follower)
         text = leader.pin(TEXT, owner="a", method="snapkv+adakv", budget=50)
-        wait_until(lambda: raised or list(follower.prefixes.entries) == [text])
+        wait_until(lambda: raised or list(follower.store.entries) == [text])
         others = {"method": "h2o"}, {"budget": 32}, {"cache_prefix": True}
         how = [{"owner": owner, **more} for owner in "ab" for more in others]
         how += [{"exact": True}, {"exact": True, "cache_prefix": True, "method": "h2o"}]
@@ -111,7 +111,7 @@ def test_the_follower_answers_what_the_leader_is_asked():
         assert [each.num_cached for each in told] == [each.num_cached for each in asked] and asked[-1].num_cached == 0
         assert max(each.num_cached for each in asked) >= 256 and parts[1].made == 2
         assert len({id(each.config) for each in told}) == len({id(each.config) for each in asked})
-        assert [entry.id for entry in leader.prefixes.entries.values()] == list(follower.prefixes.entries)
+        assert [entry.id for entry in leader.store.entries.values()] == list(follower.store.entries)
 
 
 def test_the_cancelled_are_dropped_and_texts_removed_by_all():
@@ -126,14 +126,14 @@ def test_the_cancelled_are_dropped_and_texts_removed_by_all():
         assert 0 < len(told[-1].answer.ids) == len(handle.request.answer.ids) < 600 and not told[-1].cancelled
         assert text == again
         leader.withdraw(leader.submit_pin(TEXT, owner="a", **shared).request)
-        assert [len(leader.prefixes.pinned_by(key)) for key in "ab"] == [1, 1]
+        assert [len(leader.store.pinned_by(key)) for key in "ab"] == [1, 1]
         leader.unpin(text, owner="a")
-        assert len(leader.prefixes) == 1
+        assert len(leader.store.entries) == 1
         leader.unpin(text, owner="b")
-        assert len(leader.prefixes) == 0
+        assert len(leader.store.entries) == 0
         with pytest.raises(UnknownName):
             leader.unpin(text, owner="b")
-        wait_until(lambda: raised or len(follower.prefixes) == 0)
+        wait_until(lambda: raised or len(follower.store.entries) == 0)
         assert leader.submit(TEXT, **HOW).result() and not raised and not failed
 
 
@@ -200,10 +200,10 @@ def test_memory_is_what_the_process_that_holds_most_has_left(monkeypatch):
         engine.submit(TEXT, **HOW).result()
         scheduler = engine._driver.scheduler
         (batch,) = scheduler.held.batches.values()
-        left, slots, entry = scheduler.memory.cap.left, batch._slot_limit(), engine.prefixes.entry("", engine.pin(TEXT))
-        for place in ("held_memory", "pooled_batch", "prefix_store"):  # another one holds 1000 bytes more
+        left, slots, entry = scheduler.memory.cap.left, batch._slot_limit(), engine.store.text("", engine.pin(TEXT))
+        for place in ("held_memory", "pooled_batch", "stored"):  # another one holds 1000 bytes more
             monkeypatch.setattr(f"kvkeep.engine.{place}.agree_on_least", lambda model, number: number - 1000)
-        more = engine.prefixes.entry("", engine.pin(TEXT, public=True))
+        more = engine.store.text("", engine.pin(TEXT, public=True))
         engine.unpin(entry.id)
         engine.unpin(more.id)
         assert scheduler.memory.cap.left == left - 1000 and more.nbytes == entry.nbytes + 1000

@@ -12,7 +12,7 @@ from test_scheduler import assert_free
 
 import kvkeep
 from kvkeep.engine import memory
-from kvkeep.engine.prefix_store import PrefixStore
+from kvkeep.engine.store import Store
 
 THREADS, TALKS, TURNS = 4, 12, 4
 METHODS = [
@@ -82,7 +82,7 @@ class Talker(threading.Thread):
 
 def watch(engine):
     """-> the most bytes held after any step, and stored"""
-    scheduler, store, most = engine._driver.scheduler, engine.prefixes, {"held": 0, "stored": 0}
+    scheduler, store, most = engine._driver.scheduler, engine.store, {"held": 0, "stored": 0}
     step = scheduler.step
 
     def watched():
@@ -100,7 +100,7 @@ def watch(engine):
 def test_every_answer_is_that_of_an_engine_of_its_own(chat, tmp_path, history):
     model, _ = chat
     cap, stored = memory.row_bytes(model, 2600), memory.row_bytes(model, 900)
-    store, keys = PrefixStore(stored, tmp_path), [f"key {number}" for number in range(4)]
+    store, keys = Store(stored, tmp_path), [f"key {number}" for number in range(4)]
     luck = random.Random(9)
     texts = {key: message(luck) * 3 + "the text" for key in keys}
     how = {"history": history, "memory": cap, "prefix_cache": store, "max_rows": 6}

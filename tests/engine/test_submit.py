@@ -266,7 +266,7 @@ def test_a_text_nobody_waits_for_is_given_up_between_the_passes_over_it(chat, mo
         monkeypatch.setattr(Prefilling, "_between_passes", leave)
         handle = one.submit_pin(TEXT * 3 + "!")
         assert handle.result() == "" and handle.request.finish_reason == "cancelled" and not handle.request.pinned
-        assert len(calls) == 1 and [each.id for each in one.prefixes.pinned_by("")] == [whole.request.pinned]
+        assert len(calls) == 1 and [each.id for each in one.store.pinned_by("")] == [whole.request.pinned]
 
 
 def test_a_submitted_prompt_lets_others_pass(chat, monkeypatch):

@@ -100,7 +100,7 @@ def test_a_context_deleted_while_its_request_waits_is_not_found(served, apis, mo
     def gone(*given):
         raise KeyError(made["id"])
 
-    monkeypatch.setattr(served.engine.prefixes, "after_text", gone)
+    monkeypatch.setattr(served.engine.store, "after_text", gone)
     with pytest.raises(openai.NotFoundError) as caught:
         ask(apis[0], made["id"])
     assert caught.value.code == "context_not_found"
@@ -167,7 +167,7 @@ def test_what_is_stored_is_counted(served, apis):
     with urllib.request.urlopen(f"{served.url}/metrics") as reply:
         lines = reply.read().decode().splitlines()
     found = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
-    assert found["kvkeep_history_bytes"] == served.engine.histories.nbytes > 0 == found["kvkeep_prefix_bytes"]
+    assert found["kvkeep_history_bytes"] == served.engine.store.histories.nbytes > 0 == found["kvkeep_prefix_bytes"]
     assert 0 < found["kvkeep_cached_tokens_total"] < found["kvkeep_prompt_tokens_total"]
 
 
@@ -242,19 +242,19 @@ def test_a_context_whose_client_left_is_not_made(served):
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_context_stored_when_its_client_left_is_removed_unless_the_key_had_it(served, monkeypatch, known):
-    text, scheduler, begun, gone, stored = f"{TEXT} {known}", served.engine._driver.scheduler, Event(), Event(), []
+    text, begun, gone, stored = f"{TEXT} {known}", Event(), Event(), []
     method = {"method": "knorm"}  # no further passes, between which it would end
     if known:
         call(served, "alice", "POST", body={"text": text, **method})
-    before, store = call(served, "alice"), scheduler.memory.store_pinned
+    before, store = call(served, "alice"), served.engine.store.pin
 
-    def slow(request, pin):
+    def slow(*given):
         begun.set()
         assert gone.wait(60)
-        stored.append(store(request, pin))
+        stored.append(store(*given))
         return stored[0]
 
-    monkeypatch.setattr(scheduler.memory, "store_pinned", slow)
+    monkeypatch.setattr(served.engine.store, "pin", slow)
     left(served, text, begun.is_set, **method)
     gone.set()
     serving.wait_until(lambda: stored and call(served, "alice") == before)
@@ -264,18 +264,18 @@ def test_a_context_stored_when_its_client_left_is_removed_unless_the_key_had_it(
 
 def test_of_two_clients_that_make_one_context_one_may_leave(served, monkeypatch):
     """While the text that both gave is stored for the second time."""
-    scheduler, begun, gone, stored, removed = served.engine._driver.scheduler, Event(), Event(), [], []
-    store, remove = scheduler.memory.store_pinned, scheduler.memory.store.remove
+    begun, gone, stored, removed = Event(), Event(), [], []
+    store, remove = served.engine.store.pin, served.engine.store.remove
 
-    def slow(request, pin):
+    def slow(*given):
         if stored:
             begun.set()
             assert gone.wait(60)
-        stored.append(store(request, pin))
+        stored.append(store(*given))
         return stored[-1]
 
-    monkeypatch.setattr(scheduler.memory, "store_pinned", slow)
-    monkeypatch.setattr(scheduler.memory.store, "remove", lambda *given: removed.append(remove(*given)))
+    monkeypatch.setattr(served.engine.store, "pin", slow)
+    monkeypatch.setattr(served.engine.store, "remove", lambda *given: removed.append(remove(*given)))
     with held(served.engine):
         stays = asked(served, TEXT + "Both.", method="knorm")
         serving.wait_until(lambda: [True for each in served.live if each.answers] == [True])

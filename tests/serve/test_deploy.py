@@ -9,7 +9,7 @@ import typer.main
 import yaml
 
 from kvkeep.cli import app
-from kvkeep.engine.prefix_store import PrefixStore
+from kvkeep.engine.store import Store
 from kvkeep.serve.metrics import FrontMetrics, Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def dashboard():
 
 def shown():
     """What /metrics shows of one server, and of a front with two replicas."""
-    one = Metrics([], PrefixStore(1))
+    one = Metrics([], Store(1))
     one.requests.labels("/", "200").inc()
     front = FrontMetrics()
     front.requests.labels("/", "200").inc()
@@ -101,7 +101,7 @@ def test_every_query_names_what_metrics_show(panel):
 
 
 def test_pages_of_replicas_are_one_page_with_their_numbers():
-    one, two = Metrics([], None), Metrics([], None)
+    one, two = Metrics([], Store()), Metrics([], Store())
     one.answer_tokens.inc(3)
     two.answer_tokens.inc(4)
     two.first.observe(0.01)

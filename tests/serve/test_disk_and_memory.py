@@ -105,9 +105,9 @@ def test_out_of_memory_for_one_request_is_its_own(monkeypatch):
 
 def test_what_could_not_be_saved_is_counted_while_nothing_is_stored():
     """Old: 0, because a store without prefixes is false."""
-    from kvkeep.engine.prefix_store import PrefixStore
+    from kvkeep.engine.store import Store
     from kvkeep.serve.metrics import Metrics
 
-    store = PrefixStore(2**20)
+    store = Store(2**20)
     store.num_unsaved = 2
     assert "kvkeep_unsaved_prefixes 2.0" in Metrics([], store).page().decode()

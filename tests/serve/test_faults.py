@@ -19,6 +19,7 @@ import serving
 from pydantic import ValidationError
 from serving import wait_until
 
+from kvkeep.engine.store import Store
 from kvkeep.errors import BadParameter
 from kvkeep.serve.access import Keys
 from kvkeep.serve.answers import Answer, Answers
@@ -339,7 +340,7 @@ def test_a_reader_that_stops_reading_loses_its_places_and_its_answer(monkeypatch
         stream = EventStream(answers, SimpleNamespace(begin=lambda: [{"text": "x"}]))
         scope = {"type": "http", "path": "/", "headers": []}
         reading = asyncio.ensure_future(
-            RequestMiddleware(stream, Metrics([], None).requests, Keys(), 99)(scope, silent, stopped)
+            RequestMiddleware(stream, Metrics([], Store()).requests, Keys(), 99)(scope, silent, stopped)
         )
         for _ in range(3000):
             if closed:
@@ -441,7 +442,7 @@ async def read_body(scope, receive, send):
 
 def test_large_bodies_of_a_key_are_parsed_one_at_a_time():
     async def run():
-        app = RequestMiddleware(read_body, Metrics([], None).requests, Keys(["alice", "bob"]), 10**6)
+        app = RequestMiddleware(read_body, Metrics([], Store()).requests, Keys(["alice", "bob"]), 10**6)
         first, second, other, short = (
             Exchange(key, b"x" * size)
             for key, size in (("alice", 200_000), ("alice", 200_000), ("bob", 200_000), ("alice", 90_000))
@@ -465,7 +466,7 @@ def test_objects_and_lists_of_a_large_body_are_counted(item, status):
     async def run():
         each = Exchange("alice", f"[{','.join([item] * 60_000)}]".encode())
         each.go_on.set()
-        app = RequestMiddleware(read_body, Metrics([], None).requests, Keys(["alice"]), 10**6)
+        app = RequestMiddleware(read_body, Metrics([], Store()).requests, Keys(["alice"]), 10**6)
         await asyncio.wait_for(app(each.scope, each.receive, each.send), 60)
         assert each.status == status
 

@@ -48,8 +48,9 @@ def check_context(context: Mapping[str, Any], seen: Sequence[int]) -> None:
     _require(isinstance(questions, list) and all(isinstance(each, str) for each in questions), "questions")
 
 
-def check_prefix(prefix: Mapping[str, Any], seen: Sequence[int]) -> None:
-    """Raise ValueError for what no stored prefix can hold; see `Entry` in engine/prefix_store.py."""
+def check_stored(prefix: Mapping[str, Any], seen: Sequence[int], id: str) -> None:
+    """Raise ValueError for what no stored prefix or text can hold; see `StoreFolder` in engine/stored.py."""
+    _require(prefix["id"] == id, f"id {str(prefix['id'])[:80]!r}")
     for kind, names in ((str, ("id", "place", "text")), (bool, ("public", "pinned", "frozen"))):
         for name in names:
             _require(type(prefix[name]) is kind, f"{name} {str(prefix[name])[:80]!r}")

@@ -89,14 +89,14 @@ def _engine(
     options: ServeOptions, plan: Plan, say: Callable[[str], None], tp_plan: Literal["auto"] | None = None
 ) -> Any:
     from kvkeep.cli.run import load_engine
-    from kvkeep.engine.prefix_store import PrefixStore
+    from kvkeep.engine.store import Store
 
     size = byte_count("--prefix-cache", options.prefix_cache)
     if options.prefix_folder and not size:
         raise BadInput("--prefix-folder saves what --prefix-cache allows, and that is 0; leave one of them out.")
     limits = {
         "memory": byte_count("--memory", options.memory) if options.memory else None,
-        "prefix_cache": PrefixStore(size, options.prefix_folder) if size else None,
+        "prefix_cache": Store(size, options.prefix_folder),
         "history": None if options.history == "none" else options.history,
         "history_storage": options.history_storage,
         "host_memory": byte_count("--host-memory", options.host_memory) if options.host_memory else None,
@@ -164,7 +164,7 @@ def _context_bytes(options: ServeOptions, keys: Any) -> int | None:
         return None
     if options.history == "none":
         return byte_count("--prefix-cache", options.prefix_cache) // 2
-    from kvkeep.engine.engine import half_of_host
+    from kvkeep.engine.memory import half_of_host
 
     return (byte_count("--host-memory", options.host_memory) if options.host_memory else half_of_host()) // 2
 

@@ -131,13 +131,12 @@ class Driver:
     def unpin(self, owner: str, id: str, once: bool = False) -> None:
         """Take back an owner's claim to a stored text; where other processes store it, too, in the next step.
 
-        once: as in `PrefixStore.remove`
+        once: as in `Store.remove`
         """
         store, leader = self.scheduler.memory.store, self.leader
-        assert store is not None
         if leader is None or self.closed:
             return store.remove(owner, id, once)
-        store.owned(owner, id)  # raises where it is not
+        store.text(owner, id, own=True)  # raises where it is not
         leader.unpinned.append((owner, id, once))
         self.start()
         while (owner, id, once) in leader.unpinned and not self.closed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,28 +24,26 @@ from kvkeep.engine.driver import Driver, Handle
 from kvkeep.engine.exact import exact_config
 from kvkeep.engine.history_store import HistoryStore
 from kvkeep.engine.lockstep import Follower, Leader
-from kvkeep.engine.memory import free_host_bytes
-from kvkeep.engine.prefix_store import PrefixStore, cuts_of
 from kvkeep.engine.progress import ProgressCallback, ProgressOption, watch
-from kvkeep.engine.prompts import Prompt, check_prompts, is_chat, only_text, prompt_ids
-from kvkeep.engine.request import Agreement, Pin, Request, raise_numbered, too_long
+from kvkeep.engine.prompts import Prompt, check_prompts, is_chat, newest_message, only_text, prompt_ids
+from kvkeep.engine.request import Agreement, Request, raise_numbered, too_long
 from kvkeep.engine.sampling import Generation, check_count
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.sequence import Sequence, SequenceConfig
+from kvkeep.engine.store import Store
 from kvkeep.errors import BadParameter, CacheMisuse, KvkeepError, UnknownName, UnsupportedModel
 from kvkeep.model.chat import (
     check_ids,
     check_messages,
     check_text,
     check_tokenizer,
-    end_of_turn,
     eos_token_ids,
     with_question,
 )
 from kvkeep.model.head_shards import head_shards
-from kvkeep.model.hf_cache import context_length, fingerprint, key_shape, layer_devices, uncompiled
+from kvkeep.model.hf_cache import uncompiled
 from kvkeep.model.rope import learn_rotations
-from kvkeep.storage.history import BLOCK, BlockFormat, History, HostPool
+from kvkeep.storage.history import BLOCK
 
 MOST_CONFIGS = 64  # of other methods and budgets, kept for the next request that has them
 HISTORIES = "host", None
@@ -83,7 +80,7 @@ class Engine:
         max_tokens: int | None = None,
         memory: int | None = None,
         max_waiting: int | None = None,
-        prefix_cache: PrefixStore | int | None = None,
+        prefix_cache: Store | int | None = None,
         history: str | None = "host",
         host_memory: int | None = None,
         history_storage: str | None = None,
@@ -118,7 +115,7 @@ class Engine:
         if history_storage not in STORAGE:
             named = ", ".join(map(repr, STORAGE))
             raise BadParameter(f"history_storage={history_storage!r}: use one of {named}.")
-        counts |= {} if isinstance(prefix_cache, PrefixStore) else {"prefix_cache": prefix_cache}
+        counts |= {} if isinstance(prefix_cache, Store) else {"prefix_cache": prefix_cache}
         for name, value in counts.items():
             if value is not None:
                 check_count(name, value, 1, "use a whole number, at least one")
@@ -141,34 +138,12 @@ class Engine:
             )
         check_tokenizer(tokenizer)
         eos = eos_token_ids(model, tokenizer)
-        self.prefixes = PrefixStore(prefix_cache) if isinstance(prefix_cache, int) else prefix_cache
-        cache, how_many = self._sequence.cache, (max_rows, max_tokens, memory)
-        self.histories: HistoryStore | None = None
-        if history is not None and cache.compressed_layers and not cache.hf_layers:
-            self.histories = self._new_histories(cache, host_memory, history_storage)
-        self._driver = Driver(Scheduler(cache.model, eos, *how_many, self.prefixes, self.histories))
-        if self.prefixes is not None:
-            self._open_stores(self.prefixes)
-
-    def _new_histories(self, cache: Cache, most: int | None, storage: str | None) -> HistoryStore:
-        """most: bytes; storage: of keys and values, as in `Cache`"""
-        if most is None:
-            most = max(1, half_of_host() // (cache.shards.size if cache.shards else 1))
-        kv_heads, dim = key_shape(cache.model)
-        bits = STORAGE[storage]
-        if bits == 4 and dim % 2:
-            raise BadParameter(f"history_storage='int4' halves keys, but those here have {dim} numbers; use 'int8'.")
-        form = BlockFormat(kv_heads, dim, dim, self.model.dtype, bits)
-        pool = HostPool(self.config.device, bits, layer_devices(cache.model))
-        return HistoryStore(pool, most, len(cache.compressed_layers) * form.nbytes)
-
-    def _open_stores(self, prefixes: PrefixStore) -> None:
-        """Find what was saved before."""
-        prefixes.histories, folder = self.histories, prefixes.folder
-        if self.histories is not None and folder and not self._sequence.cache.shards:
-            model = f"{fingerprint(self.model)} {self.model.dtype} {self.histories.pool.bits}"
-            self.histories.open(folder / "history", model, self._driver.lock)
-        prefixes.open(self.config, self._driver.lock)
+        self.store = prefix_cache if isinstance(prefix_cache, Store) else Store(prefix_cache or 0)
+        cache = self._sequence.cache
+        self._driver = Driver(Scheduler(cache.model, eos, max_rows, max_tokens, memory, self.store))
+        has_history = history is not None and cache.compressed_layers and not cache.hf_layers
+        histories = HistoryStore(cache, host_memory, history_storage) if has_history else None
+        self.store.open(self.config, self._driver.lock, histories)
 
     @property
     def model(self) -> Any:
@@ -243,7 +218,7 @@ class Engine:
         config = self._config_to_answer(self.config, how)
         requests = [Request(config, self.encode(prompt, question), how, question=question) for prompt in prompts]
         for request in requests:
-            self._begin_alone(request)
+            self.store.begin_alone(request)
         raise_numbered(too_long(request) for request in requests)
         self._driver.run(requests, rows or len(requests))
         raise_numbered(request.error for request in requests)
@@ -272,7 +247,7 @@ class Engine:
         client: who asks. Clients take turns in the queue; by default, owners do.
         context: the id of a text (`pin`) that the prompt, a text or one message, is a question about
         cache_prefix: prefill the prompt in parts that later requests can continue, long texts included, as
-        engine/prefix_store.py says; False: all at once. None: chats in parts that end with messages, where the engine
+        engine/store.py says; False: all at once. None: chats in parts that end with messages, where the engine
         has a prefix_cache.
         """
         if (shards := self._sequence.cache.shards) and not self._driver.leader:
@@ -293,8 +268,10 @@ class Engine:
             ids = prompt_ids(self.config, prompt, question, tools)
             config = self._config_to_answer(self._config_for(method, budget), how)
             request = Request(config, ids, how, question=question, owner=owner, client=client)
-            self._share_prefix(request, cache_prefix, is_chat(prompt), method is not None)
-            self._begin_alone(request)
+            if self._sequence.cache.compressed_layers:
+                agnostic = self._without_question if method is None else None
+                self.store.share(request, cache_prefix, is_chat(prompt), agnostic)
+            self.store.begin_alone(request)
         request.progress = progress
         return self._submit(request)
 
@@ -305,66 +282,10 @@ class Engine:
         self._driver.start()
         return handle
 
-    def _share_prefix(self, request: Request, cache_prefix: bool | None, is_chat: bool, is_named: bool) -> None:
-        """Have it begin after what is stored of its prompt; without a history, cut that into parts for it.
-
-        is_named: the request names its method
-        """
-        if not self._sequence.cache.compressed_layers:
-            return
-        shared = cache_prefix or (cache_prefix is None and is_chat)
-        if shared and (histories := self._histories_for(request.config, request.ids)):
-            histories.prepare(request.owner, request.ids)
-            begins = self._newest_message(request.ids) if is_chat else 0
-            request.find_stored = partial(histories.begin, request.owner, request.config, request.ids, begins)
-            return
-        store, retrieval = self.prefixes, request.config.method.retrieval
-        asked = request.question is not None and retrieval and "question" in retrieval.index.needs
-        if cache_prefix or (cache_prefix is None and store is not None and is_chat):
-            request.cuts = () if asked else cuts_of(request.ids, self._end_of_turn, bool(cache_prefix))
-            if is_chat and not (retrieval or is_named):  # no question is known of what is stored
-                newest = self._newest_message(request.ids)
-                request.cuts = tuple(cut for cut in request.cuts if cut <= newest)
-                request.whole_end = bool(request.cuts)
-            if request.whole_end:
-                request.config = self._without_question(request.config)
-            if store is not None and request.cuts:
-                which = request.owner, request.config, request.ids, request.cuts
-                store.prepare(*which)
-                request.find_stored = partial(store.longest, *which)
-
     def _config_to_answer(self, config: SequenceConfig, how: Generation) -> SequenceConfig:
         """The same; for an exact answer one that evicts nothing while it is decoded."""
-        return exact_config(config, self.histories.pool if self.histories else None) if how.exact else config
-
-    def _begin_alone(self, request: Request) -> None:
-        """Have an exact answer begin with a history that is for no other request, if it has none yet."""
-        needs_history = request.how.exact and not request.config.is_exact
-        if needs_history and request.find_stored is None and self.histories is not None:
-            request.find_stored = partial(self.histories.begin, request.owner, request.config, request.ids)
-            request.shares_history = False
-
-    def _histories_for(self, config: SequenceConfig, ids: Tensor) -> HistoryStore | None:
-        """Where the host keeps all of a sequence, for others to go on with; None: it does not.
-
-        Retrieval methods do so by themselves. A method that scores a token only once would miss its score in a history.
-        """
-        method = config.method
-        too_long = method.extends_context and len(ids) > context_length(self.model)
-        return None if method.retrieval or method.scores_own_tokens or too_long else self.histories
-
-    def _newest_message(self, ids: Tensor) -> int:
-        """Where the newest message of a chat begins."""
-        if self._end_of_turn is None:
-            return 0
-        ends = (ids == self._end_of_turn).nonzero()[:, 0].tolist()
-        return ends[-2] + 1 if len(ends) > 1 else 0
-
-    @cached_property
-    def _end_of_turn(self) -> int | None:
-        """The token that ends a message."""
-        template = self.tokenizer.chat_template
-        return end_of_turn(self.tokenizer, template) if isinstance(template, str) else None
+        histories = self.store.histories
+        return exact_config(config, histories.pool if histories else None) if how.exact else config
 
     def pin(
         self,
@@ -417,49 +338,48 @@ class Engine:
         budget: int | float | None = None,
         client: str = "",
     ) -> Request:
-        self._store()
+        self._check_stores_texts()
         self._check_holds_text()
         check_text("text", text)
         check_value("owner", owner, str)
         check_value("public", public, bool)
         config, find_stored = self._config_for(method, budget), None
         ids = torch.tensor(config.context_ids(text))
-        if histories := self._histories_for(config, ids):
+        if histories := self.store.histories_for(config, ids):
             histories.prepare(owner, ids)
             find_stored = partial(histories.begin_text, owner, config, ids)
         else:
             config = self._reading_config(method, budget, pinned=True)
         request = Request(config, ids, Generation(1), prefill_only=True, owner=owner, client=client)
-        request.find_stored, request.pin = find_stored, Pin(text, public)
+        request.find_stored, request.pin = find_stored, partial(self.store.pin, owner, text, public)
         return request
 
     def unpin(self, id: str, *, owner: str = "") -> None:
         """Remove a stored text of this owner; a public one stays as long as another owner has stored it, too."""
-        self._store()
+        self._check_stores_texts()
         check_value("id", id, str)
         check_value("owner", owner, str)
         with _known(id):
             self._driver.unpin(owner, id)
 
-    def _store(self) -> PrefixStore:
-        if self.prefixes is None:
+    def _check_stores_texts(self) -> None:
+        if not self.store.max_bytes:
             raise BadParameter("this engine stores no prefixes; make it with prefix_cache=, a number of bytes.")
-        return self.prefixes
 
     def _about_context(self, owner: str, client: str, id: str, question: str, how: Generation) -> Request:
         """A request that goes on with a stored text."""
-        store = self._store()
+        self._check_stores_texts()
         with _known(id):
-            entry, config = store.entry(owner, id), store.config_of(owner, id)
+            text, sequence = self.store.loaded(owner, id)
         check_text("question", question)
-        config = self._config_to_answer(config, how)
-        if how.exact and not (entry.whole or config.is_exact):
+        config = self._config_to_answer(sequence.config, how)
+        if how.exact and not (text.in_history or config.is_exact):
             raise BadParameter("exact=True: what was evicted of this text is gone; store it with history='host'.")
-        ids = torch.tensor(entry.ids + config.question_ids(entry.text, question, entry.ids))
+        ids = torch.tensor(text.ids + config.question_ids(text.text, question, text.ids))
         request = Request(config, ids, how, question=question, owner=owner, client=client)
-        if entry.whole and self.histories is not None:
-            self.histories.prepare(owner, ids)
-        request.find_stored = partial(store.after_text, owner, id, config, ids)
+        if text.in_history and self.store.histories:
+            self.store.histories.prepare(owner, ids)
+        request.find_stored = partial(self.store.after_text, owner, id, config, ids)
         return request
 
     def _config_for(self, method: str | Method | None, budget: int | float | str | None) -> SequenceConfig:
@@ -488,7 +408,7 @@ class Engine:
         check_value("progress", progress, Callable)
         most = self._driver.scheduler.held.max_rows
         check_count("rows", most if rows is None else rows, 1, "use a whole number, at least one")
-        reading = self._reading_config(None, None, pinned=self.prefixes is not None)
+        reading = self._reading_config(None, None, pinned=bool(self.store.max_bytes))
         self._driver.warmup(self.config, reading, min(rows or most, most), progress)
 
     def lead(self, send: Callable[[bytes], None], failed: Callable[[BaseException], None], **parts: Any) -> None:
@@ -507,15 +427,12 @@ class Engine:
     def _parts(self, more: dict[str, Any]) -> dict[str, Any]:
         """What requests refer to. All engines join here, and find out together what takes a forward pass."""
         learn_rotations(self._sequence.cache.model)
-        return {"config": self.config, "store": self.prefixes, "histories": self.histories, **more}
+        return {"config": self.config, "store": self.store, "histories": self.store.histories, **more}
 
     def close(self) -> None:
         """Cancel all answers under way, and free the pool."""
         self._driver.close()
-        if self.prefixes is not None:
-            self.prefixes.flush()
-        if self.histories is not None:
-            self.histories.flush()
+        self.store.flush()
 
     def __enter__(self) -> Engine:
         return self
@@ -543,7 +460,7 @@ class Engine:
         self._check_holds_text()
         check_text("text", text)
         config = self._config_for(method, budget)
-        histories = self._histories_for(config, ids := torch.tensor(config.context_ids(text)))
+        histories = self.store.histories_for(config, ids := torch.tensor(config.context_ids(text)))
         if histories and histories.make_room(len(ids) // BLOCK):
             begin = partial(histories.begin, "", config, ids)
             return Context.read(self._driver, config, text, question, progress, begin)
@@ -582,15 +499,7 @@ class Engine:
 
     def load_context(self, path: str | Path) -> Context:
         """A saved `Context`, with its own method and budget."""
-        return Context.load(self._driver, self.config, path, self._empty_history)
-
-    def _empty_history(self, tokens: int) -> History:
-        """One that so many tokens will be added to; they stay on the device where the host has no room."""
-        model, store = self._sequence.cache.model, self.histories
-        pool = store.pool if store else HostPool(self.config.device, devices=layer_devices(model))
-        made = History(pool)
-        made.makes_blocks = store is None or store.make_room(tokens // BLOCK)
-        return made
+        return Context.load(self._driver, self.config, path, self.store.empty_history)
 
     def prefill(self, ids: Tensor, progress: ProgressOption = None) -> Tensor:
         """Prefill the ids the cache does not hold yet, in chunks. ids [n] -> logits after the last one [vocabulary]"""
@@ -659,7 +568,7 @@ class Engine:
             continued = None if begin or how.exact else sequence
             request = Request(config, ids, how, continued, question, report, interactive=True, keeps_cache=True)
             request.find_stored = begin
-            self._begin_alone(request)
+            self.store.begin_alone(request)
             self._driver.submit(request)
             sequence.has_prefill, self._last = False, request
             yield from Handle(request, self._driver)
@@ -692,10 +601,10 @@ class Engine:
         check_value("progress", progress, Callable | bool | None)
         check_messages(messages)
         ids = self.config.encode(messages)
-        if (histories := self._histories_for(self.config, ids)) and not self._sequence.has_prefill:
+        if (histories := self.store.histories_for(self.config, ids)) and not self._sequence.has_prefill:
             self._begin_sequence()
             config = self._config_to_answer(self.config, how)
-            begin = partial(histories.begin, "", config, ids, self._newest_message(ids))
+            begin = partial(histories.begin, "", config, ids, newest_message(self.config, ids))
             return "".join(self._answer(ids, how, None, progress, begin)).strip()
         if not self._continues(ids):
             self._check_no_prefill()
@@ -708,12 +617,6 @@ class Engine:
         complete = (self._last is None or self._last.done) and not self.cache.in_forward
         begins = 0 < len(seen) < len(ids) and ids[: len(seen)].tolist() == seen
         return complete and begins and self.cache.seen == len(seen)
-
-
-def half_of_host() -> int:
-    """Half of the host memory that is free."""
-    free = free_host_bytes()
-    return sys.maxsize if free is None else max(1, free // 2)
 
 
 def first_allowed(model: Any, specs: tuple[str, ...], budget: Any, parameters: dict[str, Any]) -> str:

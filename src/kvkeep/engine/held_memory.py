@@ -12,11 +12,11 @@ from kvkeep.cache.decode import draft_pool
 from kvkeep.cache.report import format_bytes
 from kvkeep.engine.batch import DecodeBatch
 from kvkeep.engine.held_requests import HeldRequests
-from kvkeep.engine.history_store import HistoryStore
 from kvkeep.engine.memory import MemoryCap, row_bytes
 from kvkeep.engine.pooled_batch import PooledBatch
-from kvkeep.engine.prefix_store import PrefixStore, nbytes_of
-from kvkeep.engine.request import Pin, Request
+from kvkeep.engine.request import Request
+from kvkeep.engine.store import Store
+from kvkeep.engine.stored import nbytes_of
 from kvkeep.errors import BadInput
 from kvkeep.model.head_shards import agree_on_least
 
@@ -24,16 +24,9 @@ from kvkeep.model.head_shards import agree_on_least
 class HeldMemory:
     """Where there is a cap, a prompt reserves what its prefill takes at most, and waits until that is free."""
 
-    def __init__(
-        self,
-        model: Any,
-        held: HeldRequests,
-        memory: int | None,
-        store: PrefixStore | None,
-        histories: HistoryStore | None,
-    ) -> None:
+    def __init__(self, model: Any, held: HeldRequests, memory: int | None, store: Store) -> None:
         """memory: bytes of keys and values of all requests and stored prefixes"""
-        self.model, self.held, self.store, self.histories = model, held, store, histories
+        self.model, self.held, self.store = model, held, store
         self.cap = MemoryCap(memory, self._most_held, self._free_some) if memory else None
 
     def reserve(self, request: Request, alone: bool) -> bool:
@@ -60,8 +53,7 @@ class HeldMemory:
         """Keys and values of pools and drafts, of caches of their own, and of stored prefixes."""
         pools = [batch.pool.nbytes for batch in self.held.batches.values() if isinstance(batch, PooledBatch)]
         pools.append(draft_pool.held_bytes(self.model))
-        stored = 0 if self.store is None else self.store.nbytes
-        return stored + sum(pools) + sum(request.own_bytes for request in self.held.requests)
+        return self.store.nbytes + sum(pools) + sum(request.own_bytes for request in self.held.requests)
 
     def draft_room(self) -> int:
         """Bytes that drafts may take: what they have, and what is left. For one row, each prompt reserves them."""
@@ -73,7 +65,7 @@ class HeldMemory:
 
     def _free_some(self) -> bool:
         """Free the oldest stored prefix, a pool that nobody is in, or the drafts'. -> whether there was one"""
-        if self.store is not None and self.store.evict_oldest():
+        if self.store.evict_oldest():
             return True
         pools = [kind for kind in self.held.idle if isinstance(self.held.batches[kind], PooledBatch)]
         for kind in pools[:1]:
@@ -82,7 +74,7 @@ class HeldMemory:
 
     def store_prefix(self, request: Request) -> None:
         """Store what its sequence is after a part of the prompt, if there is memory for a copy."""
-        if self.store is None:
+        if not self.store.max_bytes:
             return
         if self.cap:  # only older copies make room for this one
             size = nbytes_of(request.sequence)
@@ -97,20 +89,11 @@ class HeldMemory:
 
     def store_history(self, request: Request) -> None:
         """Store the history of a prompt that is prefilled."""
-        if self.histories is None or not (known := request.sequence.history):
-            return
-        if request.shares_history:
-            self.histories.add(request.owner, request.ids, known, public=bool(request.pin and request.pin.public))
-        if request.how.exact:
+        known = request.sequence.history
+        if self.store.histories and known and request.shares_history and request.pin is None:
+            self.store.histories.add(request.owner, request.ids, known)
+        if known and request.how.exact:
             known.makes_blocks = False  # of an answer: the next turn prefills it
-
-    def store_pinned(self, request: Request, pin: Pin) -> str:
-        """Store a text that is prefilled, until it is removed. -> its id"""
-        assert self.store is not None
-        sequence = request.sequence
-        if sequence.history is None:
-            sequence.cache.tracker.mark_context()
-        return self.store.add(request.owner, sequence, True, public=pin.public, text=pin.text)
 
     def has_room(self, request: Request, batch: DecodeBatch, between_steps: bool) -> bool:
         """Whether a batch has room for a prefilled request. -> False: others have to end first

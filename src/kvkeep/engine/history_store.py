@@ -15,19 +15,23 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from kvkeep.cache.cache import Cache
 from kvkeep.cache.report import format_bytes
+from kvkeep.compress.method import STORAGE
+from kvkeep.engine.memory import half_of_host
 from kvkeep.engine.sequence import Sequence, SequenceConfig
-from kvkeep.errors import BadCacheFile, StoreFull
-from kvkeep.model.head_shards import agree_on_least
+from kvkeep.errors import BadCacheFile, BadParameter, StoreFull
+from kvkeep.model.head_shards import agree_on_least, head_shards
+from kvkeep.model.hf_cache import execution_device, fingerprint, key_shape, layer_devices, uncompiled
 from kvkeep.storage import history
-from kvkeep.storage.history import Block, History, HostPool
+from kvkeep.storage.history import Block, BlockFormat, History, HostPool
 from kvkeep.storage.history_folder import BlockFolder
 
 PUBLIC = "public"  # everybody's
@@ -36,17 +40,23 @@ PUBLIC = "public"  # everybody's
 class HistoryStore:
     """Blocks by name. The least recently used go first; those of a text that is pinned stay."""
 
-    def __init__(self, pool: HostPool, max_bytes: int, block_bytes: int) -> None:
-        """block_bytes: of all layers, about"""
-        self.pool, self.max_bytes, self._block_bytes = pool, max_bytes, block_bytes
-        pool.most_blocks = max_bytes // block_bytes
+    def __init__(self, cache: Cache, max_bytes: int | None, storage: str | None) -> None:
+        """cache: as sequences have one; max_bytes: None: half of what is free; storage: as in `Cache`"""
+        model, bits, (kv_heads, dim) = cache.model, STORAGE[storage], key_shape(cache.model)
+        if bits == 4 and dim % 2:
+            raise BadParameter(f"history_storage='int4' halves keys, but those here have {dim} numbers; use 'int8'.")
+        half = max(1, half_of_host() // (cache.shards.size if cache.shards else 1))
+        self.max_bytes = half if max_bytes is None else max_bytes
+        form = BlockFormat(kv_heads, dim, dim, model.dtype, bits)
+        self._block_bytes = len(cache.compressed_layers) * form.nbytes  # of all layers, about
+        self.pool = HostPool(execution_device(model), bits, layer_devices(model))
+        self.pool.most_blocks = self.max_bytes // self._block_bytes
         self.model = ""  # whose keys and values these are, where others may be in the same folder
         self.blocks: OrderedDict[str, Block] = OrderedDict()  # the least recently used first
         self.pinned: Counter[str] = Counter()  # how often each block was pinned
         self.lock = threading.RLock()
         self.folder: BlockFolder | None = None
         self.device_lock: AbstractContextManager[Any] = nullcontext()
-        self.writer = ThreadPoolExecutor(1, "kvkeep-history")
         self.num_unsaved = 0  # blocks that could not be written
 
     @property
@@ -82,9 +92,10 @@ class HistoryStore:
         """The same for a text that will be pinned. StoreFull: there is no room for it"""
         sequence = self.begin(owner, config, ids)
         if sequence.history is None or not sequence.history.makes_blocks:
+            size = format_bytes(len(ids) // history.BLOCK * self.block_bytes)
             raise StoreFull(
-                f"the keys and values of this text take {format_bytes(self.nbytes_of(len(ids)))}, and the rest of "
-                "host_memory= is in use; remove other texts, or use more."
+                f"the keys and values of this text take {size}, and the rest of host_memory= is in use; remove other "
+                "texts, or use more."
             )
         return sequence
 
@@ -121,15 +132,18 @@ class HistoryStore:
                 return
             self.folder.use(name)
 
-    def open(self, folder: str | Path, model: str, device_lock: AbstractContextManager[Any]) -> None:
+    def open(self, folder: Path, model: Any, writer: Executor, device_lock: AbstractContextManager[Any]) -> None:
         """Keep blocks in a folder, too; those of the same model are found again. Before anything is stored.
 
-        device_lock: held while memory is made for blocks; a CUDA graph cannot be captured meanwhile
+        writer: a thread, so that nobody waits for a disk; device_lock: held while memory is made for blocks, as no CUDA
+        graph can be captured meanwhile
         """
-        self.folder, self.model, self.device_lock = BlockFolder(folder), model, device_lock
+        if not head_shards(uncompiled(model)):  # a file has all KV heads
+            self.folder, self.writer, self.device_lock = BlockFolder(folder), writer, device_lock
+            self.model = f"{fingerprint(model)} {model.dtype} {self.pool.bits}"
 
     def _save_all(self, names: Seq[str]) -> None:
-        """In a thread: nobody's answer waits for a disk. The first of them is the last to be dropped from it."""
+        """The first of them is the last to be dropped from the disk."""
         folder = self.folder
         assert folder is not None
         for name in reversed(names):
@@ -142,10 +156,6 @@ class HistoryStore:
             except Exception as error:  # such as a full disk: it is in memory all the same
                 self.num_unsaved += 1
                 warnings.warn(f"a block of a history could not be saved: {error}", stacklevel=1)
-
-    def flush(self) -> None:
-        """Wait until all is saved."""
-        self.writer.submit(int).result()  # the last one
 
     def _names(self, owner: str, ids: Tensor) -> Iterator[tuple[str, str]]:
         """Give the names that the owner's own and public blocks of these tokens have."""
@@ -199,10 +209,6 @@ class HistoryStore:
         if self.folder is not None:
             for name in gone:
                 self.writer.submit(self.folder.remove, name)  # after what is still to be saved
-
-    def nbytes_of(self, tokens: int) -> int:
-        """Bytes of the history of so many tokens."""
-        return tokens // history.BLOCK * self.block_bytes
 
 
 def hashed(owner: str) -> str:

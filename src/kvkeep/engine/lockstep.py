@@ -22,14 +22,14 @@ from functools import lru_cache
 from itertools import count
 from typing import Any
 
-from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.request import Request
 from kvkeep.engine.scheduler import News, Scheduler
 from kvkeep.engine.sequence import SequenceConfig
+from kvkeep.engine.store import Store
 from kvkeep.errors import CacheMisuse, KvkeepError
 
 MOST_CONFIGS = 256  # that a follower remembers
-Unpinned = tuple[str, str, bool]  # what `PrefixStore.remove` is given
+Unpinned = tuple[str, str, bool]  # what `Store.remove` is given
 OF_THE_LEADER = "progress", "continues", "logits"  # fields of a request that are not sent
 ALONE = RuntimeError, MemoryError, OSError  # what one process may meet, and others not
 
@@ -136,12 +136,11 @@ class Follower:
         return replace(self.parts["config"], method=method, budget=budget)
 
 
-def _join(scheduler: Scheduler, store: PrefixStore | None, seed: bytes, agree: Callable[[News], News]) -> None:
+def _join(scheduler: Scheduler, store: Store, seed: bytes, agree: Callable[[News], News]) -> None:
     """Join the other processes. seed: of the names of stored texts, which are the same in all of them"""
     scheduler.agree, scheduler.held.check_alike = agree, _check_alike
-    if store is not None:
-        sources = (hashlib.sha256(seed + number.to_bytes(8, "big")) for number in count())
-        store.new_id = lambda: base64.urlsafe_b64encode(next(sources).digest()[:24]).decode()
+    sources = (hashlib.sha256(seed + number.to_bytes(8, "big")) for number in count())
+    store.new_id = lambda: base64.urlsafe_b64encode(next(sources).digest()[:24]).decode()
 
 
 def _check_alike(error: Exception) -> None:
@@ -149,9 +148,8 @@ def _check_alike(error: Exception) -> None:
         raise OutOfStep(f"{type(error).__name__}: {error}") from error
 
 
-def _unpin(store: PrefixStore | None, texts: list[Unpinned]) -> None:
+def _unpin(store: Store, texts: list[Unpinned]) -> None:
     for each in texts:
-        assert store is not None
         with suppress(KeyError):  # removed twice
             store.remove(*each)
 
@@ -161,5 +159,4 @@ def _state(scheduler: Scheduler) -> int:
     held, store = scheduler.held, scheduler.memory.store
     requests = [(len(each.ids), len(each.answer.ids), each.answer.ids[-1:]) for each in held.taken]
     rows = [len(each.requests) for each in held.batches.values()]
-    stored = None if store is None else [entry.nbytes for entry in store.entries.values()]
-    return zlib.crc32(repr((requests, rows, stored)).encode())
+    return zlib.crc32(repr((requests, rows, [each.nbytes for each in store.entries.values()])).encode())

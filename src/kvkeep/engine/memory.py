@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,6 +54,12 @@ def free_host_bytes() -> int | None:
     """Available host memory, of the machine or of the container; None where it is unknown."""
     found = [free for free in (_free_of_machine(), _free_of_container()) if free is not None]
     return min(found) if found else None
+
+
+def half_of_host() -> int:
+    """Half of the host memory that is free."""
+    free = free_host_bytes()
+    return sys.maxsize if free is None else max(1, free // 2)
 
 
 def _free_of_container() -> int | None:

@@ -166,7 +166,7 @@ class Prefilling:
             if not request.can_draft_later:
                 request.reserved = 0
             if request.pin is not None:
-                request.pinned = self.memory.store_pinned(request, request.pin)
+                request.pinned = request.pin(request.sequence)
             if request.prefill_only:
                 self.held.end(request)
             else:

@@ -1,4 +1,4 @@
-"""What a prompt may be, and its token ids."""
+"""What a prompt may be, its token ids, and where these may be cut."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import BadParameter
-from kvkeep.model.chat import check_ids, check_messages, check_tools, with_question
+from kvkeep.model.chat import check_ids, check_messages, check_tools, end_of_turn, with_question
 
 Prompt = str | list[dict[str, Any]] | list[int] | Tensor  # a text, the messages of a chat, or token ids [n]
+LEAST_PART = 32  # tokens: parts are not shorter, but for the last
+LONGEST_PART = 1024  # of requests that share long texts
 
 
 class ChatIds(list[int]):
@@ -62,3 +64,27 @@ def check_prompts(prompts: Any) -> list[str]:
         if not isinstance(each, str):
             raise BadParameter(f"prompt {number} of {len(found)} is {reprlib.repr(each)}; give a list of texts.")
     return found
+
+
+def end_of_message(config: SequenceConfig) -> int | None:
+    """The token that ends a message."""
+    template = config.tokenizer.chat_template
+    return end_of_turn(config.tokenizer, template) if isinstance(template, str) else None
+
+
+def newest_message(config: SequenceConfig, ids: Tensor) -> int:
+    """Where the newest message of a chat begins."""
+    end = end_of_message(config)
+    ends = [] if end is None else (ids == end).nonzero()[:, 0].tolist()
+    return ends[-2] + 1 if len(ends) > 1 else 0
+
+
+def cuts_of(ids: Tensor, end_of_turn: int | None, long_texts: bool = False) -> tuple[int, ...]:
+    """The ends of the parts of a prompt, but for the last: after messages; of long texts, every LONGEST_PART tokens."""
+    cuts, ends = [0], (ids[:-1] == end_of_turn).nonzero()[:, 0].add(1).tolist() if end_of_turn is not None else []
+    for end in [*ends, len(ids)]:
+        while long_texts and end - cuts[-1] > LONGEST_PART:
+            cuts.append(cuts[-1] + LONGEST_PART)
+        if end < len(ids) and end - cuts[-1] >= LEAST_PART:
+            cuts.append(end)
+    return tuple(cuts[1:])

@@ -54,14 +54,6 @@ NEXT = {
 }
 
 
-@dataclass(frozen=True)
-class Pin:
-    """A text that is stored when it is prefilled, for requests to come."""
-
-    text: str
-    public: bool
-
-
 @dataclass
 class Agreement:
     """How many guesses of an exact answer were right."""
@@ -107,7 +99,7 @@ class Request:
     whole_end: bool = False  # nothing is evicted from the last part, and for it
     find_stored: Callable[[], Sequence | None] | None = None  # a copy of a stored sequence to go on with
     shares_history: bool = True  # with requests that begin alike
-    pin: Pin | None = None  # the prompt is a text to be stored
+    pin: Callable[[Sequence], str] | None = None  # stores the prompt, a text, when it is prefilled. -> its id
     logits: Tensor | None = None  # after the prompt, if the sequence has seen it to the end [vocabulary]
 
     def __post_init__(self) -> None:

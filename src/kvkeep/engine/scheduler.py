@@ -10,10 +10,9 @@ from kvkeep.engine.exact import Exact
 from kvkeep.engine.first_tokens import FirstTokens
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
-from kvkeep.engine.history_store import HistoryStore
 from kvkeep.engine.prefilling import Prefilling
-from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.request import Request
+from kvkeep.engine.store import Store
 from kvkeep.model.hf_cache import execution_device
 
 News = tuple[list[Request], list[Request]]  # requests submitted since the last step; those that are cancelled
@@ -29,13 +28,12 @@ class Scheduler:
         max_rows: int = 64,
         max_tokens: int | None = None,
         memory: int | None = None,
-        store: PrefixStore | None = None,
-        histories: HistoryStore | None = None,
+        store: Store | None = None,
     ) -> None:
         """max_tokens: as in `PooledBatch`; memory: bytes of keys and values of all requests, None: what is free"""
         self.model, self.device = model, execution_device(model).type
         self.held = HeldRequests(max_rows)
-        self.memory = HeldMemory(model, self.held, memory, store, histories)
+        self.memory = HeldMemory(model, self.held, memory, store or Store())
         self.decoding = Decoding(model, self.held, self.memory, max_tokens)
         self.exact = Exact(self.held, self.decoding)
         self.first_tokens = FirstTokens(model, eos_token_ids, self.held, self.memory, self.decoding, self.exact)

@@ -75,7 +75,7 @@ class Usage:
 
     prompt: int
     answer: int
-    cached: int  # of the prompts, those that were in the prefix store
+    cached: int  # of the prompts, those that were in the store
     kept: dict[str, Any]  # what is left of the prompts after compression, as replies show it
 
 

@@ -11,18 +11,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from kvkeep.engine.history_store import HistoryStore
-from kvkeep.engine.prefix_store import PrefixStore
 from kvkeep.engine.request import Request
+from kvkeep.engine.store import Store
 from kvkeep.serve.answers import Answers, Piece
 
 SECONDS = tuple(round(0.001 * 1.5**power, 4) for power in range(33))  # 1 ms to 7 minutes
 
 
 class Metrics:
-    def __init__(
-        self, live: Iterable[Answers], prefixes: PrefixStore | None, histories: HistoryStore | None = None
-    ) -> None:
+    def __init__(self, live: Iterable[Answers], store: Store) -> None:
         """live: answers under way, counted when somebody looks"""
         self.registry, self.live = CollectorRegistry(), live
         how: Any = {"registry": self.registry}
@@ -48,19 +45,19 @@ class Metrics:
                 total(lambda each: each.kept_bytes),
             ),
             "kvkeep_kept_tokens": ("The same in tokens per KV head.", total(lambda each: each.kept_tokens)),
-            "kvkeep_prefix_bytes": ("Compressed prefixes in the store.", lambda: prefixes.nbytes if prefixes else 0),
-            "kvkeep_prefixes": ("How many these are.", lambda: len(prefixes) if prefixes else 0),
+            "kvkeep_prefix_bytes": ("Compressed prefixes in the store.", lambda: store.nbytes),
+            "kvkeep_prefixes": ("How many these are.", lambda: len(store.entries)),
             "kvkeep_unsaved_prefixes": (
                 "Prefixes that could not be saved, as on a full disk.",
-                lambda: 0 if prefixes is None else prefixes.num_unsaved,
+                lambda: store.num_unsaved,
             ),
             "kvkeep_history_bytes": (
                 "Keys and values of whole conversations and texts, in host memory.",
-                lambda: 0 if histories is None else histories.nbytes,
+                lambda: store.histories.nbytes if store.histories else 0,
             ),
             "kvkeep_unsaved_blocks": (
                 "Blocks of these that could not be saved, as on a full disk.",
-                lambda: 0 if histories is None else histories.num_unsaved,
+                lambda: store.histories.num_unsaved if store.histories else 0,
             ),
             "kvkeep_seen_tokens": (
                 "Tokens of these prompts.",

@@ -20,9 +20,10 @@ import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine.driver import Handle
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.prefix_store import Entry, PrefixStore
 from kvkeep.engine.prompts import ChatIds, check_ids, only_text, prompt_ids
 from kvkeep.engine.request import Request
+from kvkeep.engine.store import Store
+from kvkeep.engine.stored import Text
 from kvkeep.errors import BadInput, UnknownName
 from kvkeep.model.hf_cache import context_length
 from kvkeep.serve.access import Keys, Limits
@@ -49,7 +50,7 @@ class Server:
         self.keys, self.limits = keys or Keys(), limits or Limits()
         self.created = int(time.time())
         self.live: set[Answers] = set()  # whose clients are waiting
-        self.metrics = Metrics(self.live, engine.prefixes, engine.histories)
+        self.metrics = Metrics(self.live, engine.store)
         self.tool_format = tool_format(engine.tokenizer.chat_template)
         self.grammars = Grammars.of(engine.model, engine.tokenizer)
         self.followers: Followers | None = None  # where the model is split over processes
@@ -126,16 +127,15 @@ class Server:
             said = f"there is no model {shortened(name)!r} here; it is called {self.name!r}."
             raise Failure(404, said, "model_not_found", "model")
 
-    def store(self) -> PrefixStore:
-        if self.engine.prefixes is None:
+    def store(self) -> Store:
+        if not self.engine.store.max_bytes:
             raise BadInput("this server stores no contexts; it was started with --prefix-cache 0.")
-        return self.engine.prefixes
+        return self.engine.store
 
-    def find_context(self, owner: str, name: str) -> Entry:
-        """A text that was given before. Prefixes of chats are stored, too, and are nobody's context."""
+    def find_context(self, owner: str, name: str) -> Text:
+        """A text that was given before."""
         with suppress(KeyError):
-            if (entry := self.store().entry(owner, name)).pinned:
-                return entry
+            return self.store().text(owner, name)
         raise no_context(name)
 
     def contexts(self, owner: str) -> list[dict[str, Any]]:
@@ -209,9 +209,9 @@ class Server:
         """The most tokens of an answer that asks for no number: what the context length leaves, within the limit."""
         length = len(prompt)
         if options["context"] is not None:
-            entry = self.store().entry(options["owner"], options["context"])
-            question = self.engine.config.question_ids(entry.text, only_text(prompt), entry.ids)
-            length = len(entry.ids) + len(question)
+            text = self.store().text(options["owner"], options["context"])
+            question = self.engine.config.question_ids(text.text, only_text(prompt), text.ids)
+            length = len(text.ids) + len(question)
         left = self.max_model_len - length
         return min(left, self.limits.max_tokens) if left > 0 else self.limits.max_tokens
 
@@ -258,14 +258,14 @@ class Server:
             self.followers.close()
 
 
-def context_object(entry: Entry) -> dict[str, Any]:
+def context_object(text: Text) -> dict[str, Any]:
     return {
-        "id": entry.id,
+        "id": text.id,
         "object": "context",
-        "tokens": len(entry.ids),
-        "bytes": entry.nbytes,
-        "public": entry.public,
-        "kvkeep": {"method": entry.method, "budget": entry.budget},
+        "tokens": len(text.ids),
+        "bytes": text.nbytes,
+        "public": text.public,
+        "kvkeep": {"method": text.method, "budget": text.budget},
     }
 
 
