@@ -13,27 +13,11 @@ import json
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 QUESTION = 64  # tokens
-WORDS = (
-    "the",
-    "keeper",
-    "counted",
-    "geese",
-    "over",
-    "a",
-    "calm",
-    "grey",
-    "sea",
-    "at",
-    "dawn",
-    "while",
-    "others",
-    "slept",
-)
+WORDS = "the", "keeper", "counted", "geese", "over", "a", "calm", "grey", "sea", "at", "dawn"
 
 
 def measure(options: Any) -> None:
@@ -162,15 +146,7 @@ def measure(options: Any) -> None:
         "exact": lambda: exact(lengths[0]),
         "held": lambda: held(lengths[0], storages[-1]),
     }
-    for name, each in measures.items():
-        if not options.only or name in options.only.split(","):
-            try:
-                each()
-            except Exception as error:  # a path that fails is a result, too
-                run.note(name, failed=repr(error)[:300])
-            if options.out:
-                Path(options.out).mkdir(parents=True, exist_ok=True)
-                Path(options.out, "conversations.json").write_text(json.dumps(run.rows, indent=1) + "\n")
+    run.measure(measures, "conversations.json")
 
 
 async def ask(options: Any, said: list[dict[str, str]]) -> tuple[float, str]:

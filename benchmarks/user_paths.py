@@ -54,6 +54,18 @@ class Run:
         self.rows.append({"path": path} | rounded)
         print(json.dumps(self.rows[-1]), flush=True)
 
+    def measure(self, measures: dict[str, Callable[[], Any]], file: str) -> None:
+        """Run those that were asked for, and write all rows after each of them."""
+        for name, measure in measures.items():
+            if not self.options.only or name in self.options.only.split(","):
+                try:
+                    measure()
+                except Exception as error:  # a path that fails is a result, too
+                    self.note(name, failed=repr(error)[:300])
+                if self.options.out:
+                    Path(self.options.out).mkdir(parents=True, exist_ok=True)
+                    Path(self.options.out, file).write_text(json.dumps(self.rows, indent=1) + "\n")
+
     def engine(self, method: str = "kvkeep", budget: int | None = None, **how: Any) -> kvkeep.Engine:
         return kvkeep.Engine(self.model, self.words, method, budget or self.options.budget, **how)
 
@@ -262,15 +274,7 @@ def main() -> None:
     parser.add_argument("--out")
     options = parser.parse_args()
     run = Run(options)
-    for name, measure in measures(run).items():
-        if not options.only or name in options.only.split(","):
-            try:
-                measure()
-            except Exception as error:  # a path that fails is a result, too
-                run.note(name, failed=repr(error)[:300])
-            if options.out:
-                Path(options.out).mkdir(parents=True, exist_ok=True)
-                Path(options.out, "user_paths.json").write_text(json.dumps(run.rows, indent=1) + "\n")
+    run.measure(measures(run), "user_paths.json")
 
 
 if __name__ == "__main__":

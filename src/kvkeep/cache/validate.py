@@ -49,7 +49,7 @@ def check_context(context: Mapping[str, Any], seen: Sequence[int]) -> None:
 
 
 def check_stored(prefix: Mapping[str, Any], seen: Sequence[int], id: str) -> None:
-    """Raise ValueError for what no stored prefix or text can hold; see `StoreFolder` in engine/stored.py."""
+    """Raise ValueError for what no stored prefix or text can hold; see `described` in engine/stored.py."""
     _require(prefix["id"] == id, f"id {str(prefix['id'])[:80]!r}")
     for kind, names in ((str, ("id", "place", "text")), (bool, ("public", "pinned", "frozen"))):
         for name in names:

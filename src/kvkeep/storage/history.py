@@ -79,7 +79,7 @@ class BlockFormat:
         return torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in blocks], 1)
 
     def decode(self, payload: Tensor) -> Pair:
-        """A copy: the reverse of `encode`, but for what codes lose. [n, nbytes] -> keys, values [kv_heads, q, dim]"""
+        """Reverse `encode`, but for what codes lose, as a copy. [n, nbytes] -> keys, values [kv_heads, tokens, dim]"""
         ends = accumulate((dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.parts), initial=0)
         parts = [
             payload[:, start:end].clone(memory_format=torch.contiguous_format).view(dtype).unflatten(1, shape)
