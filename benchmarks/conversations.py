@@ -46,7 +46,8 @@ def measure(options: Any) -> None:
         assert engine.store.histories is not None
         pool, said = engine.store.histories.pool, talk(length)
         if not is_ahead:
-            pool.ahead = {}
+            for ahead in pool.ahead.values():
+                ahead._following = lambda *_: None
         about = {"length": length, "storage": storage or "model", "ahead": str(is_ahead)}
         for turn in range(4):
             peak()

@@ -155,9 +155,9 @@ def test_many_questions_about_one_text_read_it_once_a_pass(chat, storage, monkey
         passes.append(len(chunks))
         return forward(self, chunks, shown)
 
-    def count(self, index, blocks):
+    def count(self, index, blocks, targets):
         reads.append((index, len(blocks)))
-        return read(self, index, blocks)
+        read(self, index, blocks, targets)
 
     monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 10**6)
     monkeypatch.setattr(PackedForward, "_forward", passed)
@@ -202,7 +202,7 @@ def test_conversations_that_part_read_what_they_share_together(chat, monkeypatch
         with one._driver.lock:
             handles = [one.submit(say(*talk), **SHORT) for talk in talks]
         assert [handle.result() and handle.request.answer.ids for handle in handles] == want
-    sizes = sorted(len(blocks) for index, blocks in reads if index == 0)
+    sizes = sorted(len(blocks) for index, blocks, _ in reads if index == 0)
     assert sizes == [2, 2, 2, 5, 5]  # ends of three, their beginning, and the fourth
 
 

@@ -133,6 +133,22 @@ def test_what_a_pool_takes_and_what_it_refuses(tiny):
     }  # fmt: skip
 
 
+def test_a_pool_whose_rows_are_free_grows_no_slots_for_a_longer_head(tiny):
+    """Heads that share a budget differ in length; and where slots are missing, it grows for more rows than one."""
+    batch = PooledBatch(tiny, max_rows=8)
+    kv_heads = batch.kv_heads
+    batch.reserve(60 * kv_heads, 60, 8, 8 * 60 * kv_heads)
+    assert (batch.pool.rows, batch.pool.tokens, batch.pool.longest) == (8, 8 * 60 * kv_heads, 64)
+    batch.reserve(60 * kv_heads, 200, 1, 60 * kv_heads)
+    assert (batch.pool.rows, batch.pool.tokens, batch.pool.longest) == (8, 8 * 60 * kv_heads, 256)
+    first = prefilled(tiny, "full", None, 450, new=40)
+    assert batch.has_room(first, ())
+    assert batch.pool.tokens == 8 * 60 * kv_heads + 490 * kv_heads  # beside them, for no span is as long
+    batch.admit(first)
+    second = prefilled(tiny, "full", None, 100, new=10)
+    assert batch.has_room(second, ()) and batch.pool.tokens == (8 * 60 + 490) * kv_heads
+
+
 def test_the_cache_a_row_was_copied_from_is_not_changed(tiny):
     one = prefilled(tiny, "snapkv:window=8", 20, 50)
     one.keeps_cache, cache = False, one.sequence.cache

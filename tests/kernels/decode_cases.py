@@ -157,6 +157,7 @@ def test_a_head_with_nothing_gives_zeros():
 
 
 MASSES = [  # heads, kv_heads, q, n, dim, seq_len
+    (2, 1, 0, 9, 16, 9),
     (1, 1, 1, 1, 16, 1),
     (4, 2, 5, 9, 16, 9),
     (6, 3, 70, 200, 24, 200),

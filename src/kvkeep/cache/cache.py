@@ -156,7 +156,8 @@ class Cache(HFCacheAdapter):
         return self.backend.reach is None or self.backend.reach.make_room(self.tracker.seen, tokens)
 
     def _new_backend(self) -> CacheBackend:
-        how = self.method, self.tracker.budget, self.compressed_layers, self.rotations, AttentionCheck(self.name)
+        check = AttentionCheck.of(self.model, self.name)
+        how = self.method, self.tracker.budget, self.compressed_layers, self.rotations, check
         if retrieval := self.method.retrieval:
             return RetrievalBackend(*how, retrieval, self.host_budget)
         weight = partial(output_weight, self.model) if self.method.rerank else None
@@ -231,7 +232,7 @@ class Cache(HFCacheAdapter):
     def _commit(self, call: AttentionCall) -> None:
         """After the last compressed layer: count the tokens of this forward pass."""
         if not self.pass_end.settles_later:
-            self._raise_if_failed()
+            self.check()
         self.backend.commit()
         if not self.pass_end.settles_later:
             self.backend.settle()
@@ -245,7 +246,8 @@ class Cache(HFCacheAdapter):
             self.unreplayed = self.unreplayed.begin(self.layout)
         self.layout, self.in_forward = IDLE, False
 
-    def _raise_if_failed(self) -> None:
+    def check(self) -> None:
+        """Wait for the device after a forward pass that did not, and raise what is wrong with input or model."""
         try:
             self.attention_check.raise_if_failed()
         except KvkeepError:
@@ -254,8 +256,8 @@ class Cache(HFCacheAdapter):
             raise
 
     def settle(self) -> None:
-        """Wait for the device after a forward pass that did not, before anything else uses the cache."""
-        self._raise_if_failed()
+        """The same, before anything else uses the cache."""
+        self.check()
         self.backend.settle()
 
     def note_text(self, ids: Tensor | None, positions: Tensor | None) -> None:

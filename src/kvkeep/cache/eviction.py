@@ -133,7 +133,7 @@ class EvictingBackend:
         self, index: int, history: History, call: AttentionCall, layout: BatchLayout
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to all tokens seen, whatever was evicted; until it is evicted from, nothing is held of the prompt."""
-        layer = self.steps.store[index] = self._read(history, index)
+        layer = self.steps.store[index] = self._read(history, index, call.query.shape[2])
         result = self._attend_over_layer(index, layer, call, layout)
         history.append(index, call.key[0].detach(), call.value[0].detach())
         if layout.is_deferred or self._is_read_again(layout):
@@ -147,11 +147,11 @@ class EvictingBackend:
         draft = self.method.draft
         return any(layout.evict_later or ()) and not (draft and draft.hold)
 
-    def _read(self, history: History, index: int) -> RaggedLayer:
-        """A layer of all tokens seen."""
+    def _read(self, history: History, index: int, room: int = 0) -> RaggedLayer:
+        """A layer of all tokens seen, with room for so many more."""
         layer = RaggedLayer(self.bits)
-        if (past := history.read(index)) is not None:
-            layer.hold([self.query_buffer.past_tokens(*past, self.token_states.get(index))])
+        if (past := history.read(index, room=room)) is not None:
+            layer.adopt_row(self.query_buffer.past_tokens(*past, self.token_states.get(index)), history.tokens)
             self.count_beside(layer.nbytes)
         return layer
 
@@ -267,7 +267,7 @@ class EvictingBackend:
         key, value = call.key.detach().clone(), call.value.detach().clone()  # not views of the whole prompt's
         if self.history:
             self.guessed[index] = Guessed(None, key, value, layout)
-            return self._attend_history(index, self._read(self.history, index), call, layout)
+            return self._attend_history(index, self._read(self.history, index, key.shape[2]), call, layout)
         self.evictor.store_all()
         self.guessed[index] = Guessed(layer.snapshot(several=True), key, value, layout)
         spans = _decode_spans(layer, key.shape[2])

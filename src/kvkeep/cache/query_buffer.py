@@ -152,20 +152,20 @@ class QueryBuffer:
         keys, values = (layout.unpad(t, row).detach() for t in (call.key, call.value))
         return self._whole(keys, values, layout.positions[row])
 
-    def past_tokens(self, keys: Tensor, values: Tensor, token_state: Tensor | None) -> list[Tokens]:
-        """Every KV head's tokens before a forward pass, of a history. [kv_heads, n, dim]; token_state: of the first"""
+    def past_tokens(self, keys: Tensor, values: Tensor, token_state: Tensor | None) -> Tokens:
+        """All KV heads' tokens of a history, from the first on. [kv_heads, n, dim]; token_state: of the first"""
         where = torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
         whole = self._whole(keys, values, where)
         if token_state is not None and whole.token_state is not None:
             whole.token_state[:, : token_state.shape[1]] = token_state
-        return [whole[head] for head in range(len(keys))]
+        return whole
 
     def _whole(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tokens:
         """Tokens that all KV heads hold, with empty token state."""
         positions, token_state = positions.expand(len(keys), -1), None
         if self.method.memory:
             token_state = keys.new_zeros(*keys.shape[:2], self.method.memory.width, dtype=torch.float32)
-        return Tokens(keys, values, positions, positions if self.method.placement else None, token_state)
+        return Tokens(keys, values, positions, positions.clone() if self.method.placement else None, token_state)
 
     def _rotate(self, index: int) -> Rotate:
         rotation = self.rotations.get(index)

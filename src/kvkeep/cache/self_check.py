@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,24 +16,35 @@ from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.ragged import RaggedLayer
 
 MAX_KEYS = 2048  # enough to tell one attention from another
+_passed: WeakKeyDictionary[Any, dict[str, set[int]]] = WeakKeyDictionary()  # by model and its attention: layers
 
 
 class AttentionCheck:
     """Compares the model's attention output with softmax(q·k)·v, once per layer, and looks for NaN in keys."""
 
-    def __init__(self, model: str, checked: Iterable[int] = ()):
-        self.model = model
-        self.checked = set(checked)  # layers that were compared
+    def __init__(self, model: str, passed: set[int]):
+        """passed: layers whose attention was found to be right; several caches of a model may have one set"""
+        self.model, self.passed = model, passed
+        self.compared: set[int] = set()  # layers whose comparison nobody has waited for yet
         self.errors: list[Tensor] = []
         self.has_nan: list[Tensor] = []
 
+    @classmethod
+    def of(cls, model: Any, name: str) -> AttentionCheck:
+        """For a cache of a model: what another one has compared is not compared again."""
+        attention = str(model.config.get_text_config(decoder=True)._attn_implementation)
+        return cls(name, _passed.setdefault(model, {}).setdefault(attention, set()))
+
     def fork(self) -> AttentionCheck:
-        return AttentionCheck(self.model, self.checked)
+        return AttentionCheck(self.model, self.passed)
+
+    def is_due(self, layer: int) -> bool:
+        return layer not in self.passed and layer not in self.compared
 
     def check(self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer | None = None) -> None:
         """Compare the row with most new tokens, over what its layer holds or, if that is empty, over the new tokens."""
         row = max(range(len(layout.counts)), key=layout.counts.__getitem__)
-        if index in self.checked or not layout.counts[row]:
+        if not (self.is_due(index) and layout.counts[row]):
             return
         if layer:
             tokens, shortest = layer.dense(row), min(layer.row_lengths(row))
@@ -47,9 +60,9 @@ class AttentionCheck:
         Once per layer, as soon as there are two keys: over a single one, any attention gives the same.
         query [heads, dim], keys and values [kv_heads, n, dim]
         """
-        if layer in self.checked or keys.shape[1] < 2:
+        if not self.is_due(layer) or keys.shape[1] < 2:
             return
-        self.checked.add(layer)
+        self.compared.add(layer)
         keys, values = (t[:, -MAX_KEYS:].to(query.dtype) for t in (keys, values))
         allowed = torch.ones(len(keys), 1, 0, dtype=torch.bool, device=keys.device)  # of the last 0 keys: all are seen
         weights = probabilities(query[:, None], keys, allowed, *call.how)
@@ -64,8 +77,9 @@ class AttentionCheck:
         self.has_nan += [each.sum().isnan() for each in keys]
 
     def raise_if_failed(self) -> None:
-        """Wait for the device and raise what failed since the last call."""
+        """Wait for the device and raise what failed since the last call; what passed is not compared again."""
         errors, has_nan, self.errors, self.has_nan = self.errors, self.has_nan, [], []
+        compared, self.compared = self.compared, set()
         if any_true(has_nan):
             raise BadTensor(
                 f"{self.model} produced keys that are not numbers (NaN); check the input and the model's dtype."
@@ -75,6 +89,7 @@ class AttentionCheck:
                 f"{self.model} computes attention in a way kvkeep does not observe correctly (its output differs from "
                 "softmax(q·k)·v over what it handed to attention); it is not supported."
             )
+        self.passed |= compared
 
 
 def any_true(flags: list[Tensor]) -> bool:

@@ -18,6 +18,7 @@ from kvkeep.engine.memory import MEMORY_FRACTION, MemoryCap, free_host_bytes, ro
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import SamplingRows, TokenLogprobs
+from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.model.head_shards import agree_on_least
 from kvkeep.storage.ragged import GROWTH
 from kvkeep.storage.upload import download, upload
@@ -117,7 +118,7 @@ class DecodeBatch:
     def _row_of(self, request: Request) -> int:
         return next(row for row, mine in self.by_row.items() if mine is request)
 
-    def warmup(self, budget: int | float | None, rows: int, progress: Callable[[str], None]) -> None:
+    def warmup(self, config: SequenceConfig, rows: int, progress: Callable[[str], None]) -> None:
         """Allocate and capture for so many rows."""
 
     def launch(self) -> None:

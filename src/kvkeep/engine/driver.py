@@ -200,7 +200,7 @@ class Driver:
                 longest = draft.kept(kept, context_length(config.model))
                 draft_pool.warmup(config.model, rows, longest, self.scheduler.memory.draft_room())
             for batch in self.scheduler.held.batches.values():
-                batch.warmup(budget, rows, progress)
+                batch.warmup(config, rows, progress)
             answer = 2 + (config.method.schedule.every or 0)  # until it evicts while it decodes
             if on_gpu and 2 < answer <= context_length(config.model) - tokens:
                 self.run([Request(config, ids, Generation(answer))], 1)

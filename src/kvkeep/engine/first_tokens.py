@@ -44,7 +44,8 @@ class FirstTokens:
         self.held.first_tokens[request] = first
         drafts = request.can_draft_later and not at_once
         request.move(State.DRAFTING if drafts else State.SAMPLED)
-        if at_once or not (drafts or request.can_settle_later):
+        is_later = drafts or (request.can_settle_later and not request.interactive)  # after the next prompts' pass
+        if at_once or not is_later:
             self._end(request)
 
     def end(self, sampled: list[Request], prefilled: list[Request], active: list[DecodeBatch]) -> None:
@@ -53,7 +54,9 @@ class FirstTokens:
         is_read = any(request.interactive for request in sampled)
         begins = bool(due) and (is_read or not self._may_wait(due, prefilled))
         for request in list(self.held.first_tokens) if begins else sampled:
-            self._deliver(request)
+            if request.state is State.DRAFTING:
+                with self.held.fails_alone(request):
+                    self._deliver(request)
         if begins:
             self._run_passes(due, active)
         for request in sampled:
@@ -61,10 +64,9 @@ class FirstTokens:
                 self._end(request)
 
     def _deliver(self, request: Request) -> None:
-        """Deliver a token before the draft: it does not depend on what is evicted, but an end has to wait."""
-        if request.state is not State.DRAFTING:
-            return
+        """Deliver a token before what is kept is stored or selected: it does not depend on that. An end has to wait."""
         for _, token, logprobs in self.held.first_tokens[request].wait():
+            request.sequence.cache.check()
             if not request.answer.ids and request.goes_on_after(token):
                 request.add(token, logprobs)
 
@@ -95,6 +97,7 @@ class FirstTokens:
         """Deliver a first token, and find a row for the request."""
         for _, token, logprobs in self.held.first_tokens[request].wait():
             with self.held.fails_alone(request):
+                self._deliver(request)
                 request.sequence.cache.settle()
                 request.count_kept()
                 if not request.how.exact:

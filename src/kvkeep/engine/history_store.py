@@ -237,7 +237,7 @@ def _names(model: str, who: str, ids: Tensor) -> Iterator[str]:
     who: a hashed owner, or PUBLIC
     """
     digest = hashlib.sha256(repr((history.BLOCK, model, who)).encode())
-    for block in ids.split(history.BLOCK):
-        if len(block) == history.BLOCK:
-            digest.update(block.numpy().tobytes())
-            yield digest.hexdigest()
+    data, size = memoryview(ids.numpy().tobytes()), history.BLOCK * ids.element_size()
+    for end in range(size, len(data) + 1, size):
+        digest.update(data[end - size : end])
+        yield digest.hexdigest()

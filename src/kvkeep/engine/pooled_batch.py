@@ -21,6 +21,7 @@ from kvkeep.engine.batch import DecodeBatch, Decoded, InflightStep
 from kvkeep.engine.memory import MEMORY_FRACTION, MemoryCap, free_device_bytes, free_host_bytes, slot_bytes, tail_bytes
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import SamplingRows
+from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.errors import BadInput
 from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_cache import execution_device, key_shape
@@ -84,7 +85,10 @@ class PooledBatch(DecodeBatch):
             )
         longest = 1 << (longest - 1).bit_length()
         spare = limit - (self.memory.largest_prompt // self._slot_bytes if self.memory else 0)
-        most = max(pool.tokens + slots, min(spare, pool.tokens + in_all))
+        needed, wanted = slots if pool.largest_free < slots else 0, max(0, in_all - pool.unused)
+        if needed:  # a step is captured anew for every size: it grows by half of itself, as far as rows may need that
+            wanted = max(wanted, min(pool.tokens // 2, max(rows, pool.rows) * slots - pool.tokens))
+        most = pool.tokens + max(needed, min(spare - pool.tokens, wanted))
         tokens = self.max_slots or max(pool.tokens, min(limit, most))
         if pool.grow(max(rows, pool.rows), tokens, max(longest, pool.longest)):
             self.runner.graphs.clear()  # they have the old buffers
@@ -128,17 +132,17 @@ class PooledBatch(DecodeBatch):
         self.pool.release(row)
         self.sampling.set(row, None)
 
-    def warmup(self, budget: int | float | None, rows: int, progress: Callable[[str], None]) -> None:
+    def warmup(self, config: SequenceConfig, rows: int, progress: Callable[[str], None]) -> None:
         """Make room for so many rows, and a graph for every number of rows."""
         if self.on_gpu:  # elsewhere nothing is captured, and a pool grows at little cost
-            self._grow_for(budget, rows)
+            self._grow_for(config, rows)
             self._capture(progress)
 
-    def _grow_for(self, budget: int | float | None, rows: int) -> None:
+    def _grow_for(self, config: SequenceConfig, rows: int) -> None:
         """Make room for rows of this budget and USUAL_ANSWER tokens."""
-        tokens = (budget if isinstance(budget, int) else USUAL_BUDGET) + USUAL_ANSWER
-        slots = self.pool.slots_of(tokens)
-        self.reserve(slots, tokens, rows, rows * slots)
+        kept = config.budget if isinstance(config.budget, int) else USUAL_BUDGET
+        slots = self.pool.slots_of(kept + USUAL_ANSWER)
+        self.reserve(slots, config.longest_head(kept) + USUAL_ANSWER, rows, rows * slots)
 
     def _capture(self, progress: Callable[[str], None]) -> None:
         for size in sorted({min(1 << n, self.pool.rows) for n in range(self.pool.rows.bit_length() + 1)}):

@@ -24,6 +24,7 @@ Chunk = tuple[Request, Tensor]  # a request, and those of its ids that are prefi
 PACKED_TOKENS = {"cuda": 8192, "cpu": 1024}  # of several prompts in one forward pass
 BESIDE_TOKENS = {"cuda": 8192, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
 STEP_TOKENS = 2048  # of these, between two decode steps that are replayed
+HISTORY_COST = 0.05  # tokens that could be prefilled while one of a history is read from the host
 EVICTION_TOKENS = 6144  # that could be prefilled while a prompt is evicted from
 MIN_CHUNK = 16  # tokens
 
@@ -148,6 +149,8 @@ class Prefilling:
             return None
         cost = sum(len(ids) * self._cost(request) for request, ids in chunks)
         cost += EVICTION_TOKENS * sum(request.ends_with(ids) for request, ids in chunks)
+        histories = [known for request, _ in chunks if (known := request.sequence.history)]
+        cost += HISTORY_COST * sum(known.tokens for known in histories)
         layers = len(self.forward.compressed_layers)
         every = max(1, int(layers * STEP_TOKENS / cost))
         replay = self.decoding.replay

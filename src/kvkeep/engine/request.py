@@ -218,9 +218,9 @@ class Request:
 
     @property
     def can_settle_later(self) -> bool:
-        """Whether another prompt's pass may be launched before the one that ends this prompt is done."""
+        """Whether the pass that ends this prompt need not be done before its first token is sampled."""
         method = self.config.method
-        return not (self.interactive or self.prefill_only or method.retrieval or method.needs_passes)
+        return not (self.prefill_only or method.retrieval or method.needs_passes)
 
     @property
     def can_draft_later(self) -> bool:

@@ -12,6 +12,7 @@ from kvkeep.cache.decode.retrieval_rows import RowSizes
 from kvkeep.engine.memory import MemoryCap
 from kvkeep.engine.pooled_batch import USUAL_ANSWER, PooledBatch
 from kvkeep.engine.request import Request
+from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.model.hf_cache import context_length
 
 SLOTS_FRACTION = 0.25  # of the memory a pool may use, for units that were fetched before
@@ -59,7 +60,7 @@ class RetrievalBatch(PooledBatch):
         if self.pool.grow(rows, small):
             self.runner.graphs.clear()  # they have the old buffers
 
-    def _grow_for(self, budget: int | float | None, rows: int) -> None:
+    def _grow_for(self, config: SequenceConfig, rows: int) -> None:
         """Make room for texts as long as the model takes, if half the memory suffices."""
         plan, tokens = self.pool.plan, context_length(self.model)
 

@@ -28,7 +28,7 @@ from kvkeep.model.chunked_mlp import long_prompt
 from kvkeep.model.fused import fused_ops
 from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import HFCacheAdapter, context_length, execution_device
+from kvkeep.model.hf_cache import HFCacheAdapter, context_length, execution_device, key_shape
 from kvkeep.model.user_text import UserText
 from kvkeep.storage.history import History
 from kvkeep.storage.offload.host import HostMemoryBudget
@@ -123,6 +123,11 @@ class SequenceConfig:
     def kept(self, tokens: int) -> int:
         """The tokens kept of so many, per KV head, on average; with a retrieval method, those on the device."""
         return tokens if self._keeps_all else min(tokens, self._budget.tokens(tokens))
+
+    def longest_head(self, kept: int) -> int:
+        """The most tokens of one KV head, where each keeps so many on average."""
+        sure = getattr(self.method.heads, "alpha", 1.0)  # KV heads share the rest
+        return min(kept + int((1 - sure) * kept) * (key_shape(self.model)[0] - 1), context_length(self.model))
 
     def held_over_history(self, tokens: int) -> int:
         """The most tokens on the device while the host has the whole prompt, per KV head, on average over layers.

@@ -127,7 +127,7 @@ class SharedPrefillCache(HFCacheAdapter):
         super().__init__(model)
         self.caches = caches
         for cache in caches[1:]:  # the model is checked once for all
-            cache.attention_check.checked = caches[0].attention_check.checked
+            cache.attention_check.compared = caches[0].attention_check.compared
 
     def after_forward(self, ids: Tensor | None, positions: Tensor | None) -> None:
         for cache in self.caches:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, pairwise, takewhile
 from typing import Any, Generic, TypeVar
 
@@ -65,7 +66,7 @@ class BlockFormat:
             (torch.uint8, of_values), (torch.float32, per_token), (torch.float32, per_token),
         ]  # fmt: skip
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.parts)
 
@@ -78,17 +79,23 @@ class BlockFormat:
             blocks = [part for codes, *rest in coded for part in (pack_codes(codes, self.bits), *rest)]
         return torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in blocks], 1)
 
-    def decode(self, payload: Tensor) -> Pair:
-        """Reverse `encode`, but for what codes lose, as a copy. [n, nbytes] -> keys, values [kv_heads, tokens, dim]"""
+    def empty(self, tokens: int, device: torch.device) -> Pair:
+        """Room for keys and values of so many tokens. [kv_heads, tokens, dim]"""
+        shapes = [(self.kv_heads, tokens, dim) for dim in (self.key_dim, self.value_dim)]
+        keys, values = (torch.empty(shape, dtype=self.dtype, device=device) for shape in shapes)
+        return keys, values
+
+    def decode(self, payload: Tensor, targets: Pair) -> None:
+        """Reverse `encode`, but for what codes lose. [n, nbytes] -> keys, values [kv_heads, n * BLOCK, dim]"""
         ends = accumulate((dtype.itemsize * torch.Size(shape).numel() for dtype, shape in self.parts), initial=0)
         parts = [
-            payload[:, start:end].clone(memory_format=torch.contiguous_format).view(dtype).unflatten(1, shape)
+            payload[:, start:end].view(dtype).unflatten(1, shape)
             for (start, end), (dtype, shape) in zip(pairwise(ends), self.parts, strict=True)
         ]
         if self.bits:
             parts = [self._numbers(*parts[:3]).flatten(2, 3), self._numbers(*parts[3:]).flatten(2, 3)]
-        keys, values = (part.transpose(0, 1).flatten(1, 2) for part in parts)
-        return keys, values
+        for target, part in zip(targets, parts, strict=True):
+            target.unflatten(1, (-1, BLOCK)).copy_(part.transpose(0, 1))
 
     def _numbers(self, codes: Tensor, scales: Tensor, mins: Tensor) -> Tensor:
         assert self.bits
@@ -124,6 +131,7 @@ class HostPool:
         self.lock = threading.Lock()
         self.ahead = {each: self.reads_ahead(each) for each in (device, *self.devices.values()) if each.type == "cuda"}
         self.read_lock = threading.Lock()  # buffers are one thread's at a time
+        self.runs: tuple[list[Block], list[tuple[Slab, range]]] = [], []  # of the blocks of one layer, for the next
 
     @property
     def block_bytes(self) -> int:
@@ -168,19 +176,24 @@ class HostPool:
             block.layer(index).copy_(part)
         return block
 
-    def read(self, index: int, blocks: Sequence[Block]) -> Pair:
-        """A layer's keys and values of some blocks, on the device. [kv_heads, tokens, dim]"""
+    def empty(self, index: int, tokens: int) -> Pair:
+        """Room for a layer's keys and values of so many tokens, on its device. [kv_heads, tokens, dim]"""
+        return self.formats[index].empty(tokens, self._device(index))
+
+    def read(self, index: int, blocks: Sequence[Block], targets: Pair) -> None:
+        """Write a layer's keys and values of some blocks there. [kv_heads, tokens, dim]"""
         form, device = self.formats[index], self._device(index)
         ahead = self.ahead.get(device)
         if ahead is None:
-            parts = [part for part, _ in self._parts(index, blocks)]
-            return form.decode(torch.cat(parts) if len(parts) > 1 else parts[0])
+            for part, first in self._parts(index, blocks):
+                here = slice(first * BLOCK, (first + len(part)) * BLOCK)
+                form.decode(part, (targets[0][:, here], targets[1][:, here]))
+            return
         layers = [each for each in self.formats if self._device(each) == device]
         with self.read_lock:
             what = Read(index, (id(blocks[0]), id(blocks[-1]), len(blocks)), blocks)
-            pair = form.decode(ahead.read(what, layers))
+            form.decode(ahead.read(what, layers), targets)
             ahead.done()
-        return pair
 
     def reads_ahead(self, device: torch.device) -> ReadAhead[Sequence[Block]]:
         """Buffers of a device, which hold the bytes of two layers of what is read."""
@@ -196,8 +209,10 @@ class HostPool:
 
     def _parts(self, index: int, blocks: Sequence[Block]) -> Iterator[tuple[Tensor, int]]:
         """A layer's bytes of these blocks, of neighbours at once [n, nbytes] uint8, each with its first block."""
-        start = 0
-        for slab, numbers in _runs(blocks):
+        start, known = 0, self.runs
+        if known[0] != blocks:
+            known = self.runs = list(blocks), list(_runs(blocks))
+        for slab, numbers in known[1]:
             yield self.layer(slab, index)[numbers.start : numbers.stop], start
             start += len(numbers)
 
@@ -206,6 +221,7 @@ class HostPool:
 
     def mark_used(self) -> list[Any]:
         """After a forward pass, ended or cut short. -> an event of each GPU"""
+        self.runs = [], []
         for ahead in self.ahead.values():
             ahead.end()
         devices = {device for device in (self.device, *self.devices.values()) if device.type == "cuda"}
@@ -269,10 +285,15 @@ class CommonBlocks:
     """Blocks that several histories begin with, read once for all of them, layer after layer."""
 
     def __init__(self, histories: Sequence[History]) -> None:
-        pool, alike = histories[0].pool, zip(*(known.blocks for known in histories), strict=False)
+        alike = zip(*(known.blocks for known in histories), strict=False)
         same = takewhile(lambda blocks: all(each is blocks[0] for each in blocks), alike)
-        self.blocks = common = [blocks[0] for blocks in same]
-        self.layers = LastRead(lambda index: pool.read(index, common))  # keys and values
+        self.pool, self.blocks = histories[0].pool, [blocks[0] for blocks in same]
+        self.layers = LastRead(self._read)  # keys and values
+
+    def _read(self, index: int) -> Pair:
+        pair = self.pool.empty(index, len(self.blocks) * BLOCK)
+        self.pool.read(index, self.blocks, pair)
+        return pair
 
 
 @contextmanager
@@ -310,7 +331,7 @@ class History:
     @property
     def nbytes(self) -> int:
         """Bytes on the host, and of the newest tokens."""
-        return self.tail_bytes + sum(block.nbytes for block in self.blocks)
+        return self.tail_bytes + len(self.blocks) * self.pool.block_bytes
 
     @property
     def tail_bytes(self) -> int:
@@ -335,19 +356,26 @@ class History:
         """Have memory for so many blocks more, which counts as used from now on."""
         self.spare = [self.pool.take() for _ in range(blocks)][::-1]
 
-    def read(self, index: int, start: int = 0, end: int = sys.maxsize) -> Pair | None:
-        """A layer's keys and values before this forward pass, on the device [kv_heads, tokens, dim]; None: none"""
-        first, end, parts = min(start // BLOCK, len(self.blocks)), min(end, self.tokens), list[Pair]()
-        blocks = self.blocks[first : -(-end // BLOCK)]
-        if self.common and not first and len(blocks) >= len(self.common.blocks):
-            parts, blocks = [self.common.layers[index]], blocks[len(self.common.blocks) :]
-        parts += [self.pool.read(index, blocks)] if blocks else []
-        parts += [self.tails[index]] if end > len(self.blocks) * BLOCK else []
-        if not parts:
+    def read(self, index: int, start: int = 0, end: int = sys.maxsize, room: int = 0) -> Pair | None:
+        """A layer's keys and values before this forward pass, on the device [kv_heads, tokens + room, dim]; None: none
+
+        room: places behind them, for tokens to come
+        """
+        first, end = min(start // BLOCK, len(self.blocks)), min(end, self.tokens)
+        if start >= end:
             return None
-        keys, values = (torch.cat(both, 1) if len(parts) > 1 else both[0] for both in zip(*parts, strict=True))
-        wanted = slice(start - first * BLOCK, end - first * BLOCK)
-        return keys[:, wanted], values[:, wanted]
+        blocks, tokens, filled = self.blocks[first : -(-end // BLOCK)], end - first * BLOCK, 0
+        pair = self.pool.empty(index, max(len(blocks) * BLOCK, tokens) + room)
+        if self.common and not first and len(blocks) >= len(self.common.blocks):
+            common, blocks = self.common.layers[index], blocks[len(self.common.blocks) :]
+            filled = common[0].shape[1]
+            _copy(common, pair, 0, filled)
+        if blocks:
+            start_of_own, filled = filled, filled + len(blocks) * BLOCK
+            self.pool.read(index, blocks, _between(pair, start_of_own, filled))
+        if filled < tokens:
+            _copy(self.tails[index], pair, filled, tokens)
+        return _between(pair, start - first * BLOCK, tokens + room)
 
     def append(self, index: int, keys: Tensor, values: Tensor) -> None:
         """A layer's keys and values of the tokens of this forward pass. [kv_heads, q, dim]"""
@@ -407,6 +435,15 @@ class StreamedLayers(Mapping[int, RaggedLayer]):
         both = self.history.read(index, 0, min(first, start)), self.history.read(index, start, end)
         keys, values = (torch.cat(parts, 1) for parts in zip(*filter(None, both), strict=True))
         return keys, values
+
+
+def _between(pair: Pair, start: int, end: int) -> Pair:
+    return pair[0][:, start:end], pair[1][:, start:end]
+
+
+def _copy(source: Pair, target: Pair, start: int, end: int) -> None:
+    for part, whole in zip(source, target, strict=True):
+        whole[:, start:end] = part[:, : end - start]
 
 
 def _runs(blocks: Sequence[Block]) -> Iterator[tuple[Slab, range]]:

@@ -182,6 +182,15 @@ class RaggedLayer:
         self.rows, self.kv_heads = len(rows), len(rows[0])
         self._set_segments(flat, starts, lengths, room)
 
+    def adopt_row(self, whole: Tokens, length: int) -> None:
+        """Hold one row, the first tokens of which each KV head has, and room behind them. [kv_heads, room, …]
+
+        Nobody else holds them.
+        """
+        self.rows, (self.kv_heads, room) = 1, whole.token_positions.shape
+        starts, lengths = [head * room for head in range(self.kv_heads)], [length] * self.kv_heads
+        self._set_segments(whole.map(lambda part: part.flatten(0, 1)), starts, lengths, [room] * self.kv_heads)
+
     def adopt(self, flat: Tokens, lengths: Sequence[int]) -> None:
         """Replace all tokens by these, which nobody else holds: segment after segment, of as many rows."""
         *starts, _ = accumulate(lengths, initial=0)

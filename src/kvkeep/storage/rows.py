@@ -177,6 +177,10 @@ class FreeList:
         self.spans = [(0, size)] if size else []  # (start, size), ascending, never touching
 
     @property
+    def size(self) -> int:
+        return sum(size for _, size in self.spans)
+
+    @property
     def largest(self) -> int:
         return max((size for _, size in self.spans), default=0)
 

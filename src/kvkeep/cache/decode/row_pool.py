@@ -128,6 +128,16 @@ class RowPool(DecodePool):
 
     # the size of the pool
 
+    @property
+    def unused(self) -> int:
+        """Slots of each layer that no row has."""
+        return min(free.size for free in self.free.values())
+
+    @property
+    def largest_free(self) -> int:
+        """Slots that lie one behind the other in each layer, and no row has."""
+        return min(free.largest for free in self.free.values())
+
     def room_for(self, cache: Any, answer: int) -> int:
         """Tokens per KV head that a cache needs room for, beside its own, for an answer of so many."""
         return answer

@@ -42,6 +42,14 @@ class StepPool(DecodePool):
     def tokens(self) -> int:
         return self.rows * self.slots
 
+    @property
+    def unused(self) -> int:
+        return (self.rows - len(self.allocated)) * self.slots
+
+    @property
+    def largest_free(self) -> int:
+        return self.unused
+
     def room_for(self, cache: CacheState, answer: int) -> int:
         return answer
 

@@ -30,6 +30,8 @@ def column_mass(queries, keys, positions, seq_len, scale, softcap=None, sink_log
     """Do what the reference does."""
     heads, q, dim = queries.shape
     kv_heads, n, _ = keys.shape
+    if not q:
+        return floats(queries, kv_heads, n).zero_()
     queries, keys, positions = (_dense_last_axis(t) for t in (queries, keys, positions))
     if lse is None:
         lse = log_sum_exp(queries, keys, positions, seq_len, scale, softcap, sink_logits)
