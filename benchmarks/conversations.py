@@ -1,7 +1,7 @@
 """What conversations cost that lose nothing: benchmarks/conversations.py --shape llama-8b --out folder
 
-Random weights, or those of the default model (--shape default: exact answers need weights that mean something). Every
-row is a measure through the public API. `python benchmarks/conversations.py --url http://127.0.0.1:8000 --model m` asks
+Random weights, or those of a model's folder (--shape folder: exact answers need weights that mean something). Every row
+is a measure through the public API. `python benchmarks/conversations.py --url http://127.0.0.1:8000 --model m` asks
 any OpenAI server instead: conversations about long texts that take turns, each in a stream of its own.
 """
 
@@ -17,13 +17,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 QUESTION = 64  # tokens
+REQUEST = "Tell what happened, in the order of the text, with every number in it."
 WORDS = "the", "keeper", "counted", "geese", "over", "a", "calm", "grey", "sea", "at", "dawn"
 
 
 def measure(options: Any) -> None:
     """Measure here, in this process."""
     import torch
+    from characters import Characters
     from user_paths import Run, text
+
+    from kvkeep.evaluate.tasks.talk import sized
 
     run = Run(options)
     weights = torch.cuda.memory_allocated() if run.cuda else 0
@@ -37,7 +41,10 @@ def measure(options: Any) -> None:
         return most / 1e9
 
     def talk(length: int, seed: int = 0) -> list[dict[str, str]]:
-        return [{"role": "system", "content": text(length, seed)}, {"role": "user", "content": text(QUESTION, 1)}]
+        said = text(length, seed), text(QUESTION, 1)
+        if not isinstance(run.words, Characters):  # weights that mean something
+            said = sized("talk/system", length, run.words, 1, seed)[0].context, REQUEST
+        return [{"role": role, "content": each} for role, each in zip(("system", "user"), said, strict=True)]
 
     def first_token(length: int, storage: str | None, is_ahead: bool) -> None:
         """Of questions in turn about a text on the host, and how long its layers take to be read by themselves."""
@@ -176,6 +183,8 @@ async def converse(options: Any) -> None:
     """Conversations that take turns; in every round, all of them ask at a time."""
 
     def words(count: int, source: random.Random) -> str:
+        if options.numbered:
+            return " ".join(f"t{source.randrange(options.numbered)}" for _ in range(count))
         return " ".join(source.choice(WORDS) for _ in range(count))
 
     draws = [random.Random(number) for number in range(options.rows)]
@@ -216,6 +225,7 @@ def main() -> None:
     parser.add_argument("--url", help="of an OpenAI server")
     parser.add_argument("--model", default="random")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--numbered", type=int, help="of a tokenizer with the words t0 … of a token each: so many")
     parser.add_argument("--at-once", type=int, help="requests under way; all by default")
     parser.add_argument("--out")
     options = parser.parse_args()

@@ -39,10 +39,13 @@ class Run:
         self.options, self.rows = options, []
         self.cuda = options.device.startswith("cuda")
         kind = torch.bfloat16 if self.cuda else torch.float32
-        default = options.shape == "default"
-        self.model = kvkeep.load()[0] if default else random_model(options.shape, options.device, kind)
+        self.words: Any = Characters()
+        if Path(options.shape).is_dir():
+            self.model, self.words = kvkeep.load(options.shape, device=options.device, dtype=kind)
+        else:
+            default = options.shape == "default"
+            self.model = kvkeep.load()[0] if default else random_model(options.shape, options.device, kind)
         self.model.generation_config.eos_token_id = None
-        self.words = Characters()
 
     def now(self) -> float:
         if self.cuda:

@@ -211,7 +211,8 @@ class HostPool:
         """A layer's bytes of these blocks, of neighbours at once [n, nbytes] uint8, each with its first block."""
         start, known = 0, self.runs
         if known[0] != blocks:
-            known = self.runs = list(blocks), list(_runs(blocks))
+            known = list(blocks), list(_runs(blocks))
+        self.runs = ([], []) if index == max(self.formats) else known
         for slab, numbers in known[1]:
             yield self.layer(slab, index)[numbers.start : numbers.stop], start
             start += len(numbers)
