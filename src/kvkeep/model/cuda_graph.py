@@ -24,8 +24,8 @@ WARMUP_PASSES = 2  # before the capture: for one-time compilation and allocation
 class CudaGraphRunner:
     """Runs a function of preallocated tensors; its result always lies in the same memory."""
 
-    def __init__(self, run: Callable[[], Tensor], model: Any) -> None:
-        self.run, self.device = run, single_device(model)
+    def __init__(self, run: Callable[[], Tensor], model: Any, warmup_passes: int = WARMUP_PASSES) -> None:
+        self.run, self.device, self.warmup_passes = run, single_device(model), warmup_passes
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Tensor | None = None
         if self.device and self.device.type == "cuda" and not self._try(fused_ops(model), "with fused operations"):
@@ -50,7 +50,7 @@ class CudaGraphRunner:
     def _capture(self) -> None:
         assert self.device is not None
         with on_device(self.device):
-            self.graph, self.result = capture_graph(self.run)
+            self.graph, self.result = capture_graph(self.run, self.warmup_passes)
 
 
 @cache
@@ -59,12 +59,12 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def capture_graph(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture_graph(run: Callable[[], Tensor], warmup_passes: int = WARMUP_PASSES) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A graph of a function on the current device, and the tensor of its result."""
     side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(WARMUP_PASSES):
+        for _ in range(warmup_passes):
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()

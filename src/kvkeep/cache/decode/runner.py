@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.model.cuda_graph import CudaGraphRunner
+from kvkeep.model.cuda_graph import WARMUP_PASSES, CudaGraphRunner
 from kvkeep.model.hf_cache import HFCacheAdapter, execution_device
 from kvkeep.model.rope import last_position
 
@@ -68,6 +68,7 @@ class Runner:
         self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=home)
         self.last_position = last_position(pool.model)
         self.graphs: dict[int, CudaGraphRunner] = {}  # by number of rows
+        self.sizes = set[int]()  # numbers of rows that were ever captured: all is compiled for them
 
     def __call__(self, rows: int) -> Tensor:
         """-> logits of the next tokens [rows, vocabulary], in the same memory every time"""
@@ -88,9 +89,10 @@ class Runner:
 
     def _capture(self, rows: int) -> CudaGraphRunner:
         """Capturing runs the step; tokens, positions and the pool stay as they are."""
-        before = self.tokens.clone(), self.positions.clone()
+        before, passes = (self.tokens.clone(), self.positions.clone()), 1 if rows in self.sizes else WARMUP_PASSES
         with self.pool.graph_capture_scratch():
-            graph = CudaGraphRunner(self._step(rows), self.pool.model)
+            graph = CudaGraphRunner(self._step(rows), self.pool.model, passes)
+        self.sizes.add(rows)
         for part, saved in zip((self.tokens, self.positions), before, strict=True):
             part.copy_(saved)
         return graph
