@@ -325,7 +325,7 @@ def test_tokens_retrieved_one_by_one_in_a_graph():
 def test_a_captured_draft_is_the_uncaptured_one_and_is_captured_once(spec, monkeypatch):
     model, found, own, graphs = make_llama(vocab_size=512).to("cuda"), [], passes.draft_queries, []
     capture = cuda_graph.capture_graph
-    monkeypatch.setattr(cuda_graph, "capture_graph", lambda run: graphs.append(run) or capture(run))
+    monkeypatch.setattr(cuda_graph, "capture_graph", lambda *how: graphs.append(how) or capture(*how))
     monkeypatch.setattr(passes, "draft_queries", lambda caches: found.extend(own(caches)) or found[-len(caches) :])
 
     def read(rows, start):

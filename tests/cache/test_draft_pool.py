@@ -32,8 +32,8 @@ LONG = "".join(chr(97 + i * i % 23) for i in range(400))
 class Rehearsed(CudaGraphRunner):
     """Runs the step before it is used, as a capture does, where there is no GPU."""
 
-    def __init__(self, run, model):
-        super().__init__(run, model)
+    def __init__(self, run, model, passes):
+        super().__init__(run, model, passes)
         if self.graph is None:
             for _ in range(REHEARSALS):
                 run()

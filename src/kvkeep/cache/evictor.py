@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -93,7 +92,7 @@ class SelectedLayer:
     def copy(self) -> RaggedLayer:
         """A layer of the selected tokens alone."""
         layer = copy.copy(self.source)
-        layer.adopt(self.flat, self.lengths)
+        layer.adopt(self.flat, self.lengths, self.source.rows)
         return layer
 
 
@@ -108,10 +107,6 @@ class UnstoredLayer:
     @property
     def nbytes(self) -> int:
         return self.kept.keys.nbytes + self.kept.values.nbytes
-
-    def heads(self) -> list[Tokens]:
-        ends = list(accumulate(self.lengths(), initial=0))
-        return [self.kept[start:end] for start, end in pairwise(ends)]
 
 
 @dataclass
@@ -271,7 +266,7 @@ class Evictor:
         """Store the layers that wait for their heads' lengths."""
         while self.unstored:
             layer = self.unstored.pop(0)
-            self.store[layer.index].fill([layer.heads()])
+            self.store[layer.index].adopt(layer.kept, layer.lengths(), rows=1)
 
     def _select(
         self, row: int, observation: Observation, layer_budget: int | None, may_wait: bool

@@ -86,8 +86,9 @@ class PooledBatch(DecodeBatch):
         longest = 1 << (longest - 1).bit_length()
         spare = limit - (self.memory.largest_prompt // self._slot_bytes if self.memory else 0)
         needed, wanted = slots if pool.largest_free < slots else 0, max(0, in_all - pool.unused)
-        if needed:  # a step is captured anew for every size: it grows by half of itself, as far as rows may need that
-            wanted = max(wanted, min(pool.tokens // 2, max(rows, pool.rows) * slots - pool.tokens))
+        if needed and self.on_gpu:  # a step is captured anew for every size: it grows seldom, where there is memory
+            likely = max(rows, pool.rows) * slots - pool.tokens
+            wanted = max(wanted, min(likely, pool.tokens // 2, (limit - pool.tokens) // 2))
         most = pool.tokens + max(needed, min(spare - pool.tokens, wanted))
         tokens = self.max_slots or max(pool.tokens, min(limit, most))
         if pool.grow(max(rows, pool.rows), tokens, max(longest, pool.longest)):

@@ -191,8 +191,9 @@ class RaggedLayer:
         starts, lengths = [head * room for head in range(self.kv_heads)], [length] * self.kv_heads
         self._set_segments(whole.map(lambda part: part.flatten(0, 1)), starts, lengths, [room] * self.kv_heads)
 
-    def adopt(self, flat: Tokens, lengths: Sequence[int]) -> None:
-        """Replace all tokens by these, which nobody else holds: segment after segment, of as many rows."""
+    def adopt(self, flat: Tokens, lengths: Sequence[int], rows: int) -> None:
+        """Replace all tokens by these, which nobody else holds: segment after segment."""
+        self.rows, self.kv_heads = rows, len(lengths) // rows
         *starts, _ = accumulate(lengths, initial=0)
         self._set_segments(flat, starts, list(lengths), list(lengths))
 
