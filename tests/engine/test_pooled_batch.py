@@ -134,7 +134,7 @@ def test_what_a_pool_takes_and_what_it_refuses(tiny):
 
 
 def test_a_pool_whose_rows_are_free_grows_no_slots_for_a_longer_head(tiny):
-    """Heads that share a budget differ in length; and where slots are missing, it grows for more rows than one."""
+    """Heads that share a budget differ in length. Slots are added where no free span is long enough."""
     batch = PooledBatch(tiny, max_rows=8)
     kv_heads = batch.kv_heads
     batch.reserve(60 * kv_heads, 60, 8, 8 * 60 * kv_heads)

@@ -256,7 +256,7 @@ class Cache(HFCacheAdapter):
             raise
 
     def settle(self) -> None:
-        """The same, before anything else uses the cache."""
+        """The same, and store what is kept, before anything else uses the cache."""
         self.check()
         self.backend.settle()
 

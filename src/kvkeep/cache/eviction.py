@@ -151,7 +151,10 @@ class EvictingBackend:
         """A layer of all tokens seen, with room for so many more."""
         layer = RaggedLayer(self.bits)
         if (past := history.read(index, room=room)) is not None:
-            layer.adopt_row(self.query_buffer.past_tokens(*past, self.token_states.get(index)), history.tokens)
+            tokens = self.query_buffer.past_tokens(*past, self.token_states.get(index))
+            kv_heads, slots = tokens.token_positions.shape
+            flat = tokens.map(lambda part: part.flatten(0, 1))
+            layer.adopt(flat, [history.tokens] * kv_heads, 1, [slots] * kv_heads)
             self.count_beside(layer.nbytes)
         return layer
 

@@ -181,7 +181,7 @@ class HostPool:
         return self.formats[index].empty(tokens, self._device(index))
 
     def read(self, index: int, blocks: Sequence[Block], targets: Pair) -> None:
-        """Write a layer's keys and values of some blocks there. [kv_heads, tokens, dim]"""
+        """Write a layer's keys and values of some blocks to `targets`, on the device. [kv_heads, tokens, dim]"""
         form, device = self.formats[index], self._device(index)
         ahead = self.ahead.get(device)
         if ahead is None:
@@ -257,10 +257,6 @@ class Block:
         """Until the host may read it."""
         for event in self.written:
             event.synchronize()
-
-    @property
-    def nbytes(self) -> int:
-        return self.pool.block_bytes
 
     def layer(self, index: int) -> Tensor:
         """[nbytes] uint8"""
@@ -372,8 +368,9 @@ class History:
             filled = common[0].shape[1]
             _copy(common, pair, 0, filled)
         if blocks:
-            start_of_own, filled = filled, filled + len(blocks) * BLOCK
-            self.pool.read(index, blocks, _between(pair, start_of_own, filled))
+            end_of_blocks = filled + len(blocks) * BLOCK
+            self.pool.read(index, blocks, _between(pair, filled, end_of_blocks))
+            filled = end_of_blocks
         if filled < tokens:
             _copy(self.tails[index], pair, filled, tokens)
         return _between(pair, start - first * BLOCK, tokens + room)

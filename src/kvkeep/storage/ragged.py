@@ -182,20 +182,14 @@ class RaggedLayer:
         self.rows, self.kv_heads = len(rows), len(rows[0])
         self._set_segments(flat, starts, lengths, room)
 
-    def adopt_row(self, whole: Tokens, length: int) -> None:
-        """Hold one row, the first tokens of which each KV head has, and room behind them. [kv_heads, room, …]
+    def adopt(self, flat: Tokens, lengths: Sequence[int], rows: int, room: Sequence[int] | None = None) -> None:
+        """Replace all tokens by these, which nobody else holds: segment after segment.
 
-        Nobody else holds them.
+        room: slots of each segment, where there are more than tokens
         """
-        self.rows, (self.kv_heads, room) = 1, whole.token_positions.shape
-        starts, lengths = [head * room for head in range(self.kv_heads)], [length] * self.kv_heads
-        self._set_segments(whole.map(lambda part: part.flatten(0, 1)), starts, lengths, [room] * self.kv_heads)
-
-    def adopt(self, flat: Tokens, lengths: Sequence[int], rows: int) -> None:
-        """Replace all tokens by these, which nobody else holds: segment after segment."""
         self.rows, self.kv_heads = rows, len(lengths) // rows
-        *starts, _ = accumulate(lengths, initial=0)
-        self._set_segments(flat, starts, list(lengths), list(lengths))
+        *starts, _ = accumulate(room or lengths, initial=0)
+        self._set_segments(flat, starts, list(lengths), list(room or lengths))
 
     def _set_segments(self, flat: Tokens, starts: list[int], lengths: list[int], room: list[int]) -> None:
         self.flat, self.starts, self.lengths, self.room = flat, starts, lengths, room

@@ -135,7 +135,7 @@ class RowPool(DecodePool):
 
     @property
     def largest_free(self) -> int:
-        """Slots that lie one behind the other in each layer, and no row has."""
+        """The most slots that no row has and that lie one behind the other, in each layer."""
         return min(free.largest for free in self.free.values())
 
     def room_for(self, cache: Any, answer: int) -> int:

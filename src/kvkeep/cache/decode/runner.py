@@ -89,7 +89,8 @@ class Runner:
 
     def _capture(self, rows: int) -> CudaGraphRunner:
         """Capturing runs the step; tokens, positions and the pool stay as they are."""
-        before, passes = (self.tokens.clone(), self.positions.clone()), 1 if rows in self.sizes else WARMUP_PASSES
+        before = self.tokens.clone(), self.positions.clone()
+        passes = 1 if rows in self.sizes else WARMUP_PASSES
         with self.pool.graph_capture_scratch():
             graph = CudaGraphRunner(self._step(rows), self.pool.model, passes)
         self.sizes.add(rows)
