@@ -15,7 +15,7 @@ import torch
 from serving import wait_until
 
 import kvkeep
-from kvkeep.engine import batch, memory, pooled_batch, prefilling
+from kvkeep.engine import batch, memory, pace, pooled_batch
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.sequence import Sequence, SequenceConfig
 from kvkeep.errors import BadInput, BadParameter, CacheMisuse
@@ -201,7 +201,7 @@ def test_memory_is_flat_over_many_requests():
 
 def test_a_stream_goes_on_while_a_long_prompt_is_prefilled(monkeypatch):
     """Every step decodes a token of the running answer beside a chunk."""
-    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 16)
+    monkeypatch.setitem(pace.STEP_TOKENS, "cpu", 16)
     engine = precise("snapkv")
     want = engine.generate(PROMPTS[0], max_new_tokens=60), engine.generate(TEXT, max_new_tokens=3)
     chunks, running = [], engine.stream(PROMPTS[0], max_new_tokens=60)
@@ -213,7 +213,7 @@ def test_a_stream_goes_on_while_a_long_prompt_is_prefilled(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::kvkeep.errors.QueryAwareWarning")
 def test_a_stream_goes_on_while_a_text_is_read(monkeypatch):
-    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 16)
+    monkeypatch.setitem(pace.STEP_TOKENS, "cpu", 16)
     engine, said = precise("snapkv", history=None), []
     want = engine.generate(PROMPTS[0], max_new_tokens=60), engine.read(TEXT).ask("Why?", max_new_tokens=3)
     with engine._driver.lock:  # only this thread steps: the answer does not end before the text is read

@@ -14,7 +14,6 @@ from talk import SHORT, TALK, answered, say, turns
 import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.compress.presets import METHODS, MODIFIERS
-from kvkeep.engine import prefilling
 from kvkeep.engine.history_store import sequence_after
 from kvkeep.engine.memory import row_bytes
 from kvkeep.engine.packed_forward import PackedForward
@@ -159,7 +158,7 @@ def test_many_questions_about_one_text_read_it_once_a_pass(chat, storage, monkey
         reads.append((index, len(blocks)))
         read(self, index, blocks, targets)
 
-    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 10**6)
+    one._driver.scheduler.pace.tokens = 10**6
     monkeypatch.setattr(PackedForward, "_forward", passed)
     monkeypatch.setattr(HostPool, "read", count)
     with one._driver.lock:  # so that no pass begins before all have come
@@ -197,7 +196,7 @@ def test_conversations_that_part_read_what_they_share_together(chat, monkeypatch
         for talk in talks:
             answered(one, say(*talk[:-2]))
         want = [answered(engine(chat), say(*talk)).answer.ids for talk in talks]
-        monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 10**6)
+        one._driver.scheduler.pace.tokens = 10**6
         monkeypatch.setattr(HostPool, "read", lambda *args: reads.append(args[1:]) or read(*args))
         with one._driver.lock:
             handles = [one.submit(say(*talk), **SHORT) for talk in talks]

@@ -10,7 +10,8 @@ from conftest import EVICTING, RETRIEVING
 from kvkeep.cache.decode.retrieval_pool import RetrievalPool
 from kvkeep.cache.decode.step_pool import StepPool
 from kvkeep.compress.parse import parse
-from kvkeep.engine import prefilling
+from kvkeep.engine import pace
+from kvkeep.engine.batch import InflightStep
 from kvkeep.engine.memory import row_bytes
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request, State
@@ -115,8 +116,8 @@ CHUNKED = [OWN_CHUNKS.get(name, name) for name in EVICTING if name != "full"]
 )
 def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spec, schedule, storage, monkeypatch):
     """The selection is exact: evicted from, and quantized, at the end alone."""
-    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 64)
-    monkeypatch.setattr(prefilling, "attention_cost", lambda _: 0.0)
+    monkeypatch.setitem(pace.STEP_TOKENS, "cpu", 64)
+    monkeypatch.setattr("kvkeep.engine.prefilling.attention_cost", lambda _: 0.0)
     work = Scheduler(model, set(), memory=10**9)
     other = work.submit(request(model, spec, 1, 50, 400, schedule="prompt"))
     other.interactive = True
@@ -143,8 +144,8 @@ def test_a_prompt_in_chunks_beside_others_keeps_what_it_keeps_at_once(model, spe
 
 def test_a_last_chunk_of_one_token_is_no_decode_step(model, monkeypatch):
     """Old: 321 = 5 × 64 + 1 tokens were all kept."""
-    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 64)
-    monkeypatch.setattr(prefilling, "attention_cost", lambda _: 0.0)
+    monkeypatch.setitem(pace.STEP_TOKENS, "cpu", 64)
+    monkeypatch.setattr("kvkeep.engine.prefilling.attention_cost", lambda _: 0.0)
     work = Scheduler(model, set())
     other, late = work.submit(request(model, "snapkv", 1, 50, 400)), request(model, "snapkv", 2, 321, 3)
     other.interactive = late.keeps_cache = True
@@ -190,8 +191,8 @@ def test_short_prompts_are_prefilled_in_one_pass(model):
 def test_decode_steps_pass_between_the_layers_of_a_prefill(model, spec, monkeypatch):
     monkeypatch.setattr(PooledBatch, "replays", property(lambda batch: bool(batch.by_row)))
     monkeypatch.setattr(RetrievalBatch, "replays", PooledBatch.replays)
-    monkeypatch.setattr(prefilling, "STEP_TOKENS", 1)  # after every layer but the last
     work = Scheduler(model, set())
+    monkeypatch.setattr(work.pace, "layers_between", lambda layers: 1)
     quick, slow = (work.submit(request(model, spec, seed, 50 + seed, new)) for seed, new in ((1, 6), (2, 30)))
     quick.interactive = slow.interactive = quick.keeps_cache = True
     while len(slow.answer.ids) < 2:
@@ -210,11 +211,36 @@ def test_decode_steps_pass_between_the_layers_of_a_prefill(model, spec, monkeypa
     assert_free(work)
 
 
+@pytest.mark.parametrize("spec", ["kvkeep", "snapkv+adakv", "h2o"])
+def test_a_first_token_is_delivered_between_the_layers_of_the_next_pass(model, spec, monkeypatch):
+    """The device goes on with the next prompt; whoever waits gets the token when it has come, and a row."""
+    monkeypatch.setattr(PooledBatch, "replays", property(lambda batch: bool(batch.by_row)))
+    work = Scheduler(model, set())
+    work.first_tokens.looks_between_layers = True  # as on a GPU
+    monkeypatch.setattr(work.pace, "layers_between", lambda layers: 1)
+    quick, late = (work.submit(request(model, spec, seed, 300 + seed, 6)) for seed in (1, 2))
+    quick.interactive = late.interactive = True
+    while not work.held.first_tokens:
+        work.step()
+    assert quick.state is State.SAMPLED and not quick.answer.ids  # the next prompt comes first
+    states, end = [], work.first_tokens._end
+    monkeypatch.setattr(work.first_tokens, "_end", lambda each: (states.append(late.state), end(each)))
+    ready, came = InflightStep.is_ready, iter([False, True])
+    monkeypatch.setattr(InflightStep, "is_ready", property(lambda step: next(came, True) and ready.fget(step)))
+    while not late.done:
+        work.step()
+    assert states == [State.PREFILLING, State.SAMPLED]  # the first within the pass of the other, the last at once
+    while not quick.done:
+        work.step()
+    assert [one.answer.ids for one in (quick, late)] == [alone(one) for one in (quick, late)]
+    assert_free(work)
+
+
 @pytest.mark.parametrize(("spec", "passes"), [("kvzip:chunk=50", 4), ("lookahead:tokens=5:window=16", 6)])
 def test_decode_steps_pass_between_the_passes_a_method_makes(model, spec, passes, monkeypatch):
     monkeypatch.setattr(PooledBatch, "replays", property(lambda batch: bool(batch.by_row)))
-    monkeypatch.setattr(prefilling, "STEP_TOKENS", 10**9)  # none between layers
     work = Scheduler(model, set())
+    monkeypatch.setattr(work.pace, "layers_between", lambda layers: layers)
     running = work.submit(request(model, "snapkv", 1, 50, 40))
     running.interactive = True
     while len(running.answer.ids) < 2:
@@ -272,7 +298,7 @@ def test_memory_that_runs_out_in_a_prefill_costs_one_request(model):
 
 
 def test_memory_that_runs_out_beside_a_prompt_that_has_begun_is_tried_again(model, monkeypatch):
-    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 64)
+    monkeypatch.setitem(pace.STEP_TOKENS, "cpu", 64)
     work, failed = Scheduler(model, set()), []
     forward = work.prefilling.forward.__call__
 

@@ -8,7 +8,7 @@ import torch
 from conftest import EVICTING, RETRIEVING
 
 import kvkeep
-from kvkeep.engine import memory, prefilling
+from kvkeep.engine import memory, pace, prefilling
 from kvkeep.engine.driver import Driver
 from kvkeep.engine.held_requests import FairQueue
 from kvkeep.engine.prefilling import Prefilling
@@ -138,7 +138,7 @@ def test_keys_take_turns(chat):
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_second_request_of_a_key_waits_for_one_chunk_of_another(chat, reads, monkeypatch):
     """Whether an answer is decoded meanwhile, so that prompts are split, or not."""
-    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 64)
+    monkeypatch.setitem(pace.STEP_TOKENS, "cpu", 64)
     monkeypatch.setitem(prefilling.PACKED_TOKENS, "cpu", 64)
     one, chunks = engine(chat), []
     work = Scheduler(one.model, set())

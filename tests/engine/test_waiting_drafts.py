@@ -9,7 +9,7 @@ from test_scheduler import request as prompt
 from kvkeep.cache.decode.draft_pool import MOST_ROWS
 from kvkeep.cache.decode.held_draft import HeldDraft
 from kvkeep.compress.parse import parse
-from kvkeep.engine import first_tokens, prefilling
+from kvkeep.engine import first_tokens, pace, prefilling
 from kvkeep.engine.memory import row_bytes
 from kvkeep.engine.packed_forward import PackedForward
 from kvkeep.engine.request import Request
@@ -68,7 +68,7 @@ def test_a_draft_waits_for_one_pass_where_answers_are_read_and_in_a_list_for_dra
     model, drafts, read, others, monkeypatch
 ):
     """However many prompts of other keys are prefilled meanwhile."""
-    monkeypatch.setitem(prefilling.BESIDE_TOKENS, "cpu", 64)
+    monkeypatch.setitem(pace.STEP_TOKENS, "cpu", 64)
     work, passes, one = Scheduler(model, set()), [], request(model, 1)
     forward = PackedForward.__call__
     monkeypatch.setattr(PackedForward, "__call__", lambda self, *given: passes.append(given) or forward(self, *given))

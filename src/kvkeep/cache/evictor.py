@@ -33,7 +33,7 @@ from kvkeep.compress.protocols import LayerWeight
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.storage.ragged import LayerKind, RaggedLayer
-from kvkeep.storage.upload import download
+from kvkeep.storage.upload import Download
 from kvkeep.types import Budget, Observation, Selection, Tokens
 
 SPARE = 2  # times what will be kept: so much is held of layers that compete before the worst of it is evicted
@@ -247,7 +247,7 @@ class Evictor:
             selection = self._select(number, seen, budget, may_wait) if seen else None
             if isinstance(selection, PlacedSelection):
                 waiting = row.tokens[tuple(selection.places)]
-                self.unstored.append(UnstoredLayer(index, waiting, download(selection.counts)))
+                self.unstored.append(UnstoredLayer(index, waiting, Download(selection.counts)))
                 return self._free(index)
             self._count_covered(index, number, selection)
             kept = gather_kept(row.tokens, row.lengths, selection)

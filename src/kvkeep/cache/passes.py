@@ -20,7 +20,7 @@ class PassEnd:
     passes_later: bool = False  # after a prompt the model does not run again at once: whoever asked for it has it run
     verifies: bool = False  # the pass is of guesses alone, which attend to the whole history: `Cache.accept` ends it
     selects: bool = False  # it replaces what is kept by what these guesses attend to
-    between_passes: Callable[[], None] = no_call  # for others who use the model meanwhile
+    between_passes: Callable[[], object] = no_call  # for others who use the model meanwhile
     draft_room: Callable[[], int] = unlimited  # bytes for drafts of several caches
 
 

@@ -21,7 +21,7 @@ from kvkeep.engine.sampling import SamplingRows, TokenLogprobs
 from kvkeep.engine.sequence import SequenceConfig
 from kvkeep.model.head_shards import agree_on_least
 from kvkeep.storage.ragged import GROWTH
-from kvkeep.storage.upload import download, upload
+from kvkeep.storage.upload import Download, upload
 
 Decoded = tuple[Request, int, TokenLogprobs | None]  # its next token, with logprobs if it wants them
 
@@ -31,7 +31,7 @@ class InflightStep:
     """A decode step running on the device: its requests, and functions that wait for what it has sampled."""
 
     requests: dict[int, Request]  # by row
-    tokens: Callable[[], list[int]]
+    tokens: Download
     logprobs: Callable[[], list[Any]]  # of `SamplingRows.logprobs`
 
     @classmethod
@@ -55,7 +55,12 @@ class InflightStep:
             if allowed or not rows.is_greedy(len(tokens)):
                 tokens.copy_(rows.sample(logits, positions, allowed))
         logprobs = rows.logprobs(logits, tokens)
-        return cls(dict(requests), download(tokens), list if logprobs is None else download(logprobs))
+        return cls(dict(requests), Download(tokens), list if logprobs is None else Download(logprobs))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the tokens are on the host."""
+        return self.tokens.is_ready
 
     def wait(self) -> list[Decoded]:
         tokens, wanted = self.tokens(), [row for row, each in self.requests.items() if each.how.logprobs is not None]

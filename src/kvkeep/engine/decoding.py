@@ -88,14 +88,15 @@ class Decoding:
         for request in [each for each in held.prefilled if held.batch_of[each] is batch]:
             held.batch_of[request] = self.batch_for(request)
 
-    def replay(self, batches: list[DecodeBatch]) -> None:
-        """Make a decode step in the middle of a prefill pass."""
+    def replay(self, batches: list[DecodeBatch]) -> bool:
+        """Make a decode step in the middle of a prefill pass. -> whether there was one to make"""
         with torch.inference_mode(False):
             self.release_finished()
-            for batch in batches:
-                if batch.replays:
-                    self.launch(batch)
-                    self.collect(batch)
+            ready = [batch for batch in batches if batch.replays]
+            for batch in ready:
+                self.launch(batch)
+                self.collect(batch)
+        return bool(ready)
 
     def collect(self, batch: DecodeBatch) -> None:
         """Deliver the tokens of a step."""

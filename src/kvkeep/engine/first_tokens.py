@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache.decode.draft_pool import MOST_ROWS, most_held
@@ -16,6 +17,8 @@ from kvkeep.engine.exact import Exact
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
 from kvkeep.engine.request import Request, State
+from kvkeep.model.head_shards import head_shards
+from kvkeep.model.hf_cache import execution_device, uncompiled
 from kvkeep.storage.upload import upload
 
 
@@ -29,6 +32,10 @@ class FirstTokens:
     memory: HeldMemory
     decoding: Decoding
     exact: Exact
+
+    def __post_init__(self) -> None:
+        on_gpu, is_split = execution_device(self.model).type == "cuda", head_shards(uncompiled(self.model)) is not None
+        self.looks_between_layers = on_gpu and not is_split  # several processes would look at different times
 
     def begin(self, request: Request, logits: Tensor, at_once: bool = False) -> None:
         """Sample the first token of a prompt that is prefilled. logits [vocabulary]
@@ -44,9 +51,28 @@ class FirstTokens:
         self.held.first_tokens[request] = first
         drafts = request.can_draft_later and not at_once
         request.move(State.DRAFTING if drafts else State.SAMPLED)
-        is_later = drafts or (request.can_settle_later and not request.interactive)  # after the next prompts' pass
-        if at_once or not is_later:
+        if at_once or not (drafts or self._may_wait_for_others(request)):
             self._end(request)
+
+    def _may_wait_for_others(self, request: Request) -> bool:
+        """Whether the next prompts' pass is launched first: the device shall not wait for the host."""
+        if not request.can_settle_later or request.how.exact:
+            return False
+        return not request.interactive or (self.looks_between_layers and len(self.held.waiting) > 0)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether somebody waits for a first token that is looked for between layers."""
+        return self.looks_between_layers and any(request.interactive for request in self.held.first_tokens)
+
+    def end_ready(self) -> None:
+        """End the prefills whose first token has come, in the middle of the next forward pass."""
+        if not self.looks_between_layers:
+            return
+        for request, first in list(self.held.first_tokens.items()):
+            if request.state is State.SAMPLED and first.is_ready:
+                with torch.inference_mode(False):
+                    self._end(request)
 
     def end(self, sampled: list[Request], prefilled: list[Request], active: list[DecodeBatch]) -> None:
         """End the prefills of these that have a sampled token, from before the pass that `prefilled` were in."""

@@ -16,16 +16,16 @@ from kvkeep.engine.exact import Exact
 from kvkeep.engine.first_tokens import FirstTokens
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
+from kvkeep.engine.pace import Pace
 from kvkeep.engine.packed_forward import AfterLayer, PackedForward
 from kvkeep.engine.request import Request, State
+from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_cache import attention_cost, execution_device
 
 Chunk = tuple[Request, Tensor]  # a request, and those of its ids that are prefilled next
-PACKED_TOKENS = {"cuda": 8192, "cpu": 1024}  # of several prompts in one forward pass
-BESIDE_TOKENS = {"cuda": 8192, "cpu": 256}  # of prompts beside interactive answers; fewer, the more they attend to
-STEP_TOKENS = 2048  # of these, between two decode steps that are replayed
+PACKED_TOKENS = {"cuda": 8192, "cpu": 1024}  # of several prompts in one forward pass; fewer, the more they attend to
 HISTORY_COST = 0.05  # tokens that could be prefilled while one of a history is read from the host
-EVICTION_TOKENS = 6144  # that could be prefilled while a prompt is evicted from
+EVICTION_TOKENS = 512  # that could be prefilled while a prompt is evicted from
 MIN_CHUNK = 16  # tokens
 
 
@@ -41,6 +41,7 @@ class Prefilling:
     decoding: Decoding
     first_tokens: FirstTokens
     exact: Exact
+    pace: Pace
 
     def __post_init__(self) -> None:
         self.forward = PackedForward(self.model)
@@ -52,7 +53,8 @@ class Prefilling:
         waiting = self.held.waiting
         others = len(waiting) > 1 and any(request.interactive for request in waiting)
         beside, first = self.held.is_read or others, True
-        limit: float = (BESIDE_TOKENS if beside else PACKED_TOKENS)[self.device]
+        in_steps = beside and self.device != "cuda"  # where no decode steps pass between the layers
+        limit = self.pace.tokens if in_steps else PACKED_TOKENS[self.device]
         for request in self._turns():
             if request.state is not State.VERIFYING and request.logits is not None and request.is_prefilled:
                 with self.held.fails_alone(request):
@@ -107,11 +109,13 @@ class Prefilling:
     def run(self, chunks: list[Chunk], active: list[DecodeBatch]) -> None:
         """Make one forward pass; between the layers of a long one, captured decode steps of the active batches pass."""
         if not chunks:
-            return
+            return self.pace.pause()
+        self.pace.begin_pass(self._pass_cost(chunks))
+        self.pace.steps += bool(active)
         requests = [request for request, _ in chunks]
         meanwhile = partial(self._between_passes, requests, active)
         try:
-            passing = self._decode_between_layers(chunks, active)
+            passing = self._between_layers(chunks, active)
             ends, verified = [], {each for each in requests if each.state is State.VERIFYING}
             for request, ids in chunks:  # what may wait after a prompt's last chunk is left to `FirstTokens`
                 last = request.ends_with(ids)
@@ -142,19 +146,26 @@ class Prefilling:
         if all(request.cancelled for request in requests):
             raise Abandoned
 
-    def _decode_between_layers(self, chunks: list[Chunk], active: list[DecodeBatch]) -> AfterLayer | None:
-        """What a pass calls after every layer, if it is a long one."""
-        batches = [batch for batch in active if batch.replays]
-        if not batches:
+    def _between_layers(self, chunks: list[Chunk], active: list[DecodeBatch]) -> AfterLayer | None:
+        """What a pass calls after every layer: first tokens of the pass before are delivered, and others decode."""
+        if not (self.first_tokens.are_awaited or any(batch.replays for batch in active)):
             return None
-        cost = sum(len(ids) * self._cost(request) for request, ids in chunks)
-        cost += EVICTION_TOKENS * sum(request.ends_with(ids) for request, ids in chunks)
-        histories = [known for request, _ in chunks if (known := request.sequence.history)]
-        cost += HISTORY_COST * sum(known.tokens for known in histories)
         layers = len(self.forward.compressed_layers)
-        every = max(1, int(layers * STEP_TOKENS / cost))
-        replay = self.decoding.replay
-        return lambda index: replay(batches) if index % every == every - 1 and index < layers - 1 else None
+        every = agree_on_least(self.model, self.pace.layers_between(layers))
+
+        def after(index: int) -> None:
+            self.first_tokens.end_ready()
+            if index % every == every - 1 and index < layers - 1:
+                self.pace.steps += self.decoding.replay(self.decoding.in_use)
+
+        return after
+
+    def _pass_cost(self, chunks: list[Chunk]) -> float:
+        """The cost of a pass, where a token that attends to nothing costs 1."""
+        histories = [known for request, _ in chunks if (known := request.sequence.history)]
+        prefilled = sum(len(ids) * self._cost(request) for request, ids in chunks)
+        evicted = EVICTION_TOKENS * sum(request.ends_with(ids) for request, ids in chunks)
+        return prefilled + evicted + HISTORY_COST * sum(known.tokens for known in histories)
 
     def _advance(self, request: Request, logits: Tensor) -> None:
         """After a chunk, report progress; after the last, begin the answer."""

@@ -10,6 +10,7 @@ from kvkeep.engine.exact import Exact
 from kvkeep.engine.first_tokens import FirstTokens
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
+from kvkeep.engine.pace import Pace
 from kvkeep.engine.prefilling import Prefilling
 from kvkeep.engine.request import Request
 from kvkeep.engine.store import Store
@@ -29,15 +30,22 @@ class Scheduler:
         max_tokens: int | None = None,
         memory: int | None = None,
         store: Store | None = None,
+        target_itl: float | None = None,
     ) -> None:
-        """max_tokens: as in `PooledBatch`; memory: bytes of keys and values of all requests, None: what is free"""
+        """max_tokens: as in `PooledBatch`; memory: bytes of keys and values of all requests, None: what is free
+
+        target_itl: seconds between two tokens of an answer while prompts are prefilled
+        """
         self.model, self.device = model, execution_device(model).type
         self.held = HeldRequests(max_rows)
         self.memory = HeldMemory(model, self.held, memory, store or Store())
         self.decoding = Decoding(model, self.held, self.memory, max_tokens)
         self.exact = Exact(self.held, self.decoding)
         self.first_tokens = FirstTokens(model, eos_token_ids, self.held, self.memory, self.decoding, self.exact)
-        self.prefilling = Prefilling(model, self.held, self.memory, self.decoding, self.first_tokens, self.exact)
+        self.pace = Pace.of(self.device, target_itl)
+        self.prefilling = Prefilling(
+            model, self.held, self.memory, self.decoding, self.first_tokens, self.exact, self.pace
+        )
         self.agree: Callable[[News], News] = lambda news: news  # what all processes that share the model know
 
     def submit(self, request: Request) -> Request:

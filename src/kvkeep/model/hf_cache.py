@@ -35,6 +35,7 @@ from kvkeep.model.hf_attention import (
 
 UNLIMITED = 2**31  # tokens: longer than any model's context
 MIXED = (LinearAttentionAndFullAttentionLayer,)  # full attention beside a linear state
+_supported: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose modules were looked at
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -256,10 +257,11 @@ def uncompiled(model: Any) -> Any:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raise for models whose attention kvkeep cannot observe."""
+    """Raise for models whose attention kvkeep cannot observe. The modules of one that passed are not asked again."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(f"a {type(model).__name__} is not a transformers model; load one with from_pretrained.")
-    if execution_device(model).type == "meta":
+    is_known = model in _supported
+    if not is_known and execution_device(model).type == "meta":
         raise UnsupportedModel(
             f"the weights of this {type(model).__name__} are on the meta device, where nothing has a value; load them, "
             "with device_map if they do not fit."
@@ -270,11 +272,17 @@ def check_supported(model: PreTrainedModel) -> None:
         "layers share keys with each other": getattr(config, "num_kv_shared_layers", None),
         "it has an encoder": getattr(model.config, "is_encoder_decoder", False),
         "its attention is not causal": not getattr(config, "is_causal", True)
-        or any(getattr(m, "config", None) is config and not getattr(m, "is_causal", True) for m in model.modules()),
+        or not (is_known or _all_causal(model, config)),
     }
     for reason, present in reasons.items():
         if present:
             raise UnsupportedModel(f"{type(model).__name__} cannot be compressed: {reason}.")
+    _supported.add(model)
+
+
+def _all_causal(model: PreTrainedModel, config: Any) -> bool:
+    """Whether no module of this config attends to later tokens."""
+    return all(getattr(m, "config", None) is not config or getattr(m, "is_causal", True) for m in model.modules())
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,16 +17,23 @@ def upload(values: Any, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def download(values: Tensor) -> Callable[[], list[Any]]:
-    """Copy numbers to the host. -> a function that waits for them"""
-    if values.device.type != "cuda":
-        numbers = values.tolist()
-        return lambda: numbers
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-    copied = torch.cuda.current_stream(values.device).record_event()
+class Download:
+    """Numbers on their way to the host; called, it waits for them."""
 
-    def wait() -> list[Any]:
-        copied.synchronize()
-        return host.tolist()
+    def __init__(self, values: Tensor) -> None:
+        self.copied: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            self.host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            self.copied = torch.cuda.current_stream(values.device).record_event()
+        else:
+            self.host = values.clone()
 
-    return wait
+    @property
+    def is_ready(self) -> bool:
+        """Whether they have come."""
+        return self.copied is None or self.copied.query()
+
+    def __call__(self) -> list[Any]:
+        if self.copied:
+            self.copied.synchronize()
+        return self.host.tolist()

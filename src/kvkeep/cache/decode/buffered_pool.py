@@ -28,7 +28,7 @@ from kvkeep.compress.pipeline import PlacedSelection
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import key_shape
 from kvkeep.storage.rows import Rows
-from kvkeep.storage.upload import download, upload
+from kvkeep.storage.upload import Download, upload
 from kvkeep.types import NOTHING, PAD_POSITION, Softmax, Tokens
 
 TOGETHER = 2**28  # bytes of keys and values that are gathered for one selection
@@ -265,7 +265,7 @@ class BufferedPool(RowPool):
             buffer.keys.index_copy_(0, slots[number], keys[number])
             buffer.values.index_copy_(0, slots[number], values[number])
             places.starts[row], places.lengths[row] = starts[number], counts[number]
-        self.used[row].kept.append(Kept(layers, tokens.token_positions, kept.counts, download(kept.counts)))
+        self.used[row].kept.append(Kept(layers, tokens.token_positions, kept.counts, Download(kept.counts)))
 
     # one step
 
