@@ -231,7 +231,9 @@ class Cache(HFCacheAdapter):
 
     def _commit(self, call: AttentionCall) -> None:
         """After the last compressed layer: count the tokens of this forward pass."""
-        if not self.pass_end.settles_later:
+        if self.pass_end.settles_later:
+            self.attention_check.send()
+        else:
             self.check()
         self.backend.commit()
         if not self.pass_end.settles_later:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -104,7 +105,7 @@ class UnstoredLayer:
     kept: Tokens  # [total, …]
     lengths: Callable[[], list[int]]  # when they have come
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.kept.keys.nbytes + self.kept.values.nbytes
 

@@ -14,6 +14,7 @@ from kvkeep.errors import BadTensor, UnsupportedModel
 from kvkeep.kernels.torch.scoring import probabilities
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.ragged import RaggedLayer
+from kvkeep.storage.upload import Download
 
 MAX_KEYS = 2048  # enough to tell one attention from another
 _passed: WeakKeyDictionary[Any, dict[str, set[int]]] = WeakKeyDictionary()  # by model and its attention: layers
@@ -28,6 +29,7 @@ class AttentionCheck:
         self.compared: set[int] = set()  # layers whose comparison nobody has waited for yet
         self.errors: list[Tensor] = []
         self.has_nan: list[Tensor] = []
+        self.sent: list[tuple[list[Download], list[Download]]] = []  # of both, on their way to the host
 
     @classmethod
     def of(cls, model: Any, name: str) -> AttentionCheck:
@@ -76,15 +78,22 @@ class AttentionCheck:
     def check_nan(self, keys: Iterable[Tensor]) -> None:
         self.has_nan += [each.sum().isnan() for each in keys]
 
+    def send(self) -> None:
+        """Have the host told what failed, as soon as the device knows: whatever is launched after this comes later."""
+        errors, has_nan, self.errors, self.has_nan = self.errors, self.has_nan, [], []
+        if errors or has_nan:
+            self.sent.append((_to_host(has_nan), _to_host([error > 0 for error in errors])))
+
     def raise_if_failed(self) -> None:
         """Wait for the device and raise what failed since the last call; what passed is not compared again."""
-        errors, has_nan, self.errors, self.has_nan = self.errors, self.has_nan, [], []
+        self.send()
+        sent, self.sent = self.sent, []
         compared, self.compared = self.compared, set()
-        if any_true(has_nan):
+        if any(any(flags()) for has_nan, _ in sent for flags in has_nan):
             raise BadTensor(
                 f"{self.model} produced keys that are not numbers (NaN); check the input and the model's dtype."
             )
-        if any_true([error > 0 for error in errors]):
+        if any(any(flags()) for _, errors in sent for flags in errors):
             raise UnsupportedModel(
                 f"{self.model} computes attention in a way kvkeep does not observe correctly (its output differs from "
                 "softmax(q·k)·v over what it handed to attention); it is not supported."
@@ -92,7 +101,7 @@ class AttentionCheck:
         self.passed |= compared
 
 
-def any_true(flags: list[Tensor]) -> bool:
-    """One synchronization per device."""
+def _to_host(flags: list[Tensor]) -> list[Download]:
+    """One copy per device."""
     devices = {flag.device for flag in flags}
-    return any(bool(torch.stack([flag for flag in flags if flag.device == device]).any()) for device in devices)
+    return [Download(torch.stack([flag for flag in flags if flag.device == device])) for device in devices]

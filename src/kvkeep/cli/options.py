@@ -200,6 +200,12 @@ class ServeOptions:
     )
     max_rows: int = option(64, "Decode at most this many answers at a time.", min=1)
     max_waiting: int = option(1024, "Let this many requests wait; more are refused with status 429.", min=1)
+    target_itl: float | None = option(
+        None,
+        "While prompts are prefilled, give every answer a token after so many seconds; more prefills sooner.",
+        min=0.001,
+        show_default="0.08 on a GPU",
+    )
     history: str = option(
         "host", "Keep the whole of conversations and texts in host memory, for the next turn: `host`, or `none`."
     )

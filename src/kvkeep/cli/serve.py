@@ -102,6 +102,7 @@ def _engine(
         "host_memory": byte_count("--host-memory", options.host_memory) if options.host_memory else None,
         "max_rows": options.max_rows,
         "max_waiting": options.max_waiting,
+        "target_itl": options.target_itl,
         "allow_special_tokens": options.allow_special_tokens,
     }
     return load_engine(options, plan, say, tp_plan, **limits)

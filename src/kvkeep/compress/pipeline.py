@@ -84,7 +84,7 @@ def score(
     seen: Observation, method: Method, scorer: Scorer, budget: int, layer_budget: int
 ) -> tuple[Tensor, Tensor, Units | None, Tensor]:
     """Scores, -inf for padding; forced tokens; units; which are tokens, not padding. [kv_heads, n]"""
-    cache_key = ScorerTraits.of(scorer).cache_key(budget)
+    cache_key = ScorerTraits.one(scorer, "cache_key")(budget)
     scores = seen.memoize(cache_key and (scorer, cache_key), lambda: scorer(seen, budget))
     guard, tokens = method.guard.fit_to(budget), token_mask(seen)
     forced = seen.once(("forced", guard, budget), lambda: guard(seen, budget))

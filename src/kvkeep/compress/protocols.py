@@ -207,7 +207,12 @@ class ScorerTraits:
 
     @classmethod
     def of(cls, scorer: Any) -> ScorerTraits:
-        return cls(**{f.name: getattr(scorer, f.name) for f in fields(cls) if hasattr(scorer, f.name)})
+        return cls(**{f.name: cls.one(scorer, f.name) for f in fields(cls)})
+
+    @classmethod
+    def one(cls, scorer: Any, name: str) -> Any:
+        """One trait of a scorer: asking for all of them takes longer than a layer should wait."""
+        return getattr(scorer, name, getattr(cls, name))
 
 
 def check_part(part: Any, protocol: type, role: str) -> None:

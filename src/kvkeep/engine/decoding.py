@@ -16,6 +16,7 @@ from kvkeep.cache.decode.vote_pool import VotePool
 from kvkeep.engine.batch import DecodeBatch
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import OUT_OF_MEMORY, HeldRequests, own_error
+from kvkeep.engine.pace import Pace
 from kvkeep.engine.pooled_batch import PooledBatch
 from kvkeep.engine.request import Request, State
 from kvkeep.engine.retrieval_batch import RetrievalBatch
@@ -31,9 +32,11 @@ POOLS: Mapping[Policy, Callable[[Cache], DecodePool]] = {
 class Decoding:
     """Decodes in batches, and makes a batch of a kind when the first request needs it."""
 
-    def __init__(self, model: Any, held: HeldRequests, memory: HeldMemory, max_tokens: int | None) -> None:
+    def __init__(
+        self, model: Any, held: HeldRequests, memory: HeldMemory, max_tokens: int | None, pace: Pace
+    ) -> None:
         """max_tokens: as in `PooledBatch`"""
-        self.model, self.held, self.memory = model, held, memory
+        self.model, self.held, self.memory, self.pace = model, held, memory, pace
         self.device = execution_device(model).type
         self.pool_sizes = held.max_rows, max_tokens, memory.cap
 
@@ -66,6 +69,7 @@ class Decoding:
 
     def launch(self, batch: DecodeBatch) -> None:
         try:
+            self.pace.begin_step()
             batch.launch()
         except OUT_OF_MEMORY as error:
             self._restart(batch, list(batch.requests), error)
@@ -97,6 +101,11 @@ class Decoding:
                 self.launch(batch)
                 self.collect(batch)
         return bool(ready)
+
+    def replay_due(self, batches: list[DecodeBatch]) -> None:
+        """Make a decode step in the middle of a prefill, if the last one was long enough ago."""
+        if self.pace.is_due:
+            self.replay(batches)
 
     def collect(self, batch: DecodeBatch) -> None:
         """Deliver the tokens of a step."""

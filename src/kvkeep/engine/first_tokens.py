@@ -21,6 +21,8 @@ from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_cache import execution_device, uncompiled
 from kvkeep.storage.upload import upload
 
+MOST_PASSES = 4  # that a draft waits for others while somebody reads its answer
+
 
 @dataclass(eq=False)
 class FirstTokens:
@@ -34,6 +36,7 @@ class FirstTokens:
     exact: Exact
 
     def __post_init__(self) -> None:
+        self.passes_waited = 0  # of the prompts whose drafts are due
         on_gpu, is_split = execution_device(self.model).type == "cuda", head_shards(uncompiled(self.model)) is not None
         self.looks_between_layers = on_gpu and not is_split  # several processes would look at different times
 
@@ -66,21 +69,23 @@ class FirstTokens:
         return self.looks_between_layers and any(request.interactive for request in self.held.first_tokens)
 
     def end_ready(self) -> None:
-        """End the prefills whose first token has come, in the middle of the next forward pass."""
+        """In the middle of the next pass, deliver first tokens that have come; without a draft, end prefills."""
         if not self.looks_between_layers:
             return
-        for request, first in list(self.held.first_tokens.items()):
-            if request.state is State.SAMPLED and first.is_ready:
-                with torch.inference_mode(False):
+        for request in [each for each, first in self.held.first_tokens.items() if first.is_ready]:
+            with torch.inference_mode(False), self.held.fails_alone(request):
+                if request.state is State.SAMPLED:
                     self._end(request)
+                elif not request.answer.ids:
+                    self._deliver(request)
 
     def end(self, sampled: list[Request], prefilled: list[Request], active: list[DecodeBatch]) -> None:
         """End the prefills of these that have a sampled token, from before the pass that `prefilled` were in."""
         due = [each for each in self.held.first_tokens if each.state is State.DRAFTING]
-        is_read = any(request.interactive for request in sampled)
-        begins = bool(due) and (is_read or not self._may_wait(due, prefilled))
+        begins = bool(due) and not self._may_wait(due, prefilled)
+        self.passes_waited = 0 if begins else self.passes_waited + bool(due)
         for request in list(self.held.first_tokens) if begins else sampled:
-            if request.state is State.DRAFTING:
+            if request.state is State.DRAFTING and not request.answer.ids:
                 with self.held.fails_alone(request):
                     self._deliver(request)
         if begins:
@@ -97,15 +102,18 @@ class FirstTokens:
                 request.add(token, logprobs)
 
     def _may_wait(self, due: list[Request], prefilled: list[Request]) -> bool:
-        """Whether drafts wait for those of the prompts prefilled just now; where somebody reads, for one pass."""
-        more = any(request.can_draft_later for request in prefilled)
+        """Whether drafts wait for those of the prompts prefilled just now; where somebody reads, for a few passes."""
+        if not any(request.can_draft_later for request in prefilled):
+            return False
+        if self.passes_waited >= MOST_PASSES and any(request.interactive for request in due):
+            return False
         held = sum(request.sequence.cache.nbytes for request in due)
-        return more and len(due) < MOST_ROWS and held < most_held(self.model)
+        return len(due) < MOST_ROWS and held < most_held(self.model)
 
     def _run_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
         """Decode drafts that have waited: together or, where that fails, one by one."""
         caches = [request.sequence.cache for request in requests]
-        end = PassEnd(between_passes=partial(self.decoding.replay, active), draft_room=self.memory.draft_room)
+        end = PassEnd(between_passes=partial(self.decoding.replay_due, active), draft_room=self.memory.draft_room)
         with ending(caches, [end] * len(caches)):
             try:
                 run_passes(caches)

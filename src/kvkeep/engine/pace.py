@@ -8,6 +8,7 @@ from dataclasses import dataclass
 STEP_TOKENS = {"cuda": 2048, "cpu": 256}  # between two decode steps, until something was measured
 TARGET_S = {"cuda": 0.08, "cpu": None}  # seconds between two decode steps, where nobody asks for others
 LEARNED = 0.3  # how much of what a pass shows counts
+SOON = 0.6  # of the time between two decode steps: after so much of it the next one may begin
 FULL = 0.6  # a pass with fewer of these tokens says little about more of them
 
 
@@ -20,11 +21,22 @@ class Pace:
     began: float | None = None  # when the last pass began; None: no pass followed it at once
     cost: float = 0.0  # of that pass, in tokens that attend to nothing
     steps: int = 0  # decode steps in that pass, and before it
+    stepped: float = 0.0  # when the last decode step began
 
     @classmethod
-    def of(cls, device: str, target: float | None) -> Pace:
+    def of(cls, device: str, target: float | None, learns: bool = True) -> Pace:
         """The pace on a kind of device. target: None for the usual one"""
-        return cls(STEP_TOKENS[device], TARGET_S[device] if target is None else target)
+        target = TARGET_S[device] if target is None else target
+        return cls(STEP_TOKENS[device], target if learns else None)
+
+    def begin_step(self) -> None:
+        """A decode step begins."""
+        self.stepped = time.perf_counter()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next decode step should begin."""
+        return self.target is None or time.perf_counter() - self.stepped > SOON * self.target
 
     def begin_pass(self, cost: float) -> None:
         """Learn from the pass before, which ends where this one begins: the device works on one after the other."""

@@ -19,7 +19,6 @@ from kvkeep.engine.held_requests import HeldRequests
 from kvkeep.engine.pace import Pace
 from kvkeep.engine.packed_forward import AfterLayer, PackedForward
 from kvkeep.engine.request import Request, State
-from kvkeep.model.head_shards import agree_on_least
 from kvkeep.model.hf_cache import attention_cost, execution_device
 
 Chunk = tuple[Request, Tensor]  # a request, and those of its ids that are prefilled next
@@ -142,7 +141,7 @@ class Prefilling:
 
     def _between_passes(self, requests: list[Request], active: list[DecodeBatch]) -> None:
         """Let others decode. Raise `Abandoned` where nobody waits for any of the requests: the next step drops them."""
-        self.decoding.replay(active)
+        self.decoding.replay_due(active)
         if all(request.cancelled for request in requests):
             raise Abandoned
 
@@ -151,7 +150,7 @@ class Prefilling:
         if not (self.first_tokens.are_awaited or any(batch.replays for batch in active)):
             return None
         layers = len(self.forward.compressed_layers)
-        every = agree_on_least(self.model, self.pace.layers_between(layers))
+        every = self.pace.layers_between(layers)
 
         def after(index: int) -> None:
             self.first_tokens.end_ready()

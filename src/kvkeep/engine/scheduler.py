@@ -14,7 +14,8 @@ from kvkeep.engine.pace import Pace
 from kvkeep.engine.prefilling import Prefilling
 from kvkeep.engine.request import Request
 from kvkeep.engine.store import Store
-from kvkeep.model.hf_cache import execution_device
+from kvkeep.model.head_shards import head_shards
+from kvkeep.model.hf_cache import execution_device, uncompiled
 
 News = tuple[list[Request], list[Request]]  # requests submitted since the last step; those that are cancelled
 
@@ -39,10 +40,11 @@ class Scheduler:
         self.model, self.device = model, execution_device(model).type
         self.held = HeldRequests(max_rows)
         self.memory = HeldMemory(model, self.held, memory, store or Store())
-        self.decoding = Decoding(model, self.held, self.memory, max_tokens)
+        is_split = head_shards(uncompiled(model)) is not None
+        self.pace = Pace.of(self.device, target_itl, learns=not is_split)  # several processes would learn other things
+        self.decoding = Decoding(model, self.held, self.memory, max_tokens, self.pace)
         self.exact = Exact(self.held, self.decoding)
         self.first_tokens = FirstTokens(model, eos_token_ids, self.held, self.memory, self.decoding, self.exact)
-        self.pace = Pace.of(self.device, target_itl)
         self.prefilling = Prefilling(
             model, self.held, self.memory, self.decoding, self.first_tokens, self.exact, self.pace
         )
@@ -72,12 +74,9 @@ class Scheduler:
         active = decoding.in_use if held.is_read or not chunks else []
         for batch in active:
             decoding.launch(batch)
-            if self.device != "cuda":  # its tokens are there
-                decoding.collect(batch)
+            decoding.collect(batch)  # on a GPU the tokens of the step before: it has this one to do, and a pass
         self.prefilling.run(chunks, active)
         self.first_tokens.end(sampled, [request for request, _ in chunks], active)
-        for batch in active:
-            decoding.collect(batch)
 
     def drop_cancelled(self) -> None:
         """Between two steps, end cancelled requests, and have those that were submitted join the others."""

@@ -36,6 +36,7 @@ from kvkeep.model.hf_attention import (
 UNLIMITED = 2**31  # tokens: longer than any model's context
 MIXED = (LinearAttentionAndFullAttentionLayer,)  # full attention beside a linear state
 _supported: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose modules were looked at
+_modules: weakref.WeakKeyDictionary[PreTrainedModel, set[int]] = weakref.WeakKeyDictionary()  # their ids
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -148,7 +149,6 @@ class HFCacheAdapter(TransformersCache):
         self.model, self.name = model, type(model).__name__
         self.mask: Callable[[], Tensor | None] = lambda: None  # the one made for the current forward pass
         self.config = text_config(model)
-        self.module_ids: set[int] = set()  # of the model's modules, as far as they were looked up
         self.guesses = 0  # tokens at the end of the next forward pass that may be taken back
         super().__init__(layers=self.new_layers())
         self.compressed_layers = [i for i, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)]
@@ -197,9 +197,9 @@ class HFCacheAdapter(TransformersCache):
 
     def is_of_model(self, module: Any) -> bool:
         """Whether an attention module is one of this cache's model: two models may share a config."""
-        if id(module) not in self.module_ids:
-            self.module_ids = {id(part) for part in self.model.modules()}  # modules may have been added since
-        return id(module) in self.module_ids and getattr(module, "config", self.config) is self.config
+        if id(module) not in _modules.get(self.model, ()):
+            _modules[self.model] = {id(part) for part in self.model.modules()}  # modules may have been added since
+        return id(module) in _modules[self.model] and getattr(module, "config", self.config) is self.config
 
     def check_ready(self) -> None:
         """Raise if returned keys did not come back through attention, or would not."""

@@ -78,6 +78,8 @@ class RaggedLayer:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, measured on their storages."""
+        if self.flat is EMPTY and not self.quantized:
+            return 0  # for every layer of every pass this is asked of all layers
         codes = self.quantized.nbytes if self.quantized else 0
         return codes + sum(t.untyped_storage().nbytes() for t in (self.flat.keys, self.flat.values))
 

@@ -32,14 +32,14 @@ class ValueNormScorer(Checked):
 
     @property
     def per_head(self) -> bool:
-        return ScorerTraits.of(self.scorer).per_head
+        return ScorerTraits.one(self.scorer, "per_head")
 
     @property
     def additive(self) -> bool:
-        return ScorerTraits.of(self.scorer).additive
+        return ScorerTraits.one(self.scorer, "additive")
 
     def cache_key(self, budget: int) -> Hashable:
-        return ScorerTraits.of(self.scorer).cache_key(budget)
+        return ScorerTraits.one(self.scorer, "cache_key")(budget)
 
     def __call__(self, seen: Observation, budget: int) -> Tensor:
         tokens = token_mask(seen)
