@@ -40,6 +40,8 @@ def tiny(monkeypatch):
         (["--replicas", "2"], "give --ray, too"),
         (["--autoscale", "max_replicas=3"], "give --ray, too"),
         (["--ray", "--autoscale", "max_replicas"], "give name=value"),
+        (["--weights", "fp9"], "weights='fp9': use one of None, 'fp8', 'fp8+head'"),
+        (["--weights", "fp8", "--tensor-parallel", "2"], "is for one process"),
     ],
 )
 def test_a_server_that_cannot_be_is_refused_before_a_model_is_loaded(no_model, options, said):
