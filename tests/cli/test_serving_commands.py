@@ -63,6 +63,14 @@ def test_control_tokens_of_clients_are_the_operators_to_allow(tiny, monkeypatch,
     assert [engine.config.allow_special_tokens for engine in made] == [bool(options)]
 
 
+@pytest.mark.parametrize("options", [[], ["--weights", "fp8"]])
+def test_weights_are_those_that_were_asked_for(tiny, monkeypatch, options):
+    made = []
+    monkeypatch.setattr("kvkeep.cli.serve._serve", lambda options, app, *_: made.append(app.state.server.engine))
+    assert kvkeep_("serve", "--port", 0, "--budget", 64, *options).exit_code == 0
+    assert [str(engine.model).count("Fp8Linear") > 0 for engine in made] == [bool(options)]
+
+
 def test_clients_know_a_model_by_its_name(tmp_path):
     assert [model_name(each) for each in ("default", "Qwen/Qwen3-8B")] == ["smollm2-135m-instruct", "Qwen/Qwen3-8B"]
     (tmp_path / "mine").mkdir()

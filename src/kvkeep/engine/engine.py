@@ -107,9 +107,8 @@ class Engine:
         allow_special_tokens: a control token's string in a prompt, a message or a question is that token; by default it
         is text, so that no text can end a message or begin another.
 
-        weights: "fp8" changes the model: its layers' linear products run in 8-bit floats, on a GPU about twice as fast,
-        and their other weights are gone; "fp8+head": the LM head, too. None changes nothing. The rest as in
-        `kvkeep.Cache`.
+        weights: "fp8" changes the model itself: the linear products of its layers run in 8-bit floats, and the weights
+        they had are freed; "fp8+head": the LM head, too. None: the model runs as it is. The rest as in `kvkeep.Cache`.
         """
         check_weights(weights)
         if prefill_chunk_size is not None:

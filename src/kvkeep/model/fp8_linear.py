@@ -1,7 +1,7 @@
-"""Linear layers whose weights and inputs are 8-bit floats (e4m3): half the bytes of bfloat16, and twice its speed.
+"""Linear layers whose weights and inputs are 8-bit floats (e4m3), for inference alone.
 
-Every output channel of the weights and every token of the input has a float32 scale. Inputs are quantized when they
-come. For inference alone.
+Every output channel of the weights and every token of the input has a float32 scale: its largest number becomes 448.
+Inputs are quantized when they come.
 """
 
 from __future__ import annotations
