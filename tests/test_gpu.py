@@ -1,5 +1,6 @@
 """The same on a GPU as on a processor. Skipped where there is none."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -18,9 +19,11 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.retrieval_batch import RetrievalBatch
 from kvkeep.engine.sampling import Generation
 from kvkeep.engine.sequence import SequenceConfig
+from kvkeep.kernels import dispatch
 from kvkeep.kernels.torch import elementwise
 from kvkeep.model import cuda_graph
 from kvkeep.model.cuda_graph import CudaGraphRunner
+from kvkeep.model.fp8_model import CAPABILITY, use_weights
 from kvkeep.model.fused import fused_ops
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
 from kvkeep.storage.history import History, HostPool
@@ -378,3 +381,59 @@ def test_turns_over_a_history_in_pinned_memory_lose_nothing(spec):
         assert device == "cpu" or all(block.layer(0).is_pinned() for block in known.blocks)
     for end in (170, 240, 300):
         assert kept["cpu", end] == kept["cuda", end]
+
+
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="needs a GPU that multiplies 8-bit floats")
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 5, 40, 64, 65, 400])
+@pytest.mark.parametrize("biased", [False, True])
+def test_weights_in_8_bit_floats_are_those_of_a_processor(kind, tokens, biased):
+    """But for tokens that have a number near a tie; tensor cores sum with fewer digits."""
+    model = make_llama(vocab_size=512, attention_bias=biased, mlp_bias=biased).to("cuda", kind)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            weight.data.normal_()
+    twin = copy.deepcopy(model).cpu().float()
+    for each in (model, twin):
+        use_weights(each, "fp8+head")
+    want = twin(IDS[:, :tokens]).logits
+    with torch.inference_mode():
+        own = model(IDS[:, :tokens].cuda()).logits.cpu().float()
+        with fused_ops(model):
+            assert {"LlamaDecoderLayer"} <= {type(part).__name__ for part in model.modules() if "forward" in vars(part)}
+            fused = model(IDS[:, :tokens].cuda()).logits.cpu().float()
+    used = dispatch.quantize_rows, dispatch.rms_norm_quantized, dispatch.gated_quantized, dispatch.fp8_linear
+    assert not any(each.broken for each in used)
+    for got in (own, fused):
+        off = (got - want).abs().amax(-1) / want.abs().max()
+        assert off.median() < 0.06 and off.max() < 0.3
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="needs a GPU that multiplies 8-bit floats")
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_steps_in_8_bit_floats_in_a_graph_say_what_they_say_without(kind, monkeypatch):
+    def without_graph(runner, *_):
+        def fused(run=runner.run):
+            with fused_ops(model):
+                return run()
+
+        runner.run = fused
+        return True
+
+    model, words = tiny_chat.sharp()
+    model = model.to("cuda", kind)
+    before = model.get_memory_footprint()
+    prompts = ["".join(chr(97 + (i * i + n) % 23) for i in range(20 + 60 * n)) for n in range(3)]
+    said = {}
+    for graphs in (True, False):
+        if not graphs:
+            monkeypatch.setattr(CudaGraphRunner, "_try", without_graph)
+        engine = kvkeep.Engine(model, words, "snapkv", 48, max_rows=4, weights="fp8")
+        engine.warmup(rows=2)
+        said[graphs] = engine.generate(prompts, max_new_tokens=64)
+        (batch,) = engine._driver.scheduler.held.batches.values()
+        assert all((runner.graph is not None) is graphs for runner in captured(batch))
+    assert said[True] == said[False] and model.get_memory_footprint() < before

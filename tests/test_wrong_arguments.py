@@ -57,7 +57,7 @@ def calls(chat, tmp_path_factory):
         "Cache.longest_head": (lambda: fresh.longest_head, {}),
         "Engine": (kvkeep.Engine, {
             "model": model, "tokenizer": tokenizer, "prefill_chunk_size": 8, "max_rows": 2, "max_tokens": 1000,
-            "memory": 10**7, "max_waiting": 2, "target_itl": 0.1, "prefix_cache": 10**6, **cache,
+            "memory": 10**7, "max_waiting": 2, "target_itl": 0.1, "prefix_cache": 10**6, "weights": None, **cache,
         }),
         "Engine, auto": (kvkeep.Engine, {
             "model": model, "tokenizer": tokenizer, "budget": "auto", "max_budget": 0.5, "coverage": 0.9,

@@ -40,6 +40,8 @@ def tiny(monkeypatch):
         (["--replicas", "2"], "give --ray, too"),
         (["--autoscale", "max_replicas=3"], "give --ray, too"),
         (["--ray", "--autoscale", "max_replicas"], "give name=value"),
+        (["--weights", "fp9"], "weights='fp9': use one of None, 'fp8', 'fp8+head'"),
+        (["--weights", "fp8", "--tensor-parallel", "2"], "is for one process"),
     ],
 )
 def test_a_server_that_cannot_be_is_refused_before_a_model_is_loaded(no_model, options, said):
@@ -59,6 +61,14 @@ def test_control_tokens_of_clients_are_the_operators_to_allow(tiny, monkeypatch,
     monkeypatch.setattr("kvkeep.cli.serve._serve", lambda options, app, *_: made.append(app.state.server.engine))
     assert kvkeep_("serve", "--port", 0, "--budget", 64, *options).exit_code == 0
     assert [engine.config.allow_special_tokens for engine in made] == [bool(options)]
+
+
+@pytest.mark.parametrize("options", [[], ["--weights", "fp8"]])
+def test_weights_are_those_that_were_asked_for(tiny, monkeypatch, options):
+    made = []
+    monkeypatch.setattr("kvkeep.cli.serve._serve", lambda options, app, *_: made.append(app.state.server.engine))
+    assert kvkeep_("serve", "--port", 0, "--budget", 64, *options).exit_code == 0
+    assert [str(engine.model).count("Fp8Linear") > 0 for engine in made] == [bool(options)]
 
 
 def test_clients_know_a_model_by_its_name(tmp_path):

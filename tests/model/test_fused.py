@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import FAMILIES, build, prompt
 
-from kvkeep.model import fused
+from kvkeep.model import fused, fused_layer
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_weights_that_change_later_count():
 def test_a_long_prompt_passes_the_mlp_in_chunks(name, monkeypatch):
     model, ids, seen = build(name, "eager"), prompt(37, 2), []
     want = model(ids).logits
-    monkeypatch.setattr(fused, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(fused_layer, "CHUNK_TOKENS", 16)
     down = model.model.layers[0].mlp.down_proj
     with fused.fused_ops(model):  # compares with the model's own
         pass
@@ -107,7 +107,7 @@ def test_a_long_prompt_passes_the_mlp_in_chunks(name, monkeypatch):
 @torch.no_grad()
 def test_a_sum_in_place_in_chunks_and_the_hidden_states_a_hook_keeps(monkeypatch):
     model, ids, seen = build("qwen3", "eager"), prompt(37, 2), []
-    monkeypatch.setattr(fused, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(fused_layer, "CHUNK_TOKENS", 16)
     hook = model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output))
     want = model(ids).logits
     with fused.fused_ops(model):

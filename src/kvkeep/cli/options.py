@@ -243,6 +243,9 @@ class ServeOptions:
     access_log: bool = option(True, "Log a line for every request, without prompts.", "--access-log/--no-access-log")
     cors_origin: list[str] | None = option(None, "Let pages of this origin ask from a browser; repeat it for more.")
     drain_seconds: float = option(60.0, "After SIGTERM, give answers under way this many seconds to finish.", min=0)
+    weights: str | None = option(
+        None, "Run linear layers in 8-bit floats: fp8, or fp8+head with the LM head.", show_default="as loaded"
+    )
     tensor_parallel: int = option(
         1, "Split the model over this many processes, each with a GPU; sizes are per process.", min=1
     )

@@ -44,6 +44,7 @@ def run(options: ServeOptions, plan: Plan, say: Callable[[str], None]) -> None:
             f"--prefix-folder saves whole caches, and --tensor-parallel {options.tensor_parallel} splits them; leave "
             "one of them out."
         )
+    check_weights(options.weights, options.tensor_parallel)
     with bind(options.host, options.port) as listening:
         if options.ray:
             return _serve_replicas(options, plan, keys, listening, say)
@@ -51,6 +52,17 @@ def run(options: ServeOptions, plan: Plan, say: Callable[[str], None]) -> None:
         from kvkeep.serve.routes import create_app
 
         _serve(options, create_app(server, _local_only(options, keys)), server.name, listening, say)
+
+
+def check_weights(weights: str | None, processes: int) -> None:
+    """Refuse a wrong --weights before the model is loaded."""
+    if weights is None:
+        return
+    from kvkeep.model import fp8_model
+
+    fp8_model.check_weights(weights)
+    if processes > 1:
+        raise BadParameter(f"--weights {weights} is for one process; leave it or --tensor-parallel {processes} out.")
 
 
 def check_access(options: ServeOptions, has_keys: bool) -> None:
@@ -104,6 +116,7 @@ def _engine(
         "max_waiting": options.max_waiting,
         "target_itl": options.target_itl,
         "allow_special_tokens": options.allow_special_tokens,
+        "weights": options.weights,
     }
     return load_engine(options, plan, say, tp_plan, **limits)
 

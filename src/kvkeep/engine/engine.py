@@ -40,6 +40,7 @@ from kvkeep.model.chat import (
     eos_token_ids,
     with_question,
 )
+from kvkeep.model.fp8_model import check_weights, use_weights
 from kvkeep.model.head_shards import head_shards
 from kvkeep.model.hf_cache import uncompiled
 from kvkeep.model.rope import learn_rotations
@@ -86,6 +87,7 @@ class Engine:
         host_memory: int | None = None,
         history_storage: str | None = None,
         allow_special_tokens: bool = False,
+        weights: str | None = None,
         **parameters: Any,
     ):
         """method: None: `kvkeep_lookahead`, and `kvkeep_context` for texts that are read before a question is known;
@@ -107,8 +109,12 @@ class Engine:
         without a history of compressed prefixes, or its bytes.
 
         allow_special_tokens: a control token's string in a prompt, a message or a question is that token; by default it
-        is text, so that no text can end a message or begin another. The rest as in `kvkeep.Cache`.
+        is text, so that no text can end a message or begin another.
+
+        weights: "fp8" changes the model itself: the linear products of its layers run in 8-bit floats, and the weights
+        they had are freed; "fp8+head": the LM head, too. None: the model runs as it is. The rest as in `kvkeep.Cache`.
         """
+        check_weights(weights)
         if prefill_chunk_size is not None:
             why = "use a whole number of tokens, at least two: a forward pass of one is a decode step"
             check_count("prefill_chunk_size", prefill_chunk_size, 2, why)
@@ -143,6 +149,7 @@ class Engine:
         check_tokenizer(tokenizer)
         check_value("target_itl", target_itl, AboveZero | None)
         eos = eos_token_ids(model, tokenizer)
+        use_weights(model, weights)
         self.store = prefix_cache if isinstance(prefix_cache, Store) else Store(prefix_cache or 0)
         cache = self._sequence.cache
         self._driver = Driver(Scheduler(cache.model, eos, max_rows, max_tokens, memory, self.store, target_itl))

@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.kernels.torch import elementwise, quantization, ranking, reference, retrieval_units, scoring, slotted, votes
+from kvkeep.kernels.torch import (
+    elementwise,
+    fp8,
+    quantization,
+    ranking,
+    reference,
+    retrieval_units,
+    scoring,
+    slotted,
+    votes,
+)
 
 NO_SWITCH = nullcontext()
 TWO_PASSES = 2**26  # queries × held keys that are worth a cuDNN plan of their own shape
@@ -171,6 +181,12 @@ rms_norm = KernelDispatch("rms_norm", "layer_ops", elementwise.rms_norm, _dense_
 gated = KernelDispatch("gated", "layer_ops", elementwise.gated, _two_dense_last_axes)
 rotate_heads = KernelDispatch("rotate_heads", "layer_ops", elementwise.rotate_heads, _two_dense_last_axes)
 apply_angles = KernelDispatch("apply_angles", "layer_ops", elementwise.apply_angles, _angles_fit)
+
+# Linear layers in 8-bit floats, and what gives them their input
+quantize_rows = KernelDispatch("quantize_rows", "fp8_rows", fp8.quantize_rows, _dense_last_axis)
+rms_norm_quantized = KernelDispatch("rms_norm_quantized", "fp8_rows", fp8.rms_norm_quantized, _dense_last_axis)
+gated_quantized = KernelDispatch("gated_quantized", "fp8_rows", fp8.gated_quantized, _two_dense_last_axes)
+fp8_linear = KernelDispatch("fp8_linear", "fp8_product", fp8.fp8_linear)
 
 # Scores
 column_mass = KernelDispatch("column_mass", "column_mass", scoring.column_mass)

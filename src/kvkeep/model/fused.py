@@ -2,29 +2,29 @@
 
 Projections of one input are one matrix product (projections.py); RMS norms, gated activations and the rotation of
 queries and keys have a kernel each (kernels/triton/layer_ops.py); the sums of a layer are part of the products before
-them. What a module computes is found out by comparing its output with the fused one's. A module that computes anything
-else keeps its own code.
+them; what takes a module's place is in fused_layer.py. What a module computes is found out by comparing its output with
+the fused one's. A module that computes anything else keeps its own code.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from threading import RLock, local
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from kvkeep.kernels.dispatch import gated, rms_norm, rotate_heads
+from kvkeep.kernels.dispatch import rms_norm, rotate_heads
 from kvkeep.kernels.torch.elementwise import ACTIVATIONS
-from kvkeep.model.chunked_mlp import CHUNK_TOKENS
+from kvkeep.model.fp8_linear import Fp8Linear, Fp8Projections, can_join_fp8, is_fp8
+from kvkeep.model.fused_layer import NORM_NAMES, Forward, Fp8Layer, Fp8MLP, GatedMLP, Layer, Norm
 from kvkeep.model.hf_attention import attention_modules
 from kvkeep.model.projections import Projections, SharedInput, can_join, is_plain
 
@@ -33,11 +33,8 @@ LOCK = RLock()
 ROPE = "apply_rotary_pos_emb"  # its name in transformers' models
 NORMS = (0.0, True), (0.0, False), (1.0, False)  # offset, rounds: Llama's, OLMo's, Gemma's
 GATE_UP = "gate_proj", "up_proj"
-NORM_NAMES = "input_layernorm", "post_attention_layernorm"
 QKV = "q_proj", "k_proj", "v_proj"
 _prepared: WeakKeyDictionary[PreTrainedModel, Prepared] = WeakKeyDictionary()
-
-Forward = Callable[..., Any]
 
 
 class Replacement:
@@ -90,97 +87,29 @@ def difference(ours: Tensor, theirs: Any) -> float:
     return float(off) / torch.finfo(ours.dtype).eps
 
 
-@dataclass
-class GatedMLP:
-    """down(activation(gate(x)) * up(x)), at most CHUNK_TOKENS at a time, to save memory."""
-
-    project: Projections
-    activation: str
-    down: nn.Linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[-2] <= CHUNK_TOKENS:
-            return self.down(self._hidden(x))
-        output = torch.empty_like(x)
-        for part, into in zip(x.split(CHUNK_TOKENS, -2), output.split(CHUNK_TOKENS, -2), strict=True):
-            into.copy_(self.down(self._hidden(part)))
-        return output
-
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        """Add in place, for a plain `down` without bias."""
-        for part, into in zip(_tokens(x).split(CHUNK_TOKENS), _tokens(total).split(CHUNK_TOKENS), strict=True):
-            into.addmm_(self._hidden(part), self.down.weight.t())
-
-    def _hidden(self, x: Tensor) -> Tensor:
-        return gated(*self.project(x), self.activation)
-
-
-def fused_mlp(module: nn.Module, parts: dict[str, nn.Module]) -> GatedMLP | None:
+def fused_mlp(module: nn.Module, parts: dict[str, nn.Module], like: Tensor) -> GatedMLP | None:
+    """like: a weight of the model, of the dtype that layers in 8-bit floats have as input"""
     if not all(name in parts for name in (*GATE_UP, "down_proj", "act_fn")):
         return None
     layers, down = [parts[name] for name in GATE_UP], parts["down_proj"]
-    if not can_join(layers) or not isinstance(down, nn.Linear):
+    project = joint(layers)
+    fp8 = isinstance(project, Fp8Projections)
+    if project is None or not (is_fp8(down) if fp8 else isinstance(down, nn.Linear)):
         return None
-    x = random(4, layers[0].in_features, like=layers[0].weight)
+    x = random(4, project.layers[0].in_features, like=like if fp8 else project.layers[0].weight)
     activation = next((kind for kind in ACTIVATIONS if same(ACTIVATIONS[kind](x), parts["act_fn"](x))), None)
     if activation is None:
         return None
     theirs = output_of(module, x)
-    mlp = GatedMLP(Projections(layers), activation, down)
+    mlp = (Fp8MLP if fp8 else GatedMLP)(project, activation, down)
     return mlp if same(mlp(x), theirs) else None
 
 
-class Layer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); both sums in place, as part of a matrix product."""
-
-    def __init__(self, module: nn.Module, parts: dict[str, nn.Module], output: nn.Linear, mlp: GatedMLP) -> None:
-        """output: the attention's last product"""
-        self.module, self.own = module, module.forward
-        self.now = local()
-        self.attention = parts["self_attn"]
-        self.output, self.mlp = output, mlp
-        self.norms = [parts[name] for name in NORM_NAMES]
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._can_add_to(hidden_states):
-            return self.own(hidden_states, *args, **kwargs)
-        self.now.total = hidden_states
-        try:
-            self.attention(*args, hidden_states=self.norms[0](hidden_states), **kwargs)
-        finally:
-            self.now.total = None
-        self._add_mlp(hidden_states)
-        return hidden_states
-
-    @contextmanager
-    def only(self, shown: int | Tensor) -> Iterator[None]:
-        """Within, the MLP runs for the last `shown` tokens alone, or for those at these places; 0: for all."""
-        before, self.now.shown = getattr(self.now, "shown", 0), shown
-        try:
-            yield
-        finally:
-            self.now.shown = before
-
-    def _add_mlp(self, total: Tensor) -> None:
-        shown = getattr(self.now, "shown", 0) if len(total) == 1 else 0
-        part = total[:, shown] if isinstance(shown, Tensor) else total[:, -shown:]
-        self.mlp.add_to(part, self.norms[1](part))
-        if isinstance(shown, Tensor):
-            total[:, shown] = part
-
-    def _can_add_to(self, total: Tensor) -> bool:
-        if self.module._forward_hooks:  # with output_hidden_states, transformers hooks every layer during the call
-            return False
-        alike = total.dtype == self.mlp.down.weight.dtype and not torch.is_autocast_enabled(total.device.type)
-        return alike and total.is_contiguous()
-
-    def output_projection(self, x: Tensor) -> Tensor:
-        """Forward of `output`."""
-        weight, total = self.output.weight, getattr(self.now, "total", None)
-        if total is None:
-            return linear(x, weight)
-        _tokens(total).addmm_(_tokens(x), weight.t())
-        return total
+def joint(layers: list[nn.Module]) -> Projections | None:
+    """Layers of one input as one; None where they cannot be."""
+    if can_join_fp8(layers):
+        return Fp8Projections(layers)
+    return Projections(layers) if can_join(layers) else None
 
 
 def fused_layer(
@@ -189,23 +118,41 @@ def fused_layer(
     """Fuse a decoder layer whose parts are fused already."""
     if not all(name in parts for name in ("mlp", "self_attn", *NORM_NAMES)):
         return None
-    mlp, output = fused.get(parts["mlp"]), dict(parts["self_attn"].named_children()).get("o_proj")
-    if not isinstance(mlp, GatedMLP) or not is_plain(output) or not is_plain(mlp.down):
+    attention = dict(parts["self_attn"].named_children())
+    mlp, output = fused.get(parts["mlp"]), attention.get("o_proj")
+    if output is None or not isinstance(mlp, GatedMLP) or not all(parts[name] in fused for name in NORM_NAMES):
         return None
-    if output.bias is not None or mlp.down.bias is not None:
-        return None
-    if not all(parts[name] in fused for name in NORM_NAMES):
+    if isinstance(mlp, Fp8MLP):
+        return _fp8_layer(module, parts, fused, known) if is_fp8(output) else None
+    if not is_plain(output) or not is_plain(mlp.down) or output.bias is not None or mlp.down.bias is not None:
         return None
     if type(module) not in known:
-        known[type(module)] = _adds_up(module, parts) and _ends_with_output(parts["self_attn"], output)
+        known[type(module)] = _adds_up(module, parts) and _ends_with_output(parts, output)
     return Layer(module, parts, output, mlp) if known[type(module)] else None
+
+
+def _fp8_layer(
+    module: nn.Module, parts: dict[str, nn.Module], fused: dict[nn.Module, Forward], known: dict[Any, bool]
+) -> Fp8Layer | None:
+    """The same for a layer in 8-bit floats."""
+    attention = dict(parts["self_attn"].named_children())
+    inputs, output = [attention[name] for name in QKV if name in attention], attention["o_proj"]
+    shared = getattr(getattr(fused.get(inputs[0]), "func", None), "__self__", None) if inputs else None
+    norms: list[Any] = [fused[parts[name]] for name in NORM_NAMES]
+    if not isinstance(shared, SharedInput) or not isinstance(shared.project, Fp8Projections):
+        return None
+    if (key := (type(module), Fp8Linear)) not in known:
+        ends = _ends_with_output(parts, output) and _reads_alone(parts, inputs, output)
+        known[key] = ends and _adds_up(module, parts)
+    if not known[key]:
+        return None
+    return Fp8Layer(module, parts, output, fused[parts["mlp"]], shared=shared, fused_norms=norms)
 
 
 def _adds_up(module: nn.Module, parts: dict[str, nn.Module]) -> bool:
     """Whether the layer adds up as `Layer` does, with simple functions in the place of attention and MLP."""
     first, second = (parts[name] for name in NORM_NAMES)
-    weight = first.get_parameter("weight")
-    x = random(1, 4, len(weight), like=weight)
+    x = random(1, 4, len(_norm_weight(parts)), like=_norm_weight(parts))
 
     def attention(*_: Any, hidden_states: Tensor, **__: Any) -> tuple[Tensor, None]:
         return hidden_states * 2, None
@@ -219,19 +166,47 @@ def _adds_up(module: nn.Module, parts: dict[str, nn.Module]) -> bool:
     return same(middle + second(middle).sin(), theirs)
 
 
-def _ends_with_output(attention: nn.Module, output: nn.Linear) -> bool:
+def _ends_with_output(parts: dict[str, nn.Module], output: nn.Module) -> bool:
     """Whether attention returns the very tensor that its output projection returned."""
-    weight, dim = output.weight, getattr(attention, "head_dim", 0)
-    x, angle, result = random(1, 4, weight.shape[0], like=weight), random(1, 4, dim, like=weight), torch.zeros(())
-    call = partial(attention, hidden_states=x, position_embeddings=(angle, angle), attention_mask=None)
+    result = torch.zeros(())
     with Replacement(vars(output), "forward", lambda _: result):
-        returned = output_of(call)
+        returned = output_of(*_attention_call(parts))
     return isinstance(returned, tuple) and returned[0] is result
 
 
-def _tokens(x: Tensor) -> Tensor:
-    """[tokens, dim], never a copy."""
-    return x.view(-1, x.shape[-1])
+def _reads_alone(parts: dict[str, nn.Module], inputs: list[nn.Module], output: nn.Module) -> bool:
+    """Whether attention's projections, once each, are all that reads its input."""
+    found: list[list[Tensor]] = []
+
+    def project(result: Tensor, x: Tensor) -> Tensor:
+        found[-1].append(x)
+        return result
+
+    sizes = [len(layer.get_parameter("weight")) for layer in inputs]
+    results = [random(1, 4, size, like=_norm_weight(parts)) for size in sizes]
+    with ExitStack() as stack:
+        for layer, result in zip(inputs, results, strict=True):
+            stack.enter_context(Replacement(vars(layer), "forward", partial(project, result)))
+        stack.enter_context(Replacement(vars(output), "forward", lambda x: project(x, x)))
+        for _ in range(2):
+            found.append([])
+            call, x = _attention_call(parts)
+            output_of(call, x)
+            if len(found[-1]) != len(inputs) + 1 or any(each is not x for each in found[-1][:-1]):
+                return False
+    return torch.equal(found[0][-1], found[1][-1])
+
+
+def _attention_call(parts: dict[str, nn.Module]) -> tuple[Forward, Tensor]:
+    """A call of attention, and a random input that it takes; angles are those of the first call."""
+    weight, dim = _norm_weight(parts), getattr(parts["self_attn"], "head_dim", 0)
+    angle = torch.linspace(-1, 1, 4 * dim, device=weight.device).to(weight.dtype).view(1, 4, dim)
+    how = {"position_embeddings": (angle, angle), "attention_mask": None}
+    return lambda x: parts["self_attn"](hidden_states=x, **how), random(1, 4, len(weight), like=weight)
+
+
+def _norm_weight(parts: dict[str, nn.Module]) -> Tensor:
+    return parts[NORM_NAMES[0]].get_parameter("weight")
 
 
 @contextmanager
@@ -255,6 +230,12 @@ def fused_ops(model: PreTrainedModel, shown: int | Tensor = 0) -> Iterator[None]
         if prepared.last:
             stack.enter_context(prepared.last.only(shown))
         yield
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Drop what is prepared for a model, before its modules are changed."""
+    with LOCK:
+        _prepared.pop(model, None)
 
 
 def is_faster(model: PreTrainedModel) -> bool:
@@ -283,6 +264,7 @@ def _prepare(model: PreTrainedModel) -> Prepared:
     layers: dict[nn.Module, Forward] = {}
     last = None
     known: dict[Any, Any] = {}  # class of modules -> what it computes
+    like = next(model.parameters())
     *_, final = attention_modules(model)
     for module in reversed(list(model.modules())):  # parts first
         if "forward" in vars(module):  # accelerate's hooks, say
@@ -290,7 +272,7 @@ def _prepare(model: PreTrainedModel) -> Prepared:
         parts = dict(module.named_children())
         if all(name in parts for name in QKV):
             forwards |= _shared_input([parts[name] for name in QKV])
-        elif forward := fused_mlp(module, parts) or _norm(module, known):
+        elif forward := fused_mlp(module, parts, like) or _norm(module, known):
             forwards[module] = forward
         elif layer := fused_layer(module, parts, forwards, known):
             layers[module], layers[layer.output] = layer, layer.output_projection
@@ -307,9 +289,10 @@ def _all_forwards(forwards: dict[nn.Module, Forward]) -> list[Replacement]:
 
 
 def _shared_input(layers: list[nn.Module]) -> dict[nn.Module, Forward]:
-    if not can_join(layers):
+    project = joint(layers)
+    if project is None:
         return {}
-    shared = SharedInput(layers)
+    shared = SharedInput(project)
     return {layer: partial(shared.forward, index) for index, layer in enumerate(layers)}
 
 
@@ -328,7 +311,7 @@ def _norm(module: nn.Module, known: dict[Any, tuple[float, bool] | None]) -> For
         best = min(NORMS, key=off.__getitem__)
         known[key] = best if off[best] <= SAME else None
     kind = known[key]
-    return None if kind is None else lambda x: rms_norm(x, module.weight, eps, *kind)
+    return None if kind is None else Norm(module, eps, *kind)
 
 
 def _attention_files(model: PreTrainedModel) -> set[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import get_ident
+from threading import get_ident, local
 from typing import Any, TypeGuard
 
 import torch
@@ -30,34 +30,55 @@ class Projections:
         self.layers = layers
         self.sizes = [layer.out_features for layer in layers]
         for parts in _parameters(layers):
-            _pack(parts)
+            pack(parts)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        weight, bias = map(_joined, _parameters(self.layers))
+        weight, bias = map(joined, _parameters(self.layers))
         if weight is None or (bias is None and self.layers[0].bias is not None):
-            return [linear(x, layer.weight, layer.bias) for layer in self.layers]
+            return [self.one(index, x) for index in range(len(self.layers))]
         return list(linear(x, weight, bias).split(self.sizes, -1))
+
+    def one(self, index: int, x: Tensor) -> Tensor:
+        """That of one layer alone."""
+        return linear(x, self.layers[index].weight, self.layers[index].bias)
 
 
 class SharedInput:
     """Projections called one after the other with the same tensor: the first call computes all of them."""
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        self.project, self.layers = Projections(layers), layers
+    def __init__(self, project: Projections) -> None:
+        self.project = project
         self.held: tuple[Tensor, list[Tensor | None]] | None = None  # an input, and what is still to be asked for
+        self.given = local()
+
+    @contextmanager
+    def computed(self, x: Tensor, parts: list[Tensor]) -> Iterator[None]:
+        """Within, and for this thread, these are the projections of x, asked for once each."""
+        self.given.held = x, [*parts]
+        try:
+            yield
+        finally:
+            self.given.held = None
 
     def forward(self, index: int, x: Tensor) -> Tensor:
+        given = getattr(self.given, "held", None)
+        if given is not None and given[0] is x:
+            part, given[1][index] = given[1][index], None
+            return self._last_contiguous(index, part)
         held = self.held  # another thread may replace it at any time
         if held is None or held[0] is not x:
             held = self.held = (x, [*self.project(x)])
         part, held[1][index] = held[1][index], None
         if part is None:
-            return linear(x, self.layers[index].weight, self.layers[index].bias)
+            return self.project.one(index, x)
         if not any(other is not None for other in held[1]):
             self.held = None
-        if index == len(self.layers) - 1 and x.shape[-2] > 1:
-            return part.contiguous()  # values may stay for long: they must not keep queries in memory
-        return part
+        return self._last_contiguous(index, part)
+
+    def _last_contiguous(self, index: int, part: Tensor) -> Tensor:
+        """Values may stay for long: they must not keep queries in memory."""
+        is_last = index == len(self.project.layers) - 1
+        return part.contiguous() if is_last and part.shape[-2] > 1 else part
 
 
 def can_join(layers: list[nn.Module]) -> TypeGuard[list[nn.Linear]]:
@@ -84,14 +105,15 @@ def _parameters(layers: list[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
     return [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
 
 
-def _pack(parts: list[Tensor]) -> None:
-    if parts and _joined(parts) is None:
-        joined = torch.cat([part.data for part in parts])
-        for part, view in zip(parts, joined.split([len(part) for part in parts]), strict=True):
-            part.data = view
+def pack(parts: list[Tensor]) -> None:
+    """Move tensors of one kind so that they lie one after the other."""
+    if parts and joined(parts) is None:
+        whole = parts[0].data.new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+        for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = view.copy_(part.data)
 
 
-def _joined(parts: list[Tensor]) -> Tensor | None:
+def joined(parts: list[Tensor]) -> Tensor | None:
     """The tensor whose rows these are, in this order; None where there is none."""
     if not parts:
         return None
@@ -113,6 +135,8 @@ def output_weight(model: PreTrainedModel, index: int) -> Tensor:
     projection = _projection(model, index)
     if has_plain_weight(projection):
         weight = projection.weight
+    elif callable(dequantized := getattr(projection, "dequantized", None)):  # in 8-bit floats
+        weight = dequantized(model.dtype)
     else:  # quantized, adapted or offloaded, it is linear: its value of each unit vector
         size = getattr(projection, "in_features", text_config(model).num_attention_heads * key_shape(model)[1])
         units = torch.eye(size, dtype=model.dtype, device=execution_device(projection))

@@ -56,14 +56,21 @@ def _rms_norm(
     BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     vectors = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    channels = tl.arange(0, DIM)
     where = x + (vectors // heads) * token_stride + (vectors % heads) * head_stride
-    value = load_rows(where, vectors < count, dim, DIM).to(tl.float32)
+    value = load_rows(where, vectors < count, dim, DIM)
+    result = normed(value, weight, dim, eps, offset, ROUNDS, DIM)
+    store_rows(output + vectors * dim, result, vectors < count, dim, DIM)
+
+
+@triton.jit
+def normed(vectors, weight, dim, eps, offset, ROUNDS: tl.constexpr, DIM: tl.constexpr):
+    """RMS norms in float32. vectors [rows, DIM]"""
+    value, channels = vectors.to(tl.float32), tl.arange(0, DIM)
     unit = value * tl.rsqrt(tl.sum(value * value, 1) / dim + eps)[:, None]
     scale = tl.load(weight + channels, mask=channels < dim, other=0.0).to(tl.float32) + offset
     if ROUNDS:
-        unit = unit.to(output.dtype.element_ty).to(tl.float32)
-    store_rows(output + vectors * dim, unit * scale[None, :], vectors < count, dim, DIM)
+        unit = unit.to(vectors.dtype).to(tl.float32)
+    return unit * scale[None, :]
 
 
 @kernel()
@@ -72,15 +79,21 @@ def _gated(gate, up, output, gate_stride, up_stride, dim, KIND: tl.constexpr, BL
     inside = channels < dim
     g = tl.load(gate + token * gate_stride + channels, mask=inside, other=0.0)
     u = tl.load(up + token * up_stride + channels, mask=inside, other=0.0)
-    x = g.to(tl.float32)
+    result = activated(g, KIND).to(tl.float32) * u.to(tl.float32)
+    tl.store(output + token * dim + channels, result.to(g.dtype), mask=inside)
+
+
+@triton.jit
+def activated(gate, KIND: tl.constexpr):
+    """The activation in float32, rounded to the dtype of the gate."""
+    x = gate.to(tl.float32)
     if KIND == 0:
         x = x * _sigmoid(x)
     elif KIND == 1:
         x = x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
     else:
         x = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(y)) / 2 = sigmoid(2y)
-    result = x.to(g.dtype).to(tl.float32) * u.to(tl.float32)
-    tl.store(output + token * dim + channels, result.to(g.dtype), mask=inside)
+    return x.to(gate.dtype)
 
 
 @triton.jit
