@@ -114,6 +114,26 @@ def test_ragged_attention(rows, heads, kv_heads, dim, kind):
             assert off(got[row, head, 0], want) <= BOUND[kind] + (torch.finfo(kind).eps if kind != torch.float32 else 0)
 
 
+@pytest.mark.parametrize(("softcap", "learned"), KINDS)
+def test_ragged_attention_writes_log_sum_exps(softcap, learned):
+    """Of each row to its place; rows that are not of this step, and other places, stay as they are."""
+    torch.manual_seed(0)
+    queries, keys, values = drawn(2, 4, 1, 16), drawn(400, 16), drawn(400, 16)
+    starts, lengths = (torch.tensor(each, device=DEVICE) for each in ([[0, 150], [160, 165]], [[150, 9], [1, 200]]))
+    sinks, places = drawn(4) if learned else None, torch.tensor([2, 0], device=DEVICE)
+    want = torch.full((3, 4, 3), 7.0, dtype=torch.float64, device=DEVICE)
+    for row, head in product(range(2), range(4)):
+        first, count = int(starts[row, head // 2]), int(lengths[row, head // 2])
+        logits = keys[first : first + count].double() @ queries[row, head, 0].double() * 0.3
+        logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+        logits = logits if sinks is None else torch.cat([logits, sinks[head : head + 1].double()])
+        want[row, head, places[row]] = logits.logsumexp(0)
+    for function in (decode.ragged_attention, reference.ragged_attention):
+        got = torch.full_like(want, 7.0, dtype=torch.float32)
+        function(queries, keys, values, starts, lengths, 256, 0.3, softcap, sinks, (got, places))
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", BOUND, ids=str)
 @pytest.mark.parametrize("rows, kv_heads, dim, wide", [(1, 1, 16, 16), (3, 2, 24, 40), (5, 3, 128, 64)])
 def test_append_ragged(rows, kv_heads, dim, wide, kind):

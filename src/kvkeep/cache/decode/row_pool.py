@@ -268,7 +268,11 @@ class RowPool(DecodePool):
             ring = self.rings[self.buffers[index].kind.device]
             ring.write(index, call.query, self.places[index].active[: len(call.query)])
         step = call.query, call.key, call.value, self.places[index], self.longest
-        return call.to_hf_output(self.buffers[index].step(*step, *call.how))
+        return call.to_hf_output(self.buffers[index].step(*step, *call.how, *self.also(index)))
+
+    def also(self, index: int) -> tuple[Any, ...]:
+        """What attention is asked for beside its output, once the step's queries are in the ring."""
+        return ()
 
     def newest_queries(self, row: int, written: int, count: int) -> dict[int, Tensor]:
         """The last `count` of the queries that a row has written, by layer. [heads, count, dim]"""

@@ -7,6 +7,8 @@ at the cost of others; every so many steps, between two of them, the room of a r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -35,6 +37,17 @@ class VotePool(BufferedPool):
         self.growth = ROOM if rule.sure < rule.budget else 0  # of a KV head, in a row that is full
         self.most += self.growth
         self.indices = self._new_indices()
+        self.sums = self._new_sums()
+
+    def _new_sums(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        """Log-sum-exps of queries in a ring [layers, rows, heads, slots]; none is known [layers, rows, kv_heads]."""
+        return {
+            device: (
+                torch.zeros(*ring.queries.shape[:2], ring.heads, ring.size + 1, dtype=torch.float32, device=device),
+                torch.zeros(*ring.queries.shape[:2], self.kv_heads, dtype=torch.int32, device=device),
+            )
+            for device, ring in self.rings.items()
+        }
 
     def _new_indices(self) -> dict[torch.device, Tensor]:
         """Which token of its KV head lies in a slot, and its position. [layers, 2, slots]"""
@@ -45,7 +58,8 @@ class VotePool(BufferedPool):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(each.nbytes for each in self.indices.values())
+        indices, sums = self.indices.values(), self.sums.values()
+        return super().nbytes + sum(each.nbytes for each in indices) + sum(lse.nbytes for lse, _ in sums)
 
     def room_for(self, cache: Cache, answer: int) -> int:
         return min(answer, self.most - cache.tracker.kept[0])
@@ -57,6 +71,8 @@ class VotePool(BufferedPool):
             self.indices = self._new_indices()
             for device, indices in before.items():
                 self.indices[device][..., :slots] = indices[..., :slots]
+        if grown:
+            self.sums = self._new_sums()  # computed anew
         return grown
 
     # one row
@@ -73,6 +89,7 @@ class VotePool(BufferedPool):
             slots = torch.where(index < lengths[..., None], starts[..., None] + index, self.tokens).flatten(1)
             values = torch.stack([index.expand_as(positions), positions], 1).flatten(2)
             self.indices[device].scatter_(2, slots[:, None].expand_as(values), values)
+            self.sums[device][1][:, row] = 0
         held.clear()
 
     def complete(self, row: int, cache: Cache, count: int) -> None:
@@ -140,5 +157,12 @@ class VotePool(BufferedPool):
         number, ring = self.layers_on[device].index(index), self.rings[device]
         starts, lengths, _ = self.places[index].first(len(call.query))
         tokens = buffer.keys, buffer.values, *self.indices[device][number], starts, lengths
-        evict_voted(*tokens, ring.queries[number], ring.written, self.longest, self.rule, *call.how)
+        lse, known = self.sums[device]
+        voting = ring.queries[number], ring.written, lse[number], known[number]
+        evict_voted(*tokens, *voting, self.longest, self.rule, *call.how)
         return super().attend(index, call)
+
+    def also(self, index: int) -> tuple[Any, ...]:
+        """The log-sum-exps of the newest queries: the next step needs them before it evicts."""
+        device = self.buffers[index].kind.device
+        return ((self.sums[device][0][self.layers_on[device].index(index)], self.rings[device].slots),)

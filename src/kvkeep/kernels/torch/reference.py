@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from kvkeep.kernels.torch.scoring import probabilities, softmax
+from kvkeep.kernels.torch.scoring import masked_logits, probabilities, softmax
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # queries, keys, values, scale
 
@@ -174,15 +174,37 @@ def ragged_attention(
     scale: float,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    lse_out: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention over a flat buffer with one segment, of any size, per row and KV head.
 
     queries [rows, heads, q, dim], keys and values [slots, dim], starts and lengths [rows, kv_heads], none longer than
     `longest` -> [rows, heads, q, dim]
+    lse_out: [rows or more, heads, places] and a place of each row, where the log-sum-exps of its one query are written
     """
     softmax, rows = (scale, softcap, sink_logits), zip(queries, starts.tolist(), lengths.tolist(), strict=True)
+    if lse_out is not None:
+        for lse, place, query, start, length in zip(*lse_out, queries, starts, lengths, strict=False):
+            lse[:, place] = _log_sum_exp(query, keys, start, length, *softmax)
     segments = ((row[None], list(zip(*spans, strict=True))) for row, *spans in rows)
     return torch.cat([segment_attention(row, keys, values, mine, row.shape[2:3], *softmax) for row, mine in segments])
+
+
+def _log_sum_exp(
+    query: Tensor,
+    keys: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Tensor:
+    """That of one query's logits, in each head. query [heads, 1, dim], starts and lengths [kv_heads] -> [heads]"""
+    index = torch.arange(int(lengths.max()), device=keys.device)
+    held = keys[(starts[:, None] + index).clamp_max(len(keys) - 1)]
+    logits = masked_logits(query, held, index < lengths[:, None, None], scale, softcap)
+    sums = logits.logsumexp(-1).flatten()
+    return sums if sink_logits is None else torch.logaddexp(sums, sink_logits.float())
 
 
 def extend_attention(

@@ -32,6 +32,8 @@ def evict_voted(
     lengths: Tensor,
     queries: Tensor,
     seen: Tensor,
+    lse: Tensor,
+    known: Tensor,
     longest: int,
     rule: VoteRule,
     scale: float,
@@ -45,6 +47,9 @@ def evict_voted(
     keys and values [slots, dim]; order, positions [slots] int32: which token of its KV head lies here, and its position
     starts, lengths [rows, kv_heads]: of the spans, empty in rows that are not in use; longest: of all, or more
     queries [rows, ring + 1, heads, dim]: that of position p is at p % ring; seen [rows]: tokens of text so far
+    lse [rows, heads, ring + 1]: log-sum-exps of their logits; known [rows, kv_heads] int32: 1 where they are right, if
+    the last call evicted from here and that of the query since then was written, and 0 at first. They save the kernel
+    a pass over the keys, and it keeps both up to date; here they are neither read nor written.
     """
     ring, sure = queries.shape[1] - 1, torch.full(starts.shape[1:], rule.sure, device=starts.device)
     ages = torch.arange(rule.window - 1, -1, -1, device=keys.device)

@@ -24,8 +24,9 @@ PROGRAMS = 512  # enough to fill a large GPU
 
 
 def ragged_attention(
-    queries, keys, values, starts, lengths, longest, scale, softcap=None, sink_logits=None, logits_out=None
-):
+    queries, keys, values, starts, lengths, longest, scale, softcap=None, sink_logits=None, lse_out=None,
+    logits_out=None,
+):  # fmt: skip
     """Do what the reference does. queries [rows, heads, 1, dim]; logits_out as in `padded_attention`"""
     rows, heads, _, dim = queries.shape
     kv_heads, v_dim = starts.shape[1], values.shape[-1]
@@ -38,7 +39,7 @@ def ragged_attention(
         query, keys, values, starts, lengths, partial, weight, logits_out, scale, softcap, kv_heads, group, splits,
         dim, v_dim, row_stride, stride, padded(group), padded(dim), padded(v_dim), BLOCK, num_warps=4, num_stages=2,
     )  # fmt: skip
-    return merged_splits(query, partial, weight, sink_logits)[:, :, None]
+    return merged_splits(query, partial, weight, sink_logits, lse_out)[:, :, None]
 
 
 def split_results(query: Tensor, splits: int, v_dim: int) -> tuple[Tensor, Tensor]:
@@ -47,13 +48,21 @@ def split_results(query: Tensor, splits: int, v_dim: int) -> tuple[Tensor, Tenso
     return partial, partial.new_empty(*partial.shape[:2], 2)
 
 
-def merged_splits(query: Tensor, partial: Tensor, weight: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Attention from that over each split. -> [rows, heads, v_dim]"""
+def merged_splits(
+    query: Tensor,
+    partial: Tensor,
+    weight: Tensor,
+    sink_logits: Tensor | None,
+    lse_out: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Attention from that over each split. lse_out as in `ragged_attention` -> [rows, heads, v_dim]"""
     (rows, heads, _), (_, splits, v_dim) = query.shape, partial.shape
-    output = query.new_empty(rows, heads, v_dim)
+    output, (lse, place) = query.new_empty(rows, heads, v_dim), lse_out or (None, None)
+    places = 0 if lse is None else lse.shape[2]
     _merge[rows * heads,](
-        partial, weight, sink_logits, output, heads, splits, v_dim, pow2(splits), pow2(v_dim), num_warps=1
-    )
+        partial, weight, sink_logits, output, lse, place, places, heads, splits, v_dim, pow2(splits), pow2(v_dim),
+        num_warps=1,
+    )  # fmt: skip
     return output
 
 
@@ -62,7 +71,7 @@ def padded_attention(queries, keys, values, lengths, scale, softcap=None, sink_l
     size = keys.shape[2]
     starts = torch.arange(0, lengths.numel() * size, size, device=keys.device).view_as(lengths)
     flat = keys.view(-1, keys.shape[-1]), values.view(-1, values.shape[-1])
-    return ragged_attention(queries, *flat, starts, lengths, size, scale, softcap, sink_logits, logits_out)
+    return ragged_attention(queries, *flat, starts, lengths, size, scale, softcap, sink_logits, None, logits_out)
 
 
 def append_ragged(keys, values, new_keys, new_values, starts, lengths, active):
@@ -180,15 +189,19 @@ def softmax_weights(weight, splits, sink_logits, SPLITS: tl.constexpr):
 
 @kernel(do_not_specialize=["splits"])
 def _merge(
-    partial, weight, sink_logits, output, heads, splits, v_dim, SPLITS: tl.constexpr, V_DIM: tl.constexpr
+    partial, weight, sink_logits, output, lse, place, places, heads, splits, v_dim, SPLITS: tl.constexpr,
+    V_DIM: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0)
     parts, v_channels = tl.arange(0, SPLITS), tl.arange(0, V_DIM)
     if sink_logits is not None:
         sink_logits += query % heads
-    _, row_sum, rescale = softmax_weights(weight + query * splits * 2, splits, sink_logits, SPLITS)
+    row_max, row_sum, rescale = softmax_weights(weight + query * splits * 2, splits, sink_logits, SPLITS)
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
+    if lse is not None:
+        tl.store(lse + query * places + tl.load(place + query // heads), row_max + tl.log(row_sum))
     outputs = load_rows(partial + (query * splits + parts) * v_dim, parts < splits, v_dim, V_DIM)
-    result = tl.sum(outputs * rescale[:, None], 0) / tl.where(row_sum == 0, 1.0, row_sum)
+    result = tl.sum(outputs * rescale[:, None], 0) / row_sum
     tl.store(output + query * v_dim + v_channels, result.to(output.dtype.element_ty), mask=v_channels < v_dim)
 
 
