@@ -268,10 +268,10 @@ class RowPool(DecodePool):
             ring = self.rings[self.buffers[index].kind.device]
             ring.write(index, call.query, self.places[index].active[: len(call.query)])
         step = call.query, call.key, call.value, self.places[index], self.longest
-        return call.to_hf_output(self.buffers[index].step(*step, *call.how, *self.also(index)))
+        return call.to_hf_output(self.buffers[index].step(*step, *call.how, *self.lse_out(index)))
 
-    def also(self, index: int) -> tuple[Any, ...]:
-        """What attention is asked for beside its output, once the step's queries are in the ring."""
+    def lse_out(self, index: int) -> tuple[Any, ...]:
+        """Where attention writes its queries' log-sum-exps, for a pool that needs them: an argument, or none."""
         return ()
 
     def newest_queries(self, row: int, written: int, count: int) -> dict[int, Tensor]:

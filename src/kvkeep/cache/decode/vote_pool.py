@@ -162,7 +162,7 @@ class VotePool(BufferedPool):
         evict_voted(*tokens, *voting, self.longest, self.rule, *call.how)
         return super().attend(index, call)
 
-    def also(self, index: int) -> tuple[Any, ...]:
+    def lse_out(self, index: int) -> tuple[Any, ...]:
         """The log-sum-exps of the newest queries: the next step needs them before it evicts."""
         device = self.buffers[index].kind.device
         return ((self.sums[device][0][self.layers_on[device].index(index)], self.rings[device].slots),)
