@@ -237,20 +237,20 @@ def _evict(
             for start in range(0, left, BLOCK):
                 places = start + tl.arange(0, BLOCK)
                 before = tl.load(order + base + places, mask=places < left, other=-1)
-                is_gone = before[:, None] == gone[None, :]
-                holes = tl.sum(is_gone.to(tl.int32), 1)
+                evicted_here = before[:, None] == gone[None, :]
+                holes = tl.sum(evicted_here.to(tl.int32), 1)
                 hole = filled + tl.cumsum(holes, 0) - 1
                 taken = (holes > 0)[:, None] & moves[None, :] & (hole[:, None] == number[None, :])
                 after = before - tl.sum((before[:, None] > gone[None, :]).to(tl.int32), 1)
                 after = tl.where(holes > 0, tl.sum(tl.where(taken, token[None, :], 0), 1), after)
                 tl.store(order + base + places, after, mask=places < left)
                 target += tl.sum(tl.where(taken, places[:, None], 0), 0)
-                place += tl.sum(tl.where(is_gone, places[:, None], 0), 0)
+                place += tl.sum(tl.where(evicted_here, places[:, None], 0), 0)
                 filled += tl.sum(holes, 0)
             same = leaves[None, :] & (tl.arange(0, PADDED)[:, None] == each[None, :])  # the side of a matrix product
             evicted = tl.sum(same.to(tl.int32), 1) > 0
-            place = tl.sum(tl.where(same, place[None, :], 0), 1)
-            k = load_rows(keys + (base + place) * dim, evicted, dim, DIM)
+            evicted_at = tl.sum(tl.where(same, place[None, :], 0), 1)
+            k = load_rows(keys + (base + evicted_at) * dim, evicted, dim, DIM)
             lost = _subtract(
                 queries, lse, k, evicted, segment, seen, kv_heads, dim, scale, softcap, GROUP, WINDOW, RING, DIM,
                 QUERIES,

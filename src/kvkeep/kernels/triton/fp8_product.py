@@ -12,7 +12,7 @@ from kvkeep.kernels.triton.tiles import load_rows
 
 FEW_ROWS = 64
 # Up to so many rows: output channels of a program, segments of the input channels, channels of a block, blocks ahead
-TILES = {16: (16, 4, 128, 5), 32: (32, 2, 128, 5), 64: (32, 2, 128, 4)}
+TILES = {16: (32, 2, 128, 5), 32: (32, 2, 128, 5), 64: (64, 1, 256, 4)}  # the fastest on an H200
 
 
 def fp8_linear(x, weight, bias=None, total=None):
