@@ -236,7 +236,7 @@ def test_a_first_token_is_delivered_between_the_layers_of_the_next_pass(model, s
     assert_free(work)
 
 
-@pytest.mark.parametrize(("spec", "passes"), [("kvzip:chunk=50", 4), ("lookahead:tokens=5:window=16", 6)])
+@pytest.mark.parametrize(("spec", "passes"), [("kvzip:chunk=50", 4 + 1), ("lookahead:tokens=5:window=16", 1 + 6 + 1)])
 def test_decode_steps_pass_between_the_passes_a_method_makes(model, spec, passes, monkeypatch):
     monkeypatch.setattr(PooledBatch, "replays", property(lambda batch: bool(batch.by_row)))
     work = Scheduler(model, set())

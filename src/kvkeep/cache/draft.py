@@ -97,7 +97,10 @@ def _draft(group: list[DraftRow], stores: Stores, most: int, found: dict[int, La
     """All together or, where memory is short, in two halves."""
     model = group[0].cache.model
     try:
-        texts = [_kept(list(rows), stores) for _, rows in groupby(group, lambda each: id(each.cache))]
+        texts = []
+        for _, rows in groupby(group, lambda each: id(each.cache)):
+            texts.append(_kept(list(rows), stores))
+            group[0].cache.pass_end.between_passes()
         with drafts_of(model, sum(each.nbytes for each in group)) as drafts, torch.inference_mode():
             queries = _decode(group, texts, most, drafts)  # only in this mode may the pool's tensors be changed
         for cache, text in zip({id(each.cache): each.cache for each in group}.values(), texts, strict=True):

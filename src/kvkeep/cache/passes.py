@@ -36,6 +36,7 @@ def run_passes(caches: Sequence[CacheState], known: Replays | None = None) -> No
     with fused_ops(due[0].model, 1):  # these passes show other tokens than the prefill around them
         for cache, queries in zip(due, draft_queries(due), strict=True):
             cache.evict_held(replay_scores(cache, [] if known is None else known), queries)
+            cache.pass_end.between_passes()
 
 
 @contextmanager
