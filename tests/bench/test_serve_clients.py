@@ -190,7 +190,8 @@ def test_an_open_loop_does_not_wait_for_answers():
     for _ in range(12):
         due.prompt()
     expected = due.due()
-    assert [at - server.times[0] for at in server.times] == [near(at - expected[0]) for at in expected]
+    waits = [pytest.approx(at - expected[0], abs=SLACK_S) for at in expected]  # the first may be late itself
+    assert [at - server.times[0] for at in server.times] == waits
     assert row["answered"] == 12 and row["rate"] == 20 and row["most_under_way"] > 2
 
 
