@@ -14,7 +14,8 @@ import random
 import statistics
 import time
 from typing import Any
-from urllib.parse import urlsplit
+
+from stream_client import Server
 
 QUESTION = 64  # tokens
 REQUEST = "Tell what happened, in the order of the text, with every number in it."
@@ -159,24 +160,12 @@ def measure(options: Any) -> None:
 
 async def ask(options: Any, said: list[dict[str, str]]) -> tuple[float, str]:
     """POST /v1/chat/completions. -> seconds until the first text, and the answer, which joins the conversation"""
-    where = urlsplit(options.url)
     body = {"model": options.model, "messages": said, "max_tokens": options.new, "temperature": 0, "stream": True}
-    sent = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(where.hostname, where.port)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n"
-    began, first, answer = time.monotonic(), 0.0, ""
-    writer.write(f"{head}Content-Length: {len(sent)}\r\nConnection: close\r\n\r\n".encode() + sent)
-    try:
-        async for line in reader:
-            if line.startswith(b"HTTP/1.1 ") and b" 200 " not in line:
-                raise RuntimeError(line + await reader.read(500))
-            choices = json.loads(line[6:])["choices"] if line.startswith(b"data: {") else []
-            if piece := "".join(choice["delta"].get("content") or "" for choice in choices):
-                first = first or time.monotonic() - began
-                answer += piece
-    finally:
-        writer.close()
-    return first, answer
+    stream = await Server(options.url).post("/v1/chat/completions", json.dumps(body).encode())
+    answer = stream.answer()
+    if answer.failure:
+        raise RuntimeError(f"{answer.failure}: {answer.said}")
+    return answer.first_token_s, answer.text
 
 
 async def converse(options: Any) -> None:

@@ -14,19 +14,17 @@ import argparse
 import json
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import uvicorn
+from serve_clients import Clients
+from stream_client import Answer
 from user_paths import Characters, text
 
 import kvkeep
@@ -44,38 +42,13 @@ class Letters(Characters):
         return {"x": 0}
 
 
-@dataclass
-class Stream:
-    """What one client saw."""
-
-    status: int
-    began: float
-    seen: list[tuple[float, int]]  # when, and how many tokens
-
-    @property
-    def first_token_s(self) -> float:
-        return self.seen[0][0] - self.began
-
-    def tokens(self, start: float, end: float) -> int:
-        return sum(count for at, count in self.seen if start <= at < end)
+def tokens(answer: Answer, start: float, end: float) -> int:
+    """Those of a window: a token is a character."""
+    return sum(len(text) for at, text in answer.events if start <= at < end)
 
 
-class Clients:
-    """Under way in a process of their own."""
-
-    def __init__(self, port: int, bodies: list[dict[str, Any]], at_once: int | None = None) -> None:
-        """at_once: None: all, until somebody asks for the result"""
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, Path(__file__).with_name("serve_clients.py")], **pipes)
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps({"port": port, "bodies": bodies, "at_once": at_once}) + "\n")
-        self.process.stdin.flush()
-
-    def result(self) -> list[Stream]:
-        streams = [Stream(**each) for each in json.loads(self.process.communicate()[0])]
-        wrong = {stream.status for stream in streams} - {200}
-        assert not wrong, f"HTTP {wrong}"
-        return streams
+def asking(port: int, bodies: list[dict[str, Any]], at_once: int | None = None) -> Clients:
+    return Clients(f"http://127.0.0.1:{port}", [{"model": "random"} | body for body in bodies], at_once)
 
 
 @contextmanager
@@ -136,23 +109,23 @@ class Run:
     def capacity(self, engine: kvkeep.Engine, port: int, name: str, num_clients: int) -> None:
         options = self.options
         prompts = [{"prompt": text(options.length, seed), "max_tokens": options.new} for seed in range(num_clients)]
-        asked = Clients(port, prompts)
+        asked = asking(port, prompts)
         most = self.fill(engine, num_clients)
         start, held = time.monotonic(), engine.held_bytes
         time.sleep(options.seconds)
         end = time.monotonic()
         most = max(most, decoding(engine))
-        streams = asked.result()
+        answers = asked.answers()
         middle = (start + end) / 2
-        steady = sum(bool(each.tokens(start, middle) and each.tokens(middle, end)) for each in streams)
-        tokens = sum(each.tokens(start, end) for each in streams)
-        first = sorted(each.first_token_s for each in streams if each.seen and each.seen[0][0] < end)
+        steady = sum(bool(tokens(each, start, middle) and tokens(each, middle, end)) for each in answers)
+        decoded = sum(tokens(each, start, end) for each in answers)
+        first = sorted(each.first_token_s for each in answers if each.events and each.events[0][0] < end)
         self.note(
             "capacity", method=name, length=options.length, memory=options.memory, clients=num_clients, in_flight=most,
-            read_to_the_end_of_the_window=steady, tokens_per_s=tokens / (end - start),
+            read_to_the_end_of_the_window=steady, tokens_per_s=decoded / (end - start),
             held_gb=held / 1e9, first_token_of_first_s=first[0], first_token_median_s=statistics.median(first),
             first_token_of_last_s=first[-1], answered=len(first),
-            filled_s=start - min(each.began for each in streams),
+            filled_s=start - min(each.began for each in answers),
         )  # fmt: skip
         while engine._driver.scheduler.held.num_requests:  # their clients have gone
             time.sleep(0.01)
@@ -178,10 +151,10 @@ class Run:
         about = {"max_tokens": 8, "kvkeep": {"context": made["id"]}}
         bodies = [about | {"prompt": text(40, 2 * 10**6 + number)} for number in range(options.questions)]
         for at_once in (1, 10):
-            streams = Clients(port, bodies, at_once).result()
-            waits = sorted(1000 * each.first_token_s for each in streams)
+            answers = asking(port, bodies, at_once).answers()
+            waits = sorted(1000 * each.first_token_s for each in answers)
             spread = {"median_ms": statistics.median(waits), "p99_ms": waits[int(0.99 * len(waits))]}
-            more = {"first_asked_ms": 1000 * streams[0].first_token_s, "worst_ms": waits[-1]}
+            more = {"first_asked_ms": 1000 * answers[0].first_token_s, "worst_ms": waits[-1]}
             self.note("first token of a question", questions=len(waits), at_once=at_once, **spread, **more)
 
     def table(self) -> None:

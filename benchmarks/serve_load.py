@@ -22,8 +22,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import psutil
+from stream_client import Server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import serving  # noqa: E402 (of the tests: a server of a tiny model)
@@ -31,6 +31,7 @@ import serving  # noqa: E402 (of the tests: a server of a tiny model)
 METHODS = [("kvkeep", 64), ("snapkv+adakv", 48), ("streamingllm", 64), ("full", None), ("h2o", 64), ("quest", 64)]
 LENGTHS = 20, 200, 900  # characters of prompts, which are its tokens
 VANISHING = 0.05  # of the clients' requests are left in the middle
+LEFT_AFTER = 3  # pieces of the reply
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Waits:
     between: list[float] = field(default_factory=list)
     answers: list[tuple[int, str]] = field(default_factory=list)  # job, text
     left: int = 0
+    lost: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
 
 
@@ -60,39 +62,30 @@ def make_jobs(count: int, methods: list[tuple[str, int | None]]) -> list[dict]:
     return jobs
 
 
-async def ask(client: httpx.AsyncClient, number: int, job: dict, waits: Waits, leaves: bool = False) -> None:
-    began = last = time.perf_counter()
-    text, chunks = "", 0
-    async with client.stream("POST", "/v1/chat/completions", json=job) as reply:
-        waits.statuses[reply.status_code] += 1
-        if reply.status_code != 200:
-            return await asyncio.sleep(float(reply.headers.get("retry-after", 1)))
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            choice = event["choices"][0]
-            if choice["delta"].get("role"):
-                continue
-            now = time.perf_counter()
-            (waits.between if chunks else waits.first).append(now - last if chunks else now - began)
-            last, chunks, text = now, chunks + 1, text + choice["delta"].get("content", "")
-            if leaves and chunks == 3:
-                waits.left += 1
-                return
-    waits.answers.append((number, text))
+async def ask(server: Server, number: int, job: dict, waits: Waits, leaves: bool = False) -> None:
+    enough = (lambda stream: len(stream.pieces) > LEFT_AFTER) if leaves else None
+    stream = await server.post("/v1/chat/completions", json.dumps(job).encode(), enough=enough)
+    answer = stream.answer()
+    waits.statuses[answer.status] += 1
+    if answer.status != 200:
+        return await asyncio.sleep(float(stream.headers.get("retry-after", 1)))
+    waits.first += [answer.first_token_s] if answer.events else []
+    waits.between += answer.gaps
+    if answer.finish:
+        waits.answers.append((number, answer.text))
+    else:
+        waits.left += leaves
+        waits.lost += not leaves
 
 
 async def load(url: str, jobs: list[dict], clients: int, seconds: float) -> Waits:
-    waits, end = Waits(), time.monotonic() + seconds
+    waits, end, server = Waits(), time.monotonic() + seconds, Server(url)
 
     async def client(seed: int) -> None:
         draw = random.Random(seed)
-        # verify: each reads all certificates else, 50 ms in which no other client of this process sees its answer
-        async with httpx.AsyncClient(base_url=url, timeout=600, verify=False) as line:
-            while time.monotonic() < end:
-                number = draw.randrange(len(jobs))
-                await ask(line, number, jobs[number], waits, draw.random() < VANISHING)
+        while time.monotonic() < end:
+            number = draw.randrange(len(jobs))
+            await ask(server, number, jobs[number], waits, draw.random() < VANISHING)
 
     await asyncio.gather(*map(client, range(clients)))
     return waits
@@ -100,9 +93,8 @@ async def load(url: str, jobs: list[dict], clients: int, seconds: float) -> Wait
 
 async def solo(url: str, jobs: list[dict]) -> dict[int, str]:
     waits = Waits()
-    async with httpx.AsyncClient(base_url=url, timeout=600) as line:
-        for number, job in enumerate(jobs):
-            await ask(line, number, job, waits)
+    for number, job in enumerate(jobs):
+        await ask(Server(url), number, job, waits)
     return dict(waits.answers)
 
 
@@ -145,9 +137,8 @@ def main() -> None:
         page, end = read(server.url), process.memory_info().rss
         alone = asyncio.run(solo(server.url, jobs))
     wrong = [number for number, text in waits.answers if text != alone[number]]
-    print(
-        f"{len(waits.answers)} answers of {args.clients} clients, {waits.left} left early, HTTP {dict(waits.statuses)}"
-    )
+    ends = f"{waits.left} left early, {waits.lost} lost, HTTP {dict(waits.statuses)}"
+    print(f"{len(waits.answers)} answers of {args.clients} clients, {ends}")
     print(f"not as alone: {len(wrong)} answers, of the jobs {sorted(set(wrong))}")
     print(f"server's memory: {middle / 1e6:.0f} MB after a third of the time, {end / 1e6:.0f} MB at the end")
     print(f"{len(waits.between) + len(waits.first)} pieces of text, {len(waits.between) / args.seconds:.0f} per second")

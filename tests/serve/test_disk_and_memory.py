@@ -2,6 +2,7 @@
 
 import resource
 import threading
+import time
 import urllib.request
 
 import openai
@@ -111,3 +112,40 @@ def test_what_could_not_be_saved_is_counted_while_nothing_is_stored():
     store = Store(2**20)
     store.num_unsaved = 2
     assert "kvkeep_unsaved_prefixes 2.0" in Metrics([], store).page().decode()
+
+
+def test_free_memory_is_returned_once_nobody_waits(monkeypatch):
+    trims = []
+    monkeypatch.setattr("kvkeep.serve.server.trim", lambda: trims.append(threading.current_thread()))
+    monkeypatch.setattr("kvkeep.serve.server.IDLE_S", 0.2)
+    long = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}}
+    with serving.thread(serving.engine()) as served, serving.client(served) as api:
+        stream = ask(api, 0, stream=True, **long)
+        next(iter(stream))
+        ask(api, 1)
+        time.sleep(0.5)
+        assert not trims and served.live  # somebody waits
+        stream.close()
+        wait_until(lambda: trims)
+        time.sleep(0.5)
+        assert len(trims) == 1 and trims[0] is not threading.main_thread()  # nor the one that serves
+        for _ in range(3):
+            ask(api, 1)
+        wait_until(lambda: len(trims) == 2)
+
+
+def test_requests_start_no_threads_that_stay():
+    """Each thread may have a part of the C library's memory for itself."""
+    with serving.thread(serving.engine()) as served, serving.client(served) as api:
+        before = set(threading.enumerate())
+        clients = [threading.Thread(target=ask, args=(api, number)) for number in range(8)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+        for wrong in ({"model": "other"}, {"max_tokens": -1}):
+            with pytest.raises(openai.APIStatusError):
+                ask(api, 0, **wrong)
+        wait_until(lambda: not served.engine._driver.thread)
+        started = {thread.name for thread in set(threading.enumerate()) - before}
+    assert started <= {"kvkeep-submit_0", "kvkeep-submit-long_0"}

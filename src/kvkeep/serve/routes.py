@@ -35,15 +35,22 @@ router = APIRouter()
 class Caller:
     """Says who sends a request, and has the server that is asked."""
 
-    def __init__(self, request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> None:
-        """_: for the OpenAPI page; the middleware checks the key"""
+    def __init__(self, request: Request) -> None:
         self.server: Server = request.app.state.server
         self.owner: str = request.state.owner  # whose key the request has
         self.client = request.client.host if request.client else ""  # the address it comes from
         self.receive, self.state = request.receive, request.state
 
 
-From = Annotated[Caller, Depends()]
+async def caller_of(request: Request, _: Annotated[Any, Depends(HTTPBearer(auto_error=False))]) -> Caller:
+    """Make it in the event loop: what is not async, FastAPI runs in one of forty threads, each with memory of its own.
+
+    _: for the OpenAPI page; the middleware checks the key
+    """
+    return Caller(request)
+
+
+From = Annotated[Caller, Depends(caller_of)]
 
 
 def create_app(server: Server, local_only: bool = False) -> FastAPI:
@@ -57,11 +64,17 @@ def create_app(server: Server, local_only: bool = False) -> FastAPI:
     if local_only:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL)
     for kind in (HTTPException, KvkeepError):
-        app.add_exception_handler(kind, lambda request, error: failure_of(error).response())
-    app.add_exception_handler(
-        RequestValidationError, lambda request, error: invalid(error.errors(), error.body).response()
-    )
+        app.add_exception_handler(kind, _failed)
+    app.add_exception_handler(RequestValidationError, _invalid)
     return app
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return failure_of(error).response()
+
+
+async def _invalid(_: Request, error: Any) -> Response:
+    return invalid(error.errors(), error.body).response()
 
 
 @asynccontextmanager

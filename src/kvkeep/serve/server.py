@@ -20,6 +20,7 @@ import kvkeep
 from kvkeep.compress.parse import parse
 from kvkeep.engine.driver import Handle
 from kvkeep.engine.engine import Engine
+from kvkeep.engine.memory import trim
 from kvkeep.engine.prompts import ChatIds, check_ids, only_text, prompt_ids
 from kvkeep.engine.request import Request
 from kvkeep.engine.store import Store
@@ -40,6 +41,7 @@ from kvkeep.serve.tools import ToolParser, tool_format
 
 LONG = 32_768  # characters that take so long to tokenize that short prompts do not wait for them
 PER_TOKEN = 8  # characters: texts have fewer, as a rule
+IDLE_S = 2.0  # without an answer under way: then nobody waits for what is returned to the system
 
 
 class Server:
@@ -60,6 +62,7 @@ class Server:
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:10]}"
         self.longest_token = max(map(len, engine.tokenizer.get_vocab()))  # in characters, or bytes, which are more
         self._short, self._long = TurnThread("kvkeep-submit"), TurnThread("kvkeep-submit-long")
+        self._idle: asyncio.TimerHandle | None = None
 
     async def submit(self, owner: str, job: Job, client: str = "") -> Answers:
         """The answers under way; raises why there will be none.
@@ -245,6 +248,18 @@ class Server:
         if answers in self.live:
             self.live.discard(answers)
             self.metrics.count(answers)
+            self._trim_when_idle()
+
+    def _trim_when_idle(self) -> None:
+        """Return what many answers leave in the allocator, which keeps it, once nobody has waited for a while."""
+        if self._idle:
+            self._idle.cancel()
+        if not self.live:
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._trim)
+
+    def _trim(self) -> None:
+        if not self.live:
+            threading.Thread(target=trim, name="kvkeep-trim", daemon=True).start()
 
     def model_object(self) -> dict[str, Any]:
         known = {"id": self.name, "object": "model", "created": self.created, "owned_by": "kvkeep"}
