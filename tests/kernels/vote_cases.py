@@ -116,7 +116,7 @@ def test_of_equal_votes_the_first_leaves_and_of_the_last_head():
         layer = Layer((3, 1, 16, 16), rule, torch.float32)
         layer.queries.zero_()
         layer.keys.zero_()
-        layer.append(*[torch.zeros(3, 3, 16, device=DEVICE)] * 3, 1.0)
+        layer.append(*[torch.zeros(3, 3, 16, device=DEVICE)] * 3, 1.0, None, None)
         layer.evict(function, 1.0)
         evicted.append([set(range(21)) - set(positions) for positions, _, _ in list(layer.tokens())[:3]])
     assert evicted[0] == evicted[1] == [{0}, {0}, {0}]
