@@ -159,6 +159,7 @@ def test_layers_that_fit_are_fused_whole(biased, everywhere, monkeypatch):
     with fused.fused_ops(model):
         assert close(model(ids).logits, want) and seen == [37, 3, 37, 37]
         assert close(model(ids[:, :1]).logits, want[:, :1])
+        assert close(model(ids[:, :1].expand(3, 1)).logits, want[:, :1].expand(3, 1, -1))  # a decode step
         states = model(ids, output_hidden_states=True).hidden_states
     for got, own in zip(states, model(ids, output_hidden_states=True).hidden_states, strict=True):
         assert close(got, own)

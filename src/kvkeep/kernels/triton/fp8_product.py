@@ -16,12 +16,12 @@ TILES = {16: (32, 2, 128, 5), 32: (32, 2, 128, 5), 64: (64, 1, 256, 4)}  # the f
 
 
 def fp8_linear(x, weight, bias=None, total=None):
-    """Do what the reference does, for contiguous numbers and sizes that 16 divides; a total has contiguous rows"""
-    rows, outs = x.numbers.view(-1, x.numbers.shape[-1]), len(weight.numbers)
+    """Do what the reference does, for contiguous weights and sizes that 16 divides; a total has contiguous rows"""
+    rows, outs = x.numbers.reshape(-1, x.numbers.shape[-1]).contiguous(), len(weight.numbers)
     output = x.scale.new_empty(*x.numbers.shape[:-1], outs, dtype=x.dtype) if total is None else total
     if len(rows):
         multiply = few_rows if len(rows) <= FEW_ROWS or INTERPRETED else many_rows
-        multiply(rows, x.scale.view(-1, 1), weight, bias, output.view(-1, outs), total is not None)
+        multiply(rows, x.scale.reshape(-1, 1), weight, bias, output.view(-1, outs), total is not None)
     return output
 
 
