@@ -409,7 +409,7 @@ def test_weights_in_8_bit_floats_are_those_of_a_processor(kind, tokens, biased):
     assert not any(each.broken for each in used)
     for got in (own, fused):
         off = (got - want).abs().amax(-1) / want.abs().max()
-        assert off.median() < 0.06 and off.max() < 0.3
+        assert off.max() < 0.3 and (tokens == 1 or off.median() < 0.06)  # a single token may be one of those
 
 
 @pytest.mark.skipif(not HAS_FP8, reason="needs a GPU that multiplies 8-bit floats")
