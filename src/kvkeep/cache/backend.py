@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -104,6 +104,6 @@ class CacheState(Protocol):
     @property
     def seen(self) -> int: ...
 
-    def append_decoded(self, count: int, decoded: Callable[[int], None]) -> None: ...
+    def append_decoded(self, count: int) -> None: ...
 
     def evict_held(self, scores: dict[tuple[int, int], Tensor], queries: dict[tuple[int, int], Tensor]) -> None: ...

@@ -361,13 +361,11 @@ class Cache(HFCacheAdapter):
         """Keep all tokens until so many have been seen: a prompt prefilled in chunks is then evicted from at once."""
         self.tracker.deferred_until = tokens
 
-    def append_decoded(self, count: int, decoded: Callable[[int], None]) -> None:
-        """Count tokens that were decoded elsewhere; decoded: brings a layer's store to what it is after them"""
+    def append_decoded(self, count: int) -> None:
+        """Count tokens that were decoded elsewhere; the backend has what is kept of them, or will have it."""
         self._rollback()
         if isinstance(self.backend, EvictingBackend):
             self.backend.query_buffer.begin([1])  # as a decode step
-        for index in self.compressed_layers:
-            decoded(index)
         self.tracker.append_decoded(count)
 
     def share_host_budget(self, host_budget: HostMemoryBudget) -> None:

@@ -121,7 +121,7 @@ class EvictingBackend:
 
     def attend(self, index: int, call: AttentionCall, layout: BatchLayout) -> tuple[Tensor, Tensor | None]:
         if self.steps.under_way:
-            return call.to_hf_output(self.steps.attend(index, call, layout))
+            return self.steps.attend(index, call, layout)
         layer = self.store[index]
         if layout.guessed:
             return self._attend_guesses(index, layer, call, layout)
@@ -342,16 +342,18 @@ class EvictingBackend:
             self.query_buffer.append(index, call.query, layout)
 
     @torch.no_grad()
-    def evict_decoded(self, held: Held, queries: dict[int, Tensor], how: dict[int, Softmax], seen: int) -> None:
-        """Evict from the one row, of which a layer's tokens are held elsewhere, as its last decode step would have."""
-
-        def row(index: int) -> EvictionCandidate:
-            tokens, lengths = held(index)
-            observed = self.query_buffer.decoded(index, queries[index], how[index], tokens, lengths, seen)
-            return EvictionCandidate(observed, tokens, lengths, True)
-
+    def fill_decoded(
+        self, held: Held, queries: dict[int, Tensor], how: dict[int, Softmax], seen: int, evicts: bool
+    ) -> None:
+        """Bring the tokens of the one row back, which are held elsewhere; evict as its last decode step would have."""
+        self.query_buffer.keep_decoded(queries)
         for index in self.layers:
-            self.evictor.evict(index, [row(index)], may_wait=True)
+            tokens, lengths = held(index)
+            observed = None
+            if evicts:
+                newest = queries[index], how[index]
+                observed = self.query_buffer.observation(index, *newest, tokens, lengths, seen, new=1)
+            self.evictor.evict(index, [EvictionCandidate(observed, tokens, lengths, evicts)], may_wait=True)
         self.evictor.store_all()
         self.evictor.end_pass()
         self.query_buffer.commit()
@@ -371,12 +373,6 @@ class EvictingBackend:
         selection = decide(observed, method, self.budget.tokens(seen))
         assert isinstance(selection, PlacedSelection)  # the buffer is full, and scores decide in a prefill alone
         return selection
-
-    def fill_decoded(self, held: Held, queries: dict[int, Tensor]) -> None:
-        """Bring the tokens of the one row back, which were held elsewhere."""
-        for index, layer in self.store.items():
-            layer.fill([gather_kept(*held(index), None)])
-        self.query_buffer.keep_decoded(queries)
 
     def commit(self) -> None:
         self.steps.commit()

@@ -7,7 +7,8 @@ device alone, so that a decode step of all rows can be captured in a CUDA graph.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +169,17 @@ class QuantizedRows:
 def new_rows(kind: LayerKind, rows: int, slots: int, bits: int | None) -> Rows | QuantizedRows:
     """Make rows with so many slots in all. bits: 8 or 4, None: not quantized"""
     return QuantizedRows(kind, rows, slots, bits) if bits else Rows(kind, slots)
+
+
+@contextmanager
+def restored(parts: Sequence[Tensor]) -> Iterator[None]:
+    """Within, these tensors may change; afterwards they are as before."""
+    saved = [part.clone() for part in parts]
+    try:
+        yield
+    finally:
+        for part, before in zip(parts, saved, strict=True):
+            part.copy_(before)
 
 
 class FreeList:

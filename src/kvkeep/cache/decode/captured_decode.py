@@ -7,13 +7,14 @@ asks for the cache's tokens (`settle`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.backend import CacheState
+from kvkeep.cache.decode.evict_one import EvictOneRows
 from kvkeep.cache.decode.policy import Policy, evict_one_rule
 from kvkeep.cache.decode.runner import DecodeRows, Runner
 from kvkeep.model.hf_attention import AttentionCall
@@ -70,30 +71,20 @@ class AppendedRows(DecodeRows):
         self.known = [(layer.flat.keys, layer.lengths[0]) for layer in self.store.values()]
 
 
-class EvictingRows(DecodeRows):
+class EvictingRows(EvictOneRows):
     """Rows of a cache, of which one token of every KV head is evicted for each new one, or not yet."""
 
     def __init__(self, cache: CacheState, room: int) -> None:
-        super().__init__(cache.model)
-        self.steps = cache.backend.steps
-        self.evict_one = self.steps.enter(cache.tracker.seen, query_heads(cache.model))
-        self.evict_one.reserve(max(self.steps.held) + room + 1)
-
-    def graph_capture_scratch(self) -> AbstractContextManager[None]:
-        return self.evict_one.no_row_in_use()
-
-    def begin_forward(self) -> None:
-        self.evict_one.begin()
-
-    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        return call.to_hf_output(self.evict_one.attend(index, call))
+        self.of_cache = cache.backend.steps
+        super().__init__(cache.model, self.of_cache.enter(cache.tracker.seen, query_heads(cache.model)))
+        self.steps.reserve(max(self.of_cache.held) + room + 1)
 
     @property
     def is_valid(self) -> bool:
-        return self.steps.rows is self.evict_one
+        return self.of_cache.rows is self.steps
 
     def settle(self, seen: list[int], count: int) -> None:
-        self.steps.count(count)
+        self.of_cache.count(count)
 
 
 class CapturedDecode:

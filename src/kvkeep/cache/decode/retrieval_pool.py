@@ -24,6 +24,7 @@ from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import execution_device
 from kvkeep.storage.offload.layer_state import LayerState
+from kvkeep.storage.rows import restored
 from kvkeep.storage.upload import upload
 
 
@@ -124,11 +125,9 @@ class RetrievalPool(DecodePool):
         here, states = self.by_row[row], backend_of(cache).states
         seen = here.base + here.end
         assert seen == cache.seen + count
-
-        def decoded(i: int) -> None:
-            states[i] = [self.rows_of[i].take(row, states[i][0], seen, here.begin, here.units)]
-
-        cache.append_decoded(count, decoded)
+        for i, layer in self.rows_of.items():
+            states[i] = [layer.take(row, states[i][0], seen, here.begin, here.units)]
+        cache.append_decoded(count)
 
     def release(self, row: int) -> None:
         self.by_row.pop(row, None)
@@ -189,12 +188,9 @@ class RetrievalPool(DecodePool):
     @contextmanager
     def graph_capture_scratch(self) -> Iterator[None]:
         """Within, forward passes change nothing: no row is in use."""
-        before = self.active.clone()
-        self.active.zero_()
-        try:
+        with restored([self.active]):
+            self.active.zero_()
             yield
-        finally:
-            self.active.copy_(before)
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """One token for every row."""
