@@ -195,15 +195,14 @@ class BufferedPool(RowPool):
             return False
         self._fill_cache(row, queries, evicts=True)
         super().release(row)
-        room = self.room_for(mine.cache, mine.answer)
-        grown = not self.fits(mine.cache, room) and self._grow_for(mine.cache, room)
+        room, grown = self.room_for(mine.cache, mine.answer), False
+        if not self.fits(mine.cache, room):
+            longest = 1 << (mine.cache.longest_head + room - 1).bit_length()
+            slots = self.tokens + self.slots_needed(mine.cache, room)
+            grown = self.grow(self.rows, slots, max(longest, self.longest))
         self.admit(row, mine.cache, mine.answer)
         self.used[row].told = mine.told
         return grown
-
-    def _grow_for(self, cache: Cache, room: int) -> bool:
-        longest = 1 << (cache.longest_head + room - 1).bit_length()
-        return self.grow(self.rows, self.tokens + self.slots_needed(cache, room), max(longest, self.longest))
 
     def _fill_cache(self, row: int, queries: dict[int, Tensor], evicts: bool) -> None:
         """Fill a row's cache with its tokens, or with those of them that it keeps."""

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.backend import CacheState
+from kvkeep.cache.cache_state import CacheState
 from kvkeep.cache.decode.evict_one import EvictOneRows
 from kvkeep.cache.decode.policy import Policy, evict_one_rule
 from kvkeep.cache.decode.runner import DecodeRows, Runner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import query_heads, single_device
-from kvkeep.storage.rows import Places, attend_step
+from kvkeep.storage.rows import attend_step
 from kvkeep.storage.upload import upload
 
 ROOM = 256  # tokens allocated ahead; doubled whenever they are used up
@@ -36,9 +37,8 @@ class AppendedRows(DecodeRows):
         self.store = store = cache.backend.store
         for layer in store.values():
             layer.reserve(room)
-        segments = {i: layer.device_segments for i, layer in store.items()}
-        self.active = torch.ones_like(next(iter(segments.values()))[0][:, :1])
-        self.places = {i: Places(first.clone(), n.clone(), self.active) for i, (first, n) in segments.items()}
+        self.active = torch.ones_like(next(iter(store.values())).places.active)
+        self.places = {i: replace(layer.places, active=self.active) for i, layer in store.items()}
         self.longest = 1 << (max(max(layer.lengths) for layer in store.values()) + room - 1).bit_length()
         self._remember()
 
@@ -58,17 +58,17 @@ class AppendedRows(DecodeRows):
     def is_valid(self) -> bool:
         """Nobody has changed the layers since."""
         layers = zip(self.store.values(), self.known, strict=True)
-        return all(layer.flat.keys is keys and layer.lengths[0] == length for layer, (keys, length) in layers)
+        return all(layer.places is places and layer.lengths[0] == length for layer, (places, length) in layers)
 
     def settle(self, seen: list[int], count: int) -> None:
         """Tell the layers of the tokens of the last `count` steps."""
         positions = torch.tensor([range(n - count, n) for n in map(int, seen)], dtype=torch.int32)
         for layer in self.store.values():
-            layer.count_appended(upload(positions, layer.ends.device))
+            layer.count_appended(upload(positions, layer.flat.token_positions.device))
         self._remember()
 
     def _remember(self) -> None:
-        self.known = [(layer.flat.keys, layer.lengths[0]) for layer in self.store.values()]
+        self.known = [(layer.places, layer.lengths[0]) for layer in self.store.values()]
 
 
 class EvictingRows(EvictOneRows):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class RetrievalPool(DecodePool):
 
     def grow(self, rows: int, sizes: RowSizes) -> bool:
         """Make room for more rows and larger ones, layer by layer; slots may become fewer. -> whether it changed"""
-        larger = replace(self.sizes.max(sizes), slots=sizes.slots)
+        larger = self.sizes.max(sizes)._replace(slots=sizes.slots)
         if larger == self.sizes and rows <= self.rows:
             return False
         self.sizes, self.rows, densities = larger, max(rows, self.rows), self.densities

@@ -8,7 +8,8 @@ memory; `take` offloads them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,8 +86,7 @@ class RetrievalPlan:
         return what in self.config.index.needs
 
 
-@dataclass(frozen=True)
-class RowSizes:
+class RowSizes(NamedTuple):
     """The most of a row."""
 
     near: int  # tokens in the near buffer: near tokens, and all that are decoded
@@ -95,7 +95,7 @@ class RowSizes:
     slots: int  # units on the device
 
     def max(self, other: RowSizes) -> RowSizes:
-        return RowSizes(*(max(getattr(each, f.name) for each in (self, other)) for f in fields(self)))
+        return RowSizes(*map(max, self, other))
 
 
 @dataclass

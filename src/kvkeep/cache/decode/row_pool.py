@@ -18,8 +18,9 @@ from kvkeep.compress.method import STORAGE
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import key_shape, query_heads
+from kvkeep.storage.places import FreeList, Places
 from kvkeep.storage.ragged import LayerKind
-from kvkeep.storage.rows import FreeList, Places, QuantizedRows, Rows, new_rows, restored
+from kvkeep.storage.rows import QuantizedRows, Rows, new_rows, restored, span_size
 from kvkeep.storage.upload import upload
 
 Segments = Sequence[tuple[int, int]]  # (first slot, length)
@@ -87,12 +88,11 @@ class RowPool(DecodePool):
         super().__init__(model)
         if len(self.compressed_layers) != len(self.layers):
             raise UnsupportedModel(f"{self.name} has sliding-window or linear layers, which a pool does not hold yet.")
-        kinds, bits = layer_kinds(model, self.compressed_layers), STORAGE[storage]
+        kinds, self.bits = layer_kinds(model, self.compressed_layers), STORAGE[storage]
         self.kv_heads = key_shape(model)[0]
         self.rows, self.tokens, self.longest, self.window = rows, tokens, longest, window
-        self.slots = QuantizedRows.slots if bits else Rows.slots  # of one KV head
         self.buffers: Mapping[int, Rows | QuantizedRows]
-        self.buffers = {i: new_rows(kind, rows, tokens, bits) for i, kind in kinds.items()}
+        self.buffers = {i: new_rows(kind, rows, tokens, self.bits) for i, kind in kinds.items()}
         self.layers_on: dict[torch.device, list[int]] = {}
         for i, kind in kinds.items():
             self.layers_on.setdefault(kind.device, []).append(i)
@@ -146,7 +146,7 @@ class RowPool(DecodePool):
 
     def _sizes(self, lengths: Sequence[int], room: int) -> list[int]:
         """Slots each KV head needs for so many tokens and `room` more."""
-        return [self.slots(n + room) for n in lengths]
+        return [span_size(n + room, self.bits) for n in lengths]
 
     def grow(self, rows: int, tokens: int, longest: int) -> bool:
         """Make room for more, one layer after the other; admitted rows stay where they are. -> whether there is more"""
@@ -221,10 +221,10 @@ class RowPool(DecodePool):
     def complete(self, row: int, cache: Any, count: int) -> None:
         """Append the first `count` tokens a row has decoded to the cache it was admitted from."""
         for i, (start, _) in zip(self.compressed_layers, self.allocated[row], strict=True):
-            layer = cache.backend.store[i]
-            positions = torch.arange(cache.seen, cache.seen + count, dtype=torch.int32, device=layer.ends.device)
+            layer, buffer = cache.backend.store[i], self.buffers[i]
+            positions = torch.arange(cache.seen, cache.seen + count, dtype=torch.int32, device=buffer.kind.device)
             *first, _ = accumulate(self._sizes(layer.row_lengths(0), self.room[row]), initial=start)
-            self.buffers[i].copy_decoded(row, first, layer, positions)
+            buffer.copy_decoded(row, first, layer, positions)
         cache.append_decoded(count)
 
     def release(self, row: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvkeep.cache.backend import CacheState
+from kvkeep.cache.cache_state import CacheState
 from kvkeep.cache.decode.evict_one import EvictOne, EvictOneRows
 from kvkeep.cache.decode.policy import evict_one_rule
 from kvkeep.cache.decode.runner import DecodePool, layer_kinds
@@ -35,9 +35,7 @@ class StepPool(EvictOneRows, DecodePool):
     def unused(self) -> int:
         return (self.rows - len(self.allocated)) * self.slots
 
-    @property
-    def largest_free(self) -> int:
-        return self.unused
+    largest_free = unused  # all rows are of one size
 
     def slots_of(self, tokens: int) -> int:
         """A row takes as many, however many tokens it will have."""
