@@ -167,7 +167,8 @@ class EvictingBackend:
         self, index: int, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout
     ) -> tuple[Tensor, Tensor | None]:
         self.snapshots[index] = layer.snapshot(several=layout.guesses is not None)
-        layer.whole, holds = layout.is_deferred, layout.evict_later is not None
+        holds = layout.evict_later is not None
+        layer.whole = layout.is_deferred
         if layer.bits and (layer.whole or holds):
             self.snapshots[index] = None  # codes of older tokens cannot be restored beside new ones
         result, lse = self._attend(layer, call, layout)

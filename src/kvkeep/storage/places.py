@@ -29,10 +29,10 @@ class Places:
     def first(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.starts[:rows], self.lengths[:rows], self.active[:rows]
 
-    def newest(self, count: int) -> Tensor:
-        """The slots of the last so many tokens, segment by segment. [rows * kv_heads * count]"""
-        ends = (self.starts + self.lengths)[..., None]
-        return (ends - 1 if count == 1 else ends + torch.arange(-count, 0, device=ends.device)).flatten()
+    def free(self, count: int) -> Tensor:
+        """The first free slots of every segment. [rows * kv_heads * count]"""
+        ends = (self.starts + self.lengths).flatten()
+        return ends if count == 1 else (ends[:, None] + torch.arange(count, device=ends.device)).flatten()
 
 
 class FreeList:

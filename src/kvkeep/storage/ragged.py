@@ -179,7 +179,8 @@ class RaggedLayer:
 
         room: slots of each segment, where there are more than tokens
         """
-        self.flat, self.rows, self.kv_heads, self.is_shared = flat, rows, len(lengths) // rows, False
+        self.flat, self.is_shared = flat, False
+        self.rows, self.kv_heads = rows, len(lengths) // rows
         self.lengths, self.room = list(lengths), list(room or lengths)
         *self.starts, _ = accumulate(self.room, initial=0)
         self.place()
@@ -227,7 +228,6 @@ class RaggedLayer:
             self.fill(self.all_rows(), GROWTH, spare=GROUP_SIZE)
         if single and (codes := self.codes):
             codes.append(keys[:, :, 0], values[:, :, 0])
-            self.places.lengths += 1
             return self.count_appended(torch.stack(list(positions)))
         if columns is None and not self.codes:
             self.reserve(keys.shape[2], to_come)
@@ -246,9 +246,9 @@ class RaggedLayer:
         room = [n + max(count + (n + count) // GROWTH, to_come) for n in self.lengths]
         *starts, total = accumulate(room, initial=0)
         before, lengths, tokens = self.places.starts.flatten(), self.places.lengths.flatten(), sum(self.lengths)
-        first = torch.stack([before, upload(starts, before.device)])
-        shifts = first - (lengths.cumsum(0) - lengths)  # of each segment's tokens
-        every = torch.arange(tokens, device=first.device)
+        moves = torch.stack([before, upload(starts, before.device)])
+        shifts = moves - (lengths.cumsum(0) - lengths)  # of each segment's tokens
+        every = torch.arange(tokens, device=before.device)
         source, target = shifts.repeat_interleave(lengths, dim=1, output_size=tokens) + every
         flat = self.flat.map(lambda t: t.new_empty(total, *t.shape[1:]).index_copy_(0, target, t[source]))
         self.adopt(flat, self.lengths, self.rows, room)
@@ -259,13 +259,14 @@ class RaggedLayer:
         return bool(self) and self._writable
 
     def count_appended(self, positions: Tensor) -> None:
-        """Count tokens whose keys and values the device has appended, and counted. positions [rows, count]"""
+        """Count tokens whose keys and values the device has appended. positions [rows, count]"""
         count = positions.shape[1]
         where = positions[:, None].expand(-1, self.kv_heads, -1).reshape(-1)
-        slots, new, flat = self.places.newest(count), self._new(NOTHING, NOTHING, where).parts, self.flat.parts
+        slots, new, flat = self.places.free(count), self._new(NOTHING, NOTHING, where).parts, self.flat.parts
         for name in flat.keys() - {"keys", "values"}:
             flat[name].index_copy_(0, slots, new[name].to(flat[name].dtype))
         self.lengths = [length + count for length in self.lengths]
+        self.places.lengths += count
 
     def _has_room(self, count: int) -> bool:
         fits = all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
@@ -284,13 +285,12 @@ class RaggedLayer:
 
     def _write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Write the same number of new tokens into the room of every segment."""
-        flat, count, places = self.flat, positions.shape[1], self.places
+        flat, places = self.flat, self.places
         keys, values = keys.to(flat.keys.dtype), values.to(flat.values.dtype)
-        if count == 1:
-            append_ragged(flat.keys, flat.values, keys, values, *places.first(self.rows))
+        if positions.shape[1] == 1 and append_ragged.uses_kernel(keys):
+            append_ragged(flat.keys, flat.values, keys, values, places.starts, places.lengths.clone(), places.active)
         else:
-            places.lengths += count
-            slots = places.newest(count)
+            slots = places.free(positions.shape[1])
             for buffer, new in ((flat.keys, keys), (flat.values, values)):
                 buffer.index_copy_(0, slots, new.flatten(0, 2))
         self.count_appended(positions)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from kvkeep.cache.decode.policy import Policy, evict_one_rule
 from kvkeep.cache.decode.runner import DecodeRows, Runner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import query_heads, single_device
+from kvkeep.storage.places import Places
 from kvkeep.storage.rows import attend_step
 from kvkeep.storage.upload import upload
 
@@ -38,7 +38,8 @@ class AppendedRows(DecodeRows):
         for layer in store.values():
             layer.reserve(room)
         self.active = torch.ones_like(next(iter(store.values())).places.active)
-        self.places = {i: replace(layer.places, active=self.active) for i, layer in store.items()}
+        known = {i: layer.places for i, layer in store.items()}
+        self.places = {i: Places(each.starts, each.lengths.clone(), self.active) for i, each in known.items()}
         self.longest = 1 << (max(max(layer.lengths) for layer in store.values()) + room - 1).bit_length()
         self._remember()
 
