@@ -39,9 +39,8 @@ WHOLE = ("keys", "values")  # of a history's layer
 NOTHING_SEEN = {"seen": [], "kept": [], "prompt": [], "padded_length": 0}  # of a cache that goes on after a history
 
 
-def save(cache: CacheState, path: str | Path, **more: Any) -> None:
-    """more: facts to save beside the cache's own"""
-    checkpoint.write(path, *describe(cache, **more))
+def save(cache: CacheState, path: str | Path) -> None:
+    checkpoint.write(path, *describe(cache))
 
 
 def can_save(cache: CacheState) -> bool:
@@ -49,7 +48,7 @@ def can_save(cache: CacheState) -> bool:
 
 
 def describe(cache: CacheState, **more: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a cache, and facts about it."""
+    """The tensors of a cache, and facts about it. more: facts beside the cache's own"""
     if cache.in_forward:
         raise CacheMisuse("a forward pass on this cache was cut short; reset() it, or go on with it, before saving.")
     if cache.method.retrieval:

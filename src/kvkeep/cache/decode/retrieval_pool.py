@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.decode.policy import retrieval_plan
-from kvkeep.cache.decode.retrieval_rows import LayerRows, RowSizes, RowStep
+from kvkeep.cache.decode.retrieval_rows import RetrievalRows, RowSizes, RowStep
 from kvkeep.cache.decode.runner import DecodePool
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.errors import CacheMisuse
@@ -55,7 +55,7 @@ class RetrievalPool(DecodePool):
         self.sizes, self.rows = RowSizes(1, 1, 1, 1), 0
         self.by_row: dict[int, Row] = {}
         self.step: RowStep | None = None  # the one under way
-        self.rows_of: dict[int, LayerRows] = {}  # by layer
+        self.rows_of: dict[int, RetrievalRows] = {}  # by layer
         self._allocate()
 
     def _allocate(self) -> None:
@@ -84,7 +84,7 @@ class RetrievalPool(DecodePool):
     def row_bytes(self, sizes: RowSizes) -> int:
         """On the device, in all layers."""
         meta = torch.device("meta")
-        layer = LayerRows(self.plan, self.plan.layers[0], 1, sizes, meta, self.densities[:1].to(meta))
+        layer = RetrievalRows(self.plan, self.plan.layers[0], 1, sizes, meta, self.densities[:1].to(meta))
         return layer.nbytes * len(self.plan.layers)
 
     def fits(self, cache: Cache, room: int) -> bool:
@@ -99,8 +99,8 @@ class RetrievalPool(DecodePool):
         self._allocate()
         self.densities[: len(densities)] = densities
         for i in self.plan.layers:
-            layer, before = LayerRows(self.plan, i, self.rows, larger, self.device, self.densities), self.rows_of.get(i)
-            if before:
+            layer = RetrievalRows(self.plan, i, self.rows, larger, self.device, self.densities)
+            if before := self.rows_of.get(i):
                 layer.copy_rows(before)
             self.rows_of[i] = layer
         return True
@@ -139,13 +139,6 @@ class RetrievalPool(DecodePool):
     # decode
 
     def begin_step(self) -> bool:
-        """Offload what the new token pushes out of the near window."""
-        self.offload_ready()
-        for row in self.by_row.values():
-            row.end += 1
-        return False
-
-    def offload_ready(self) -> None:
         """In rows beyond the budget, every complete unit leaves the near window, and the new token has room there."""
         near, unit, rounds = self.plan.sizes.left_near, self.plan.shape.unit, 0
         for number, row in self.by_row.items():
@@ -158,6 +151,9 @@ class RetrievalPool(DecodePool):
         for _ in range(rounds):
             with torch.inference_mode():
                 self.capture_offloader()()
+        for row in self.by_row.values():
+            row.end += 1
+        return False
 
     def _begin_offloading(self, number: int, row: Row) -> None:
         row.begin = self.plan.shape.sinks

@@ -116,7 +116,7 @@ class RowStep:
     left: Tensor  # units that later layers may still retrieve, where layers share
 
 
-class LayerRows:
+class RetrievalRows:
     """One layer's buffers. Row by row, `put` and `take` convert a `LayerState`."""
 
     def __init__(
@@ -183,7 +183,7 @@ class LayerRows:
         tail = self.near.map(lambda t: t[row, :, 0 if host.tokens else self.plan.shape.sinks :])
         return tail, self.entries[row] if self.plan.needs("keys") else None
 
-    def copy_rows(self, before: LayerRows) -> None:
+    def copy_rows(self, before: RetrievalRows) -> None:
         """All rows of a smaller pool."""
         for new, old in zip(self.tensors, before.tensors, strict=True):
             new[tuple(map(slice, old.shape))] = old
