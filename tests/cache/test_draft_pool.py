@@ -225,7 +225,7 @@ def test_buffers_are_freed_with_the_model_and_on_request(captures):
         assert draft_pool.held_bytes(model) and draft_pool.free_pool(model)
         assert not draft_pool.held_bytes(model) and not draft_pool.free_pool(model)
     model(tokens(90).to(DEVICE), past_key_values=kvkeep.Cache(model, "lookahead", 24, **HOW))
-    kept = weakref.ref(next(iter(draft_pool._drafts[model].pool.buffers.values())).keys)
+    kept = weakref.ref(next(iter(draft_pool._drafts[model].runner.pool.buffers.values())).keys)
     del model
     gc.collect()
     assert kept() is None
@@ -262,12 +262,12 @@ def test_while_another_drafts_buffers_are_made_anew(captures):
     caches = [kvkeep.Cache(model, "lookahead", 24, **HOW) for _ in range(2)]
     model(ids, past_key_values=caches[0])
     drafts = draft_pool._drafts[model]
-    before = {i: buffer.keys.clone() for i, buffer in drafts.pool.buffers.items()}
+    before = {i: buffer.keys.clone() for i, buffer in drafts.runner.pool.buffers.items()}
     with drafts.lock:
         model(ids.flip(1), past_key_values=kvkeep.Cache(model, "lookahead", 24, **HOW))
         model(ids, past_key_values=caches[1])
         assert not draft_pool.free_pool(model)
-    assert all(torch.equal(drafts.pool.buffers[i].keys, keys) for i, keys in before.items())
+    assert all(torch.equal(drafts.runner.pool.buffers[i].keys, keys) for i, keys in before.items())
     assert [caches[0].kept(i) for i in range(3)] == [caches[1].kept(i) for i in range(3)]
 
 

@@ -79,7 +79,7 @@ def test_no_room_to_put_swapped_tokens_in_order(monkeypatch: pytest.MonkeyPatch)
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(home.RaggedLayer, "_write_segments", full)
+        patch.setattr(home.RaggedLayer, "hold", full)
         model(IDS[:, 75:90], past_key_values=cache)
     got, want = (model(IDS[:, 75:90], past_key_values=each).logits for each in (cache, clean))
     assert torch.equal(got, want)

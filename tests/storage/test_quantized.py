@@ -74,7 +74,7 @@ def test_bytes_are_those_of_codes_steps_zeros_and_tails(bits, size, dtype):
     coded = 4 * 32 * 2 * 64 * bits // 8  # four groups, keys and values
     steps = 4 * 64 * 2 * size + 4 * 32 * 2 * 4  # of every channel of a group, of every token
     assert layer.nbytes == coded + steps + 4 * 32 * 2 * 64 * size
-    assert layer.token_nbytes == 128 * size
+    assert layer.kind.slot_bytes == 128 * size
 
 
 def quantised(numbers, levels):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeep.storage.rows import FreeList
+from kvkeep.storage.places import FreeList
 
 
 def test_free_list():

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import serialize
-from kvkeep.cache.backend import CacheBackend
 from kvkeep.cache.decode import captured_decode
 from kvkeep.cache.decode.captured_decode import ROOM, CapturedDecode, can_capture
 from kvkeep.cache.eviction import EvictingBackend
@@ -46,6 +45,7 @@ from kvkeep.storage.history import History
 from kvkeep.storage.offload.disk import DiskStore
 from kvkeep.storage.offload.host import HostMemoryBudget
 
+Backend = EvictingBackend | RetrievalBackend
 IDLE = BatchLayout([], None, [], [], [])  # between forward passes
 
 
@@ -111,14 +111,14 @@ class Cache(HFCacheAdapter):
         self.backend = self._new_backend()
 
     @property
-    def backend(self) -> CacheBackend:
+    def backend(self) -> Backend:
         """Up to date with what was decoded in a CUDA graph."""
         if self._captured:
             self._captured.settle(self.tracker.seen)
         return self._backend
 
     @backend.setter
-    def backend(self, backend: CacheBackend) -> None:
+    def backend(self, backend: Backend) -> None:
         self._backend = backend
         self._captured: CapturedDecode | None = None
 
@@ -155,7 +155,7 @@ class Cache(HFCacheAdapter):
         """Move keys so that so many tokens may follow before any is moved again. -> False: they are too many"""
         return self.backend.reach is None or self.backend.reach.make_room(self.tracker.seen, tokens)
 
-    def _new_backend(self) -> CacheBackend:
+    def _new_backend(self) -> Backend:
         check = AttentionCheck.of(self.model, self.name)
         how = self.method, self.tracker.budget, self.compressed_layers, self.rotations, check
         if retrieval := self.method.retrieval:
@@ -363,13 +363,11 @@ class Cache(HFCacheAdapter):
         """Keep all tokens until so many have been seen: a prompt prefilled in chunks is then evicted from at once."""
         self.tracker.deferred_until = tokens
 
-    def append_decoded(self, count: int, decoded: Callable[[int], None]) -> None:
-        """Count tokens that were decoded elsewhere; decoded: brings a layer's store to what it is after them"""
+    def append_decoded(self, count: int) -> None:
+        """Count tokens that were decoded elsewhere; the backend has what is kept of them, or will have it."""
         self._rollback()
         if isinstance(self.backend, EvictingBackend):
             self.backend.query_buffer.begin([1])  # as a decode step
-        for index in self.compressed_layers:
-            decoded(index)
         self.tracker.append_decoded(count)
 
     def share_host_budget(self, host_budget: HostMemoryBudget) -> None:

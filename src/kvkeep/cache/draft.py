@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache.backend import CacheState
+from kvkeep.cache.cache_state import CacheState
 from kvkeep.cache.decode import draft_pool
 from kvkeep.cache.decode.draft_pool import (
     MOST_ROWS,

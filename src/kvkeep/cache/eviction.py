@@ -26,7 +26,6 @@ from kvkeep.compress.budget.heads import AdaptiveHeads, HeadsOfLayers
 from kvkeep.compress.method import Draft, Method
 from kvkeep.compress.pipeline import PlacedSelection, compress, decide
 from kvkeep.compress.step_rule import StepRule
-from kvkeep.kernels.dispatch import ragged_attention
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.head_shards import HeadShards
 from kvkeep.model.hf_attention import AttentionCall, attend_with_lse
@@ -49,7 +48,10 @@ class Guessed:
 
 @dataclass
 class EvictingBackend:
-    """Keeps each layer's tokens in ragged buffers: append, attend, and evict down to the budget when that is due."""
+    """Keeps each layer's tokens in ragged buffers: append, attend, and evict down to the budget when that is due.
+
+    `begin` a forward pass, `attend` for every layer, then `commit`; or `rollback`, where the pass was cut short.
+    """
 
     method: Method
     budget: Budget
@@ -84,6 +86,7 @@ class EvictingBackend:
 
     @property
     def store(self) -> dict[int, RaggedLayer]:
+        """What is kept, by layer."""
         self.steps.leave()
         self.evict_selected()
         return self.steps.store
@@ -105,10 +108,11 @@ class EvictingBackend:
         """Bytes of a token's keys and values in all layers, in the model's dtype."""
         if self.is_on_host and self.history:
             return self.history.full_bytes // self.history.tokens
-        return sum(layer.token_nbytes * layer.kv_heads for layer in self.store.values())
+        return sum(layer.kind.slot_bytes * layer.kv_heads for layer in self.store.values())
 
     @property
     def reach(self) -> KeyReach | None:
+        """How far back queries may look, of a method that gives kept keys positions of their own."""
         return None if self.steps.rows else self.key_reach  # which move keys at every step
 
     def begin(self, layout: BatchLayout) -> None:
@@ -120,8 +124,9 @@ class EvictingBackend:
         self.steps.begin(layout)
 
     def attend(self, index: int, call: AttentionCall, layout: BatchLayout) -> tuple[Tensor, Tensor | None]:
+        """All that happens in one layer. -> the result of an attention function"""
         if self.steps.under_way:
-            return call.to_hf_output(self.steps.attend(index, call, layout))
+            return self.steps.attend(index, call, layout)
         layer = self.store[index]
         if layout.guessed:
             return self._attend_guesses(index, layer, call, layout)
@@ -162,17 +167,16 @@ class EvictingBackend:
         self, index: int, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout
     ) -> tuple[Tensor, Tensor | None]:
         self.snapshots[index] = layer.snapshot(several=layout.guesses is not None)
+        holds = layout.evict_later is not None
         layer.whole = layout.is_deferred
-        if layer.whole and layer.bits:
+        if layer.bits and (layer.whole or holds):
             self.snapshots[index] = None  # codes of older tokens cannot be restored beside new ones
-        if layout.frozen:
-            result = call.to_hf_output(self._attend_over_cache(layer, call, layout))
-            self.attention_check.check(index, call, layout, layer)
-        elif layout.evict_later is not None:
-            return self._hold(index, call, layout, layer)
-        else:
-            result, lse = self._attend(layer, call, layout)
-            self.attention_check.check(index, call, layout, layer)
+        result, lse = self._attend(layer, call, layout)
+        self.attention_check.check(index, call, layout, layer)
+        if holds:
+            self._hold(index, call, layout, layer)
+            return result
+        if not layout.frozen:
             self._evict(index, call, layout, layer, lse)
         layer.quantize()
         return result
@@ -228,15 +232,9 @@ class EvictingBackend:
         """Count so many bytes of keys and values that are held at this time beside the layers."""
         self.peak_bytes = max(self.peak_bytes, self.nbytes + nbytes)
 
-    def _hold(
-        self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer
-    ) -> tuple[Tensor, Tensor | None]:
+    def _hold(self, index: int, call: AttentionCall, layout: BatchLayout, layer: RaggedLayer) -> None:
         """A prompt after which the model runs again, before anything is evicted: it stays, in the model's dtype."""
         self.how[index] = call.how
-        if layer.bits:
-            self.snapshots[index] = None
-        result, _ = self._attend(layer, call, layout)
-        self.attention_check.check(index, call, layout, layer)
         if not layer:
             rows = [self.query_buffer.first_tokens(row, call, layout) for row in range(len(layout.counts))]
             self.attention_check.check_nan(row.keys for row in rows)
@@ -245,7 +243,6 @@ class EvictingBackend:
         self.count_beside(call.key.nbytes + call.value.nbytes)
         if self.method.draft and self.method.draft.hold:
             self._evict_for_draft(index, layer, layout, self.method.draft)
-        return result
 
     @torch.no_grad()
     def _evict_for_draft(self, index: int, layer: RaggedLayer, layout: BatchLayout, draft: Draft) -> None:
@@ -315,12 +312,7 @@ class EvictingBackend:
 
     def _attend_over_cache(self, layer: RaggedLayer, call: AttentionCall, layout: BatchLayout) -> Tensor:
         layer.append(call.key.detach(), call.value.detach(), layout.positions, layout.token_columns, layout.to_come)
-        how = call.how
-        if codes := layer.codes:
-            return codes.attend(call.query, *how)
-        if layout.is_step and not call.query.requires_grad and ragged_attention.uses_kernel(call.query):
-            return layer.attend_step(call.query, *how)
-        return layout.unpack(layer.attend_chunk(layout.pack(call.query), layout.counts, *how))
+        return layout.unpack(layer.attend(layout.pack(call.query), layout.counts, *call.how))
 
     @torch.no_grad()  # kept tokens carry no graph; with learned sinks, scores would
     def _evict(
@@ -342,16 +334,18 @@ class EvictingBackend:
             self.query_buffer.append(index, call.query, layout)
 
     @torch.no_grad()
-    def evict_decoded(self, held: Held, queries: dict[int, Tensor], how: dict[int, Softmax], seen: int) -> None:
-        """Evict from the one row, of which a layer's tokens are held elsewhere, as its last decode step would have."""
-
-        def row(index: int) -> EvictionCandidate:
-            tokens, lengths = held(index)
-            observed = self.query_buffer.decoded(index, queries[index], how[index], tokens, lengths, seen)
-            return EvictionCandidate(observed, tokens, lengths, True)
-
+    def fill_decoded(
+        self, held: Held, queries: dict[int, Tensor], how: dict[int, Softmax], seen: int, evicts: bool
+    ) -> None:
+        """Bring the tokens of the one row back, which are held elsewhere; evict as its last decode step would have."""
+        self.query_buffer.keep_decoded(queries)
         for index in self.layers:
-            self.evictor.evict(index, [row(index)], may_wait=True)
+            tokens, lengths = held(index)
+            observed = None
+            if evicts:
+                newest = queries[index], how[index]
+                observed = self.query_buffer.observation(index, *newest, tokens, lengths, seen, new=1)
+            self.evictor.evict(index, [EvictionCandidate(observed, tokens, lengths, evicts)], may_wait=True)
         self.evictor.store_all()
         self.evictor.end_pass()
         self.query_buffer.commit()
@@ -372,12 +366,6 @@ class EvictingBackend:
         assert isinstance(selection, PlacedSelection)  # the buffer is full, and scores decide in a prefill alone
         return selection
 
-    def fill_decoded(self, held: Held, queries: dict[int, Tensor]) -> None:
-        """Bring the tokens of the one row back, which were held elsewhere."""
-        for index, layer in self.store.items():
-            layer.fill([gather_kept(*held(index), None)])
-        self.query_buffer.keep_decoded(queries)
-
     def commit(self) -> None:
         self.steps.commit()
         self.query_buffer.commit()
@@ -388,18 +376,22 @@ class EvictingBackend:
             self.token_states, self.new_states = self.new_states, {}
 
     def settle(self) -> None:
+        """Wait for what the device has still to tell of the last forward pass."""
         self.evictor.store_all()
 
     @property
     def has_history(self) -> bool:
+        """All tokens seen are on the host, too: whatever is lost of a forward pass can be made again."""
         return self.history is not None
 
     @property
     def is_dirty(self) -> bool:
+        """Layers went through a forward pass that is not committed."""
         return bool(self.snapshots) or self.steps.under_way
 
     @property
     def can_rollback(self) -> bool:
+        """All layers can be restored to their state before it."""
         return self.history is not None or None not in self.snapshots.values()
 
     def rollback(self) -> None:
@@ -436,12 +428,14 @@ class EvictingBackend:
         return fork
 
     def positions(self, layer: int) -> list[list[Tensor]]:
+        """Token positions of the tokens a layer attends to: [row][KV head] -> [n]"""
         if self.history and not self.store[layer]:  # all of it is on the host
             return [[torch.empty(0, dtype=torch.int32)] * self.history.pool.formats[layer].kv_heads]
         return self.store[layer].positions()
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the keys and values on the device, measured on their storages, with scales and mins."""
         return self.steps.nbytes
 
     def report(self, tokens_seen: Sequence[int]) -> Report:

@@ -51,7 +51,7 @@ class EvictionCandidate:
 
     def slots_of(self, layer: RaggedLayer, row: int) -> EvictionCandidate:
         """The same row with its tokens' slots in the layer's buffers in the place of keys, and no values."""
-        tokens, starts = self.tokens, layer.device_segments[0][row]
+        tokens, starts = self.tokens, layer.places.starts[row]
         slots = starts[:, None] + torch.arange(tokens.token_positions.shape[1], device=starts.device)
         nothing = tokens.values[..., :0]
         return replace(self, tokens=replace(tokens, keys=slots[..., None], values=nothing, rope_positions=None))
@@ -250,14 +250,11 @@ class Evictor:
                 waiting = row.tokens[tuple(selection.places)]
                 self.unstored.append(UnstoredLayer(index, waiting, Download(selection.counts)))
                 return self._free(index)
-            self._count_covered(index, number, selection)
+            if selection and selection.coverage is not None:
+                self.covered[index, number] = selection.coverage
             kept = gather_kept(row.tokens, row.lengths, selection)
             stored.append(self._place(index, seen.seq_len, kept) if seen and selection else kept)
         self.store[index].fill(stored)
-
-    def _count_covered(self, index: int, row: int, selection: Selection | None) -> None:
-        if selection and selection.coverage is not None:
-            self.covered[index, row] = selection.coverage
 
     def _can_wait(self, index: int) -> bool:
         """Whether nothing else needs the heads' lengths before the last layer."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep.cache.backend import CacheState
+from kvkeep.cache.cache_state import CacheState
 from kvkeep.compress.budget.heads import EqualHeads
 from kvkeep.errors import BadParameter
 from kvkeep.model.head_shards import HeadShards

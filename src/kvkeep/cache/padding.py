@@ -166,15 +166,13 @@ class PaddingTracker:
         before = zip(self.seen, self.prompt, layout.counts, strict=True)
         self.prompt = [s + n if n > 1 or not s else prompt for s, prompt, n in before]
         self.seen = [s + n for s, n in zip(self.seen, layout.counts, strict=True)]
-        held = [h + n for h, n in zip(self.kept, layout.counts, strict=True)]
-        rows = zip(self.seen, held, layout.evict_now, strict=True)
-        limits = [self.budget.tokens(seen) if evict else kept for seen, kept, evict in rows]
-        self.kept = [min(h, limit) for h, limit in zip(held, limits, strict=True)]
+        self.kept = [k + n for k, n in zip(self.kept, layout.counts, strict=True)]
+        self.count_evicted(layout.evict_now)
         self.padded_length += q
         self.attention_mask = padding if padding is not None else self.attention_mask
 
     def count_evicted(self, rows: Sequence[bool]) -> None:
-        """Some rows were evicted from between two forward passes."""
+        """Some rows were evicted from down to their budget."""
         each = zip(self.kept, self.seen, rows, strict=True)
         self.kept = [min(kept, self.budget.tokens(seen)) if evicted else kept for kept, seen, evicted in each]
 
@@ -183,7 +181,7 @@ class PaddingTracker:
         self.seen, self.kept = [s + count for s in self.seen], [k + count for k in self.kept]
         self.padded_length += count
         if self.schedule.every == 1 and not self.frozen:
-            self.kept = [min(k, self.budget.tokens(s)) for k, s in zip(self.kept, self.seen, strict=True)]
+            self.count_evicted([True] * len(self.seen))
 
     def mark_prompt(self) -> None:
         """All tokens so far are the prompt, a last chunk of a single token included."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvkeep.cache.backend import CacheState
+from kvkeep.cache.cache_state import CacheState
 from kvkeep.cache.draft import draft_queries, unlimited
 from kvkeep.cache.replay import Replays, no_call, replay_scores
 from kvkeep.model.fused import fused_ops

@@ -125,15 +125,8 @@ class QueryBuffer:
             seen, tokens = replace(seen, token_state=state), replace(tokens, token_state=state)
         return EvictionCandidate(seen, tokens, lengths, evict_now)
 
-    def decoded(
-        self, index: int, queries: Tensor, how: Softmax, tokens: Tokens, lengths: Sequence[int], seq_len: int
-    ) -> Observation:
-        """The one row of a layer, after a decode step that ran elsewhere. queries [heads, q, dim] the newest"""
-        self.keep_decoded({index: queries})
-        return self.observation(index, queries, how, tokens, lengths, seq_len, new=1)
-
     def keep_decoded(self, queries: Mapping[int, Tensor]) -> None:
-        """Hold the newest queries of the one row, if a later step is evicted after."""
+        """Hold the newest queries of the one row, if a later step is evicted after. [heads, q, dim] each"""
         if self.decoding:
             self.queries |= {(index, 0): each for index, each in queries.items()}
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache.backend import CacheState
+from kvkeep.cache.cache_state import CacheState
 from kvkeep.cache.padding import BatchLayout
 from kvkeep.compress.protocols import ReplayMemory
 from kvkeep.compress.scorers.repetition import output_gram

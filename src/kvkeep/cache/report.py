@@ -48,7 +48,7 @@ class Report:
         held = sum(layer.nbytes for layer in layers)
         tokens = [[layer.row_lengths(row) for row in range(layer.rows)] for layer in layers]
         counts = [n for layer in tokens for row in layer for n in row]
-        each = [layer.token_nbytes * layer.kv_heads for layer in layers]
+        each = [layer.kind.slot_bytes * layer.kv_heads for layer in layers]
         return cls(
             method=method,
             budget=budget,

@@ -42,6 +42,8 @@ from kvkeep.types import NOTHING, Budget
 
 @dataclass
 class RetrievalBackend:
+    """Offloads tokens, and retrieves. What a cache calls has the names it has in `EvictingBackend`."""
+
     method: Method
     budget: Budget
     layers: list[int]

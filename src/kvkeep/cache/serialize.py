@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvkeep.cache.backend import CacheState
+from kvkeep.cache.cache_state import CacheState
 from kvkeep.cache.validate import CODES, PARTS, SHAPE, TAILS, check, check_context
 from kvkeep.compress.method import Method, Schedule
 from kvkeep.compress.parse import parse
@@ -39,9 +39,8 @@ WHOLE = ("keys", "values")  # of a history's layer
 NOTHING_SEEN = {"seen": [], "kept": [], "prompt": [], "padded_length": 0}  # of a cache that goes on after a history
 
 
-def save(cache: CacheState, path: str | Path, **more: Any) -> None:
-    """more: facts to save beside the cache's own"""
-    checkpoint.write(path, *describe(cache, **more))
+def save(cache: CacheState, path: str | Path) -> None:
+    checkpoint.write(path, *describe(cache))
 
 
 def can_save(cache: CacheState) -> bool:
@@ -49,7 +48,7 @@ def can_save(cache: CacheState) -> bool:
 
 
 def describe(cache: CacheState, **more: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a cache, and facts about it."""
+    """The tensors of a cache, and facts about it. more: facts beside the cache's own"""
     if cache.in_forward:
         raise CacheMisuse("a forward pass on this cache was cut short; reset() it, or go on with it, before saving.")
     if cache.method.retrieval:
@@ -75,10 +74,7 @@ def describe(cache: CacheState, **more: Any) -> tuple[dict[str, Tensor], dict[st
         "method": cache.method.name,
         "parameters": dict(cache.method.parameters),
         "budget": cache.budget,
-        "seen": cache.tracker.seen,
-        "kept": cache.tracker.kept,
-        "padded_length": cache.tracker.padded_length,
-        "prompt": cache.tracker.prompt,
+        **{name: getattr(cache.tracker, name) for name in NOTHING_SEEN},
         "peak_bytes": cache.backend.peak_bytes,
         "schedule": cache.method.schedule.every,
         "storage": cache.storage,
@@ -208,9 +204,9 @@ def _parse(path: str | Path, facts: dict[str, Any]) -> Method:
 def _restore(cache: CacheState, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
     devices = layer_devices(cache.model)
     tensors = {name: t.to(devices.get(_layer_of(name), cache.model.device)) for name, t in tensors.items()}
-    cache.tracker.seen, cache.tracker.kept = facts["seen"], facts["kept"]
-    cache.tracker.padded_length, cache.backend.peak_bytes = facts["padded_length"], facts["peak_bytes"]
-    cache.tracker.attention_mask, cache.tracker.prompt = tensors.get("attention_mask"), facts["prompt"]
+    for name in NOTHING_SEEN:
+        setattr(cache.tracker, name, facts[name])
+    cache.tracker.attention_mask, cache.backend.peak_bytes = tensors.get("attention_mask"), facts["peak_bytes"]
     for i, layer in cache.backend.store.items():
         for name in SHAPE:
             setattr(layer, name, facts["layers"][str(i)][name])
@@ -224,7 +220,7 @@ def _restore(cache: CacheState, tensors: dict[str, Tensor], facts: dict[str, Any
             layer.quantized = QuantizedLayer(kv, *tails, groups["firsts"], groups["room"], layer.lengths)
             mine["keys"] = mine["values"] = torch.empty(sum(layer.room), 0)
         layer.flat = Tokens(**{name: mine[name] for name in PARTS if name in mine})
-        layer.update_ends()
+        layer.place()
     for i, length in facts["hf_layers"].items():
         restore(cache.layers[int(i)], tensors[f"hf_layer.{i}.keys"], tensors[f"hf_layer.{i}.values"], length)
     cache.backend.query_buffer.queries = {

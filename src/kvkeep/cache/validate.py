@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache.backend import CacheState
+from kvkeep.cache.cache_state import CacheState
 from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV
 from kvkeep.model.hf_cache import key_shape, kv_widths
 

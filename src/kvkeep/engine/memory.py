@@ -16,7 +16,7 @@ import torch
 from kvkeep.compress.method import STORAGE
 from kvkeep.model.hf_cache import key_shape
 from kvkeep.storage.ragged import LayerKind
-from kvkeep.storage.rows import QuantizedRows, Rows, new_rows
+from kvkeep.storage.rows import new_rows, span_size
 
 MEMORY_FRACTION = 0.8  # of free memory, for keys and values; forward passes need the rest
 
@@ -46,7 +46,7 @@ def row_bytes(model: Any, tokens: int, storage: str | None = None) -> int:
     """Bytes of a sequence of so many tokens per KV head in a pool."""
     kv_heads, dim = key_shape(model)
     kind, bits = LayerKind(kv_heads, dim, dim, model.dtype, torch.device("meta")), STORAGE[storage]
-    slots = kv_heads * (QuantizedRows if bits else Rows).slots(tokens)
+    slots = kv_heads * span_size(tokens, bits)
     return new_rows(kind, 1, slots, bits).nbytes * model.config.get_text_config(decoder=True).num_hidden_layers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from kvkeep.cache.cache import Cache
@@ -48,15 +47,15 @@ class RetrievalBatch(PooledBatch):
 
     def _grow(self, rows: int, least: int, sizes: RowSizes) -> None:
         """So many rows of this size, or as many as memory allows, unless these are fewer than `least`."""
-        limit, shape, small = self._byte_limit, self.pool.plan.shape, replace(sizes, slots=self.pool.plan.shape.most)
+        limit, shape, small = self._byte_limit, self.pool.plan.shape, sizes._replace(slots=self.pool.plan.shape.most)
         rows = max(self.pool.rows, min(rows, limit // self.pool.row_bytes(small)))
         if rows < least:
             return
         if self.on_gpu:  # units that were fetched stay as long as there is memory: they may be selected again
-            slot_bytes = self.pool.row_bytes(replace(small, slots=shape.most + 1)) - self.pool.row_bytes(small)
+            slot_bytes = self.pool.row_bytes(small._replace(slots=shape.most + 1)) - self.pool.row_bytes(small)
             most = MOST_SLOTS * (self.pool.plan.quota_limit // shape.unit)
             slots = min(most, sizes.units, int(SLOTS_FRACTION * limit) // (rows * slot_bytes))
-            small = replace(small, slots=max(shape.most, slots))
+            small = small._replace(slots=max(shape.most, slots))
         if self.pool.grow(rows, small):
             self.runner.graphs.clear()  # they have the old buffers
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.kernels.dispatch import append_quantized, quantized_attention
 from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV, copy_groups, dequantize_segments, write_groups
-from kvkeep.storage.upload import upload
+from kvkeep.storage.places import Places
 from kvkeep.types import Tokens
 
 
@@ -33,11 +33,12 @@ class QuantizedLayer:
     lengths: list[int]
 
     def __post_init__(self) -> None:
-        shape = self.tail_keys.shape[:2]
-        tensor = partial(torch.tensor, dtype=torch.int64, device=self.tail_keys.device)
-        self.starts = tensor(self.firsts).view(shape) * GROUP_SIZE
-        self.counts = tensor(self.lengths).view(shape)  # lengths, on the device
-        self.active = torch.ones_like(self.counts[:, :1])
+        self.place()
+
+    def place(self) -> None:
+        """Tell the device where the segments lie."""
+        starts = [first * GROUP_SIZE for first in self.firsts]
+        self.places = Places.of(starts, self.lengths, len(self.tail_keys), self.tail_keys.device)
 
     @classmethod
     def of(
@@ -86,30 +87,26 @@ class QuantizedLayer:
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """One token more in every segment, in place. keys, values [rows, kv_heads, dim]"""
-        append_quantized(self.kv, self.tail_keys, self.tail_values, keys, values, self.starts, self.counts, self.active)
+        every = self.places.first(len(keys))
+        append_quantized(self.kv, self.tail_keys, self.tail_values, keys, values, *every)
         self.lengths = [n + 1 for n in self.lengths]
-
-    def copy_tails(self) -> tuple[Tensor, Tensor]:
-        return self.tail_keys.clone(), self.tail_values.clone()
 
     def truncate(self, lengths: Sequence[int], tails: tuple[Tensor, Tensor] | None = None) -> None:
         """Undo the last append; tails: as they were at these lengths, where there were several."""
         self.lengths = list(lengths)
         if tails is not None:
             self.tail_keys.copy_(tails[0]), self.tail_values.copy_(tails[1])
-        self.counts = upload(self.lengths, self.counts.device).view_as(self.counts)
+        self.place()
 
-    def attend(self, queries: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None) -> Tensor:
-        """One query per row. queries [rows, heads, 1, dim] -> [rows, heads, 1, dim]"""
-        return quantized_attention(
-            queries, self.kv, self.tail_keys, self.tail_values, self.starts, self.counts, max(self.lengths), scale,
-            softcap, sink_logits,
-        )  # fmt: skip
+    def attend(self, queries: Tensor, *how: Any) -> Tensor:
+        """One query per row. queries [rows, heads, 1, dim] -> the same; how: scale, softcap, sink_logits"""
+        segments = self.places.starts, self.places.lengths, max(self.lengths)
+        return quantized_attention(queries, self.kv, self.tail_keys, self.tail_values, *segments, *how)
 
     def dequantize(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Keys and values of some rows. -> [rows, kv_heads, longest, dim], undefined behind a head's own tokens"""
-        tails, segments = (self.tail_keys[rows], self.tail_values[rows]), (self.starts[rows], self.counts[rows])
-        return dequantize_segments(self.kv, *tails, *segments, max(self.lengths))
+        segments = self.places.starts[rows], self.places.lengths[rows], max(self.lengths)
+        return dequantize_segments(self.kv, self.tail_keys[rows], self.tail_values[rows], *segments)
 
 
 def whole_groups(parts: Sequence[Tensor]) -> Tensor:

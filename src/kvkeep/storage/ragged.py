@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvkeep.kernels.dispatch import append_ragged, extend_attention, ragged_attention, segment_attention
 from kvkeep.kernels.torch.quantization import GROUP_SIZE
 from kvkeep.kernels.torch.reference import uniform_stride
+from kvkeep.storage.places import Places
 from kvkeep.storage.quantized import QuantizedLayer, whole_groups
 from kvkeep.storage.upload import upload
 from kvkeep.types import NOTHING, PAD_POSITION, Tokens
@@ -69,7 +70,7 @@ class RaggedLayer:
         self.starts: list[int] = []
         self.lengths: list[int] = []
         self.room: list[int] = []  # slots of each segment, used or not
-        self.ends = self.segment_starts = NOTHING
+        self.places = Places(NOTHING, NOTHING, NOTHING)  # the same on the device, so that decoding never waits for it
         self.is_shared = False  # a copy holds the same buffers: nothing more is written into them
 
     def __bool__(self) -> bool:
@@ -95,15 +96,10 @@ class RaggedLayer:
 
     @property
     def kind(self) -> LayerKind:
-        keys, values = self.flat.keys, self.flat.values
-        return LayerKind(self.kv_heads, keys.shape[1], values.shape[1], keys.dtype, keys.device)
-
-    @property
-    def token_nbytes(self) -> int:
-        """Bytes of one token's key and value in one KV head, in the model's dtype."""
-        tails, flat = self.quantized, self.flat
-        like = (tails.tail_keys, tails.tail_values) if tails else (flat.keys, flat.values)
-        return sum(t.shape[-1] * t.element_size() for t in like)
+        """That of keys and values in the model's dtype."""
+        codes, flat = self.quantized, self.flat
+        keys, values = (codes.tail_keys, codes.tail_values) if codes else (flat.keys, flat.values)
+        return LayerKind(self.kv_heads, keys.shape[-1], values.shape[-1], keys.dtype, keys.device)
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -159,17 +155,14 @@ class RaggedLayer:
             known = self._unchanged_groups([segment for row in rows for segment in row], sources)
             self.quantized = QuantizedLayer.of(rows, self.bits, growth, self.quantized, known)
             rows = [[replace(each, keys=each.keys[:, :0], values=each.values[:, :0]) for each in row] for row in rows]
-        self._write_segments(rows, growth, spare)
+        self.hold(rows, growth, spare)
 
     def clear(self) -> None:
         """Free all tokens; they are held elsewhere."""
         self.flat, self.rows, self.starts, self.lengths, self.room = EMPTY, 0, [], [], []
 
-    def hold(self, rows: Sequence[Sequence[Tokens]]) -> None:
+    def hold(self, rows: Sequence[Sequence[Tokens]], growth: int = 0, spare: int = 0) -> None:
         """Fill the layer, in the model's dtype until `quantize`."""
-        self._write_segments(rows, growth=0)
-
-    def _write_segments(self, rows: Sequence[Sequence[Tokens]], growth: int, spare: int = 0) -> None:
         segments = [segment for row in rows for segment in row]
         lengths = [len(segment.token_positions) for segment in segments]
         room = [n + spare + (n // growth if growth else 0) for n in lengths]
@@ -181,22 +174,18 @@ class RaggedLayer:
             for segment, start in zip(segments, starts, strict=True):
                 for name, part in segment.parts.items():
                     flat.parts[name][start : start + len(part)] = part
-        self.rows, self.kv_heads = len(rows), len(rows[0])
-        self._set_segments(flat, starts, lengths, room)
+        self.adopt(flat, lengths, len(rows), room)
 
     def adopt(self, flat: Tokens, lengths: Sequence[int], rows: int, room: Sequence[int] | None = None) -> None:
         """Replace all tokens by these, which nobody else holds: segment after segment.
 
         room: slots of each segment, where there are more than tokens
         """
+        self.flat, self.is_shared = flat, False
         self.rows, self.kv_heads = rows, len(lengths) // rows
-        *starts, _ = accumulate(room or lengths, initial=0)
-        self._set_segments(flat, starts, list(lengths), list(room or lengths))
-
-    def _set_segments(self, flat: Tokens, starts: list[int], lengths: list[int], room: list[int]) -> None:
-        self.flat, self.starts, self.lengths, self.room = flat, starts, lengths, room
-        self.is_shared = False
-        self.update_ends()
+        self.lengths, self.room = list(lengths), list(room or lengths)
+        *self.starts, _ = accumulate(self.room, initial=0)
+        self.place()
 
     def _unchanged_groups(self, segments: Sequence[Tokens], sources: Sequence[int] | None) -> Tensor | None:
         """The quantized group that each complete group of these tokens equals, -1 for none. [groups]
@@ -241,7 +230,7 @@ class RaggedLayer:
             self.fill(self.all_rows(), GROWTH, spare=GROUP_SIZE)
         if single and (codes := self.codes):
             codes.append(keys[:, :, 0], values[:, :, 0])
-            return self._write(keys[..., :0], values[..., :0], torch.stack(list(positions)))
+            return self.count_appended(torch.stack(list(positions)))
         if columns is None and not self.codes:
             self.reserve(keys.shape[2], to_come)
             return self._write(keys, values, torch.stack(list(positions)))
@@ -250,7 +239,7 @@ class RaggedLayer:
             each = (new[row] if columns is None else new[row][:, columns[row]] for new in (keys, values))
             heads = zip(self.row(row), *each, strict=True)
             rows.append([_concat(old, self._new(k, v, where)) for old, k, v in heads])
-        self._write_segments(rows, GROWTH)
+        self.hold(rows, GROWTH)
 
     def reserve(self, count: int, to_come: int = 0) -> None:
         """Make room for so many more tokens in every segment, and a 64th beyond, or for those `to_come`."""
@@ -258,13 +247,13 @@ class RaggedLayer:
             return
         room = [n + max(count + (n + count) // GROWTH, to_come) for n in self.lengths]
         *starts, total = accumulate(room, initial=0)
-        first, lengths, tokens = upload(starts, self.ends.device), self.ends - self.segment_starts, sum(self.lengths)
-        shifts = torch.stack([self.segment_starts, first]) - (lengths.cumsum(0) - lengths)  # of each segment's tokens
-        every = torch.arange(tokens, device=first.device)
+        before, lengths, tokens = self.places.starts.flatten(), self.places.lengths.flatten(), sum(self.lengths)
+        moves = torch.stack([before, upload(starts, before.device)])
+        shifts = moves - (lengths.cumsum(0) - lengths)  # of each segment's tokens
+        every = torch.arange(tokens, device=before.device)
         source, target = shifts.repeat_interleave(lengths, dim=1, output_size=tokens) + every
-        self.flat = self.flat.map(lambda t: t.new_empty(total, *t.shape[1:]).index_copy_(0, target, t[source]))
-        self.starts, self.room, self.is_shared = starts, room, False
-        self.segment_starts, self.ends = first, first + lengths
+        flat = self.flat.map(lambda t: t.new_empty(total, *t.shape[1:]).index_copy_(0, target, t[source]))
+        self.adopt(flat, self.lengths, self.rows, room)
 
     @property
     def can_capture(self) -> bool:
@@ -275,11 +264,11 @@ class RaggedLayer:
         """Count tokens whose keys and values the device has appended. positions [rows, count]"""
         count = positions.shape[1]
         where = positions[:, None].expand(-1, self.kv_heads, -1).reshape(-1)
-        slots, new, flat = self._free_slots(count), self._new(NOTHING, NOTHING, where).parts, self.flat.parts
+        slots, new, flat = self.places.free(count), self._new(NOTHING, NOTHING, where).parts, self.flat.parts
         for name in flat.keys() - {"keys", "values"}:
             flat[name].index_copy_(0, slots, new[name].to(flat[name].dtype))
         self.lengths = [length + count for length in self.lengths]
-        self.ends += count
+        self.places.lengths += count
 
     def _has_room(self, count: int) -> bool:
         fits = all(used + count <= room for used, room in zip(self.lengths, self.room, strict=True))
@@ -298,60 +287,48 @@ class RaggedLayer:
 
     def _write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Write the same number of new tokens into the room of every segment."""
-        flat, count = self.flat, positions.shape[1]
-        if count == 1 and append_ragged.uses_kernel(keys) and keys.dtype == flat.keys.dtype and keys.shape[-1]:
-            starts, lengths = self.device_segments
-            active = lengths.new_ones(len(keys), 1)
-            append_ragged(flat.keys, flat.values, keys, values, starts, lengths, active)
+        flat, places = self.flat, self.places
+        keys, values = keys.to(flat.keys.dtype), values.to(flat.values.dtype)
+        if positions.shape[1] == 1 and append_ragged.uses_kernel(keys):
+            append_ragged(flat.keys, flat.values, keys, values, places.starts, places.lengths.clone(), places.active)
         else:
-            slots = self._free_slots(count)
+            slots = places.free(positions.shape[1])
             for buffer, new in ((flat.keys, keys), (flat.values, values)):
-                buffer.index_copy_(0, slots, new.flatten(0, 2).to(buffer.dtype))
+                buffer.index_copy_(0, slots, new.flatten(0, 2))
         self.count_appended(positions)
 
-    def _free_slots(self, count: int) -> Tensor:
-        """The first free slots of every segment."""
-        if count == 1:
-            return self.ends
-        return (self.ends[:, None] + torch.arange(count, device=self.ends.device)).flatten()
+    def attend(self, queries: Tensor, counts: Sequence[int], *how: Any) -> Tensor:
+        """Attention of each row's queries [rows, heads, q, dim], the last `counts` of which are tokens. -> the same
 
-    @property
-    def device_segments(self) -> tuple[Tensor, Tensor]:
-        """Start and length of every segment, on the device. [rows, kv_heads]"""
-        shape = self.rows, self.kv_heads
-        return self.segment_starts.view(shape), (self.ends - self.segment_starts).view(shape)
-
-    def attend_step(self, queries: Tensor, *how: Any) -> Tensor:
-        """One query per row. queries [rows, heads, 1, dim] -> the same; how: scale, softcap, sink_logits"""
-        keys, values = self.flat.keys, self.flat.values
-        longest = 1 << (max(self.lengths) - 1).bit_length()  # rounded up: what is compiled for it serves many steps
-        output = ragged_attention(queries.to(keys.dtype), keys, values, *self.device_segments, longest, *how)
-        return output.to(queries.dtype)
-
-    def attend_chunk(self, queries: Tensor, counts: Sequence[int], *how: Any) -> Tensor:
-        """Several queries per row, of which the last `counts` are tokens, the others padding. As `attend_step`"""
-        keys, values, plain = self.flat.keys, self.flat.values, how[1:] == (None, None)
-        dense = plain and set(counts) == {queries.shape[2]} and uniform_stride(self.segments)
-        if dense or queries.requires_grad or not extend_attention.uses_kernel(queries):
+        how: scale, softcap, sink_logits
+        """
+        if codes := self.codes:
+            return codes.attend(queries, *how)
+        keys, values, padded = self.flat.keys, self.flat.values, set(counts) != {queries.shape[2]}
+        is_step = not padded and ragged_attention.uses_kernel(queries)  # of single queries
+        dense = not (is_step or padded) and how[1:] == (None, None) and uniform_stride(self.segments)
+        if dense or queries.requires_grad or not (is_step or extend_attention.uses_kernel(queries)):
             return segment_attention(queries, keys, values, self.segments, counts, *how)
-        placed = (*self.device_segments, upload(list(counts), keys.device))
-        return extend_attention(queries.to(keys.dtype), keys, values, *placed, *how).to(queries.dtype)
+        segments = queries.to(keys.dtype), keys, values, self.places.starts, self.places.lengths
+        if not is_step:
+            return extend_attention(*segments, upload(list(counts), keys.device), *how).to(queries.dtype)
+        longest = 1 << (max(self.lengths) - 1).bit_length()  # rounded up: what is compiled for it serves many steps
+        return ragged_attention(*segments, longest, *how).to(queries.dtype)
 
-    def update_ends(self) -> None:
-        """The first free slot of every segment, on the device, so that decoding never synchronizes with the host."""
-        ends = [start + length for start, length in self.segments]
-        device = self.flat.token_positions.device
-        self.segment_starts, self.ends = upload([self.starts, ends], device)
+    def place(self) -> None:
+        """Tell the device where the segments lie."""
+        self.places = Places.of(self.starts, self.lengths, self.rows, self.flat.token_positions.device)
 
     def snapshot(self, several: bool = False) -> LayerSnapshot:
         """The state before the next token, or before the next several, for `restore`."""
-        tails = self.quantized.copy_tails() if several and self.quantized else None
+        held = self.quantized if several else None
+        tails = (held.tail_keys.clone(), held.tail_values.clone()) if held else None
         return LayerSnapshot(self.lengths, tails)
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Undo what was appended since."""
         self.lengths = list(snapshot.lengths)
-        self.update_ends()
+        self.place()
         if self.quantized:
             self.quantized.truncate(self.lengths, snapshot.tails)
             self.quantize()
@@ -367,7 +344,7 @@ class RaggedLayer:
         if self and self.bits:
             copied.fill(self.all_rows())
         elif self:
-            copied.ends = self.ends.clone()  # counted on in place
+            copied.places = replace(self.places, lengths=self.places.lengths.clone())  # counted on in place
             self.is_shared = copied.is_shared = True
         return copied
 

@@ -6,9 +6,8 @@ device alone, so that a decode step of all rows can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,22 +21,10 @@ from kvkeep.kernels.dispatch import (
     ragged_attention,
 )
 from kvkeep.kernels.torch.quantization import GROUP_SIZE, QuantizedKV, copy_groups
+from kvkeep.storage.places import Places
 from kvkeep.storage.quantized import QuantizedLayer
 from kvkeep.storage.ragged import LayerKind, RaggedLayer
 from kvkeep.storage.upload import upload
-
-
-@dataclass
-class Places:
-    """Where the tokens of every row and KV head lie."""
-
-    starts: Tensor  # [rows, kv_heads]
-    lengths: Tensor  # [rows, kv_heads]
-    active: Tensor  # [rows, 1] 1 where the row is in use
-
-    def first(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.starts[:rows], self.lengths[:rows], self.active[:rows]
-
 
 Source = tuple[Tensor, Tensor, int]  # first slot and end of every segment that is copied, and tokens of all
 
@@ -61,11 +48,6 @@ class Rows:
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
-
-    @staticmethod
-    def slots(tokens: int) -> int:
-        """Slots that one KV head needs for so many tokens."""
-        return tokens
 
     def put(self, row: int, starts: Sequence[int], target: Tensor, layer: Any, source: Source) -> None:
         """Copy segments of a layer to spans that begin here; target: `starts`, on the device"""
@@ -119,11 +101,6 @@ class QuantizedRows:
     def nbytes(self) -> int:
         return self.kv.nbytes + sum(tail.nbytes for tail in self.tails)
 
-    @staticmethod
-    def slots(tokens: int) -> int:
-        """Slots of complete groups, of one at least."""
-        return max(1, tokens // GROUP_SIZE) * GROUP_SIZE
-
     def put(self, row: int, starts: Sequence[int], target: Tensor, layer: Any, source: Source) -> None:
         """Copy the groups of a layer of one row that is quantized alike; quantize another one."""
         codes = layer.codes
@@ -165,39 +142,22 @@ class QuantizedRows:
         return quantized_attention(query, self.kv, *tails, starts, lengths, longest, *how)
 
 
+def span_size(tokens: int, bits: int | None) -> int:
+    """Slots that one KV head needs for so many tokens; quantized, those of complete groups, of one at least."""
+    return max(1, tokens // GROUP_SIZE) * GROUP_SIZE if bits else tokens
+
+
 def new_rows(kind: LayerKind, rows: int, slots: int, bits: int | None) -> Rows | QuantizedRows:
     """Make rows with so many slots in all. bits: 8 or 4, None: not quantized"""
     return QuantizedRows(kind, rows, slots, bits) if bits else Rows(kind, slots)
 
 
-class FreeList:
-    """The free spans of a buffer: the first that fits is taken, and a freed one is merged with its free neighbours."""
-
-    def __init__(self, size: int) -> None:
-        self.spans = [(0, size)] if size else []  # (start, size), ascending, never touching
-
-    @property
-    def size(self) -> int:
-        return sum(size for _, size in self.spans)
-
-    @property
-    def largest(self) -> int:
-        return max((size for _, size in self.spans), default=0)
-
-    def allocate(self, size: int) -> int:
-        """-> start of a span of this size"""
-        for number, (start, room) in enumerate(self.spans):
-            if room >= size:
-                self.spans[number : number + 1] = [(start + size, room - size)] if room > size else []
-                return start
-        raise MemoryError(f"no span of {size} slots is free; the largest has {self.largest}.")
-
-    def free(self, start: int, size: int) -> None:
-        insort(self.spans, (start, size))
-        merged: list[tuple[int, int]] = []
-        for first, room in self.spans:
-            if merged and sum(merged[-1]) == first:
-                merged[-1] = (merged[-1][0], merged[-1][1] + room)
-            else:
-                merged.append((first, room))
-        self.spans = merged
+@contextmanager
+def restored(parts: Sequence[Tensor]) -> Iterator[None]:
+    """Within, these tensors may change; afterwards they are as before."""
+    saved = [part.clone() for part in parts]
+    try:
+        yield
+    finally:
+        for part, before in zip(parts, saved, strict=True):
+            part.copy_(before)

@@ -7,8 +7,7 @@ the device alone. Rows come first in every tensor, so the first rows are the beg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -164,18 +163,11 @@ class StepBlock:
         for name, part in self.before.items():
             self.rows.parts[name][rows] = part[rows]
 
-    @contextmanager
-    def no_row_in_use(self) -> Iterator[None]:
-        """Within, steps write to free slots alone; what else they change is restored."""
-        changed = [self.rows.active, *(part for part in (self.rows.token_state,) if part is not NOTHING)]
-        changed += self.before.values()
-        before = [part.clone() for part in changed]
-        self.rows.active.zero_()
-        try:
-            yield
-        finally:
-            for part, old in zip(changed, before, strict=True):
-                part.copy_(old)
+    @property
+    def changed(self) -> list[Tensor]:
+        """What a step changes beside free slots, even if no row is in use."""
+        state = [] if self.rows.token_state is NOTHING else [self.rows.token_state]
+        return [self.rows.active, *state, *self.before.values()]
 
     # one step of the first rows
 

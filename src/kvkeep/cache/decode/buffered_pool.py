@@ -9,7 +9,7 @@ what is kept back to the row's cache, which selects as it would have by itself, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -26,7 +26,6 @@ from kvkeep.compress.budget.layers import EqualLayers
 from kvkeep.compress.method import Method
 from kvkeep.compress.pipeline import PlacedSelection
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import key_shape
 from kvkeep.storage.rows import Rows
 from kvkeep.storage.upload import Download, upload
 from kvkeep.types import NOTHING, PAD_POSITION, Softmax, Tokens
@@ -90,6 +89,7 @@ class BufferedPool(RowPool):
     """A cache of many rows that are evicted from one by one, between two steps of all."""
 
     mixed, moves = False, True
+    buffers: Mapping[int, Rows]  # nothing is quantized
 
     def __init__(self, like: Cache) -> None:
         """like: a cache such as those it is for"""
@@ -97,7 +97,6 @@ class BufferedPool(RowPool):
         super().__init__(like.model, 1, 0, 1, window=window)
         most = like.budget + (like.method.schedule.every or 0) if isinstance(like.budget, int) else sys.maxsize
         self.most = most  # tokens of a row per KV head
-        self.kv_heads = key_shape(like.model)[0]
         self.in_place = _decides_by_layer(like.method)
         self.used: dict[int, BufferedRow] = {}
         self.how: dict[int, Softmax] = {}
@@ -133,7 +132,7 @@ class BufferedPool(RowPool):
         """Have a row's cache count what it has decoded. -> the newest queries of every layer [heads, q, dim]"""
         mine = self.used[row]
         mine.settle()
-        mine.cache.append_decoded(count, lambda _: None)
+        mine.cache.append_decoded(count)
         mine.new, mine.decoded, mine.told = mine.new + count, 0, mine.told + count
         mine.queries = min(self.window, mine.queries + count)
         return self.newest_queries(row, mine.cache.seen, mine.queries)
@@ -167,15 +166,11 @@ class BufferedPool(RowPool):
 
     def complete(self, row: int, cache: Cache, count: int) -> None:
         """Move a row's tokens back to its cache, as it is after `count` decoded tokens."""
-        queries, backend = self._tell(row, count - self.used[row].told), self.used[row].backend
-        is_due = cache.tracker.is_due(0, 0)
-        if is_due and not self.in_place:
-            self._evict_to_cache(row, queries)
-        else:
-            if is_due:
-                self._evict_in_place(row, queries)
-                self.used[row].settle()
-            backend.fill_decoded(lambda i: self._tokens(row, [i]), queries)
+        queries, is_due = self._tell(row, count - self.used[row].told), cache.tracker.is_due(0, 0)
+        if is_due and self.in_place:
+            self._evict_in_place(row, queries)
+            self.used[row].settle()
+        self._fill_cache(row, queries, evicts=is_due and not self.in_place)
         del self.used[row]
 
     def release(self, row: int) -> None:
@@ -198,23 +193,22 @@ class BufferedPool(RowPool):
         if self.in_place:
             self._evict_in_place(row, queries)
             return False
-        self._evict_to_cache(row, queries)
+        self._fill_cache(row, queries, evicts=True)
         super().release(row)
-        room = self.room_for(mine.cache, mine.answer)
-        grown = not self.fits(mine.cache, room) and self._grow_for(mine.cache, room)
+        room, grown = self.room_for(mine.cache, mine.answer), False
+        if not self.fits(mine.cache, room):
+            longest = 1 << (mine.cache.longest_head + room - 1).bit_length()
+            slots = self.tokens + self.slots_needed(mine.cache, room)
+            grown = self.grow(self.rows, slots, max(longest, self.longest))
         self.admit(row, mine.cache, mine.answer)
         self.used[row].told = mine.told
         return grown
 
-    def _grow_for(self, cache: Cache, room: int) -> bool:
-        longest = 1 << (cache.longest_head + room - 1).bit_length()
-        return self.grow(self.rows, self.tokens + self.slots_needed(cache, room), max(longest, self.longest))
-
-    def _evict_to_cache(self, row: int, queries: dict[int, Tensor]) -> None:
-        """Fill a row's cache with what it keeps."""
+    def _fill_cache(self, row: int, queries: dict[int, Tensor], evicts: bool) -> None:
+        """Fill a row's cache with its tokens, or with those of them that it keeps."""
         mine = self.used[row]
-        mine.backend.evict_decoded(lambda i: self._tokens(row, [i]), queries, self.how, mine.cache.seen)
-        mine.cache.tracker.count_evicted([True])
+        mine.backend.fill_decoded(lambda i: self._tokens(row, [i]), queries, self.how, mine.cache.seen, evicts)
+        mine.cache.tracker.count_evicted([evicts])
 
     @torch.no_grad()
     def _evict_in_place(self, row: int, queries: dict[int, Tensor]) -> None:
@@ -261,7 +255,6 @@ class BufferedPool(RowPool):
         keys, values = (part.unflatten(0, slots.shape) for part in (tokens.keys, tokens.values))
         for number, i in enumerate(layers):
             buffer, places = self.buffers[i], self.places[i]
-            assert isinstance(buffer, Rows)  # nothing is quantized
             buffer.keys.index_copy_(0, slots[number], keys[number])
             buffer.values.index_copy_(0, slots[number], values[number])
             places.starts[row], places.lengths[row] = starts[number], counts[number]

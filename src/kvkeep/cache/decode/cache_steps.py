@@ -71,9 +71,7 @@ class CacheSteps:
         """Move them back."""
         if self.rows is None:
             return
-        rows = [self.rows.take(row, held) for row, held in enumerate(self._held)]
-        for i, layer in self.store.items():
-            layer.fill([row[i] for row in rows])
+        self.rows.fill(self.store, dict(enumerate(self._held)))
         self.rows = None
 
     def count(self, steps: int) -> None:
@@ -93,7 +91,7 @@ class CacheSteps:
             return False
         return [self.rule.evicts and n >= self.rule.tokens for n in self.held] == layout.evict_now
 
-    def attend(self, index: int, call: AttentionCall, layout: BatchLayout) -> Tensor:
+    def attend(self, index: int, call: AttentionCall, layout: BatchLayout) -> tuple[Tensor, Tensor | None]:
         if index == next(iter(self.store)):
             self.enter(layout.seen, call.query.shape[1]).reserve(max(self.held) + 1)
         assert self.rows is not None

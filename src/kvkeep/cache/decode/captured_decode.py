@@ -7,18 +7,20 @@ asks for the cache's tokens (`settle`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.backend import CacheState
+from kvkeep.cache.cache_state import CacheState
+from kvkeep.cache.decode.evict_one import EvictOneRows
 from kvkeep.cache.decode.policy import Policy, evict_one_rule
 from kvkeep.cache.decode.runner import DecodeRows, Runner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import query_heads, single_device
-from kvkeep.storage.rows import Places, attend_step
+from kvkeep.storage.places import Places
+from kvkeep.storage.rows import attend_step
 from kvkeep.storage.upload import upload
 
 ROOM = 256  # tokens allocated ahead; doubled whenever they are used up
@@ -35,9 +37,9 @@ class AppendedRows(DecodeRows):
         self.store = store = cache.backend.store
         for layer in store.values():
             layer.reserve(room)
-        segments = {i: layer.device_segments for i, layer in store.items()}
-        self.active = torch.ones_like(next(iter(segments.values()))[0][:, :1])
-        self.places = {i: Places(first.clone(), n.clone(), self.active) for i, (first, n) in segments.items()}
+        self.active = torch.ones_like(next(iter(store.values())).places.active)
+        known = {i: layer.places for i, layer in store.items()}
+        self.places = {i: Places(each.starts, each.lengths.clone(), self.active) for i, each in known.items()}
         self.longest = 1 << (max(max(layer.lengths) for layer in store.values()) + room - 1).bit_length()
         self._remember()
 
@@ -57,43 +59,33 @@ class AppendedRows(DecodeRows):
     def is_valid(self) -> bool:
         """Nobody has changed the layers since."""
         layers = zip(self.store.values(), self.known, strict=True)
-        return all(layer.flat.keys is keys and layer.lengths[0] == length for layer, (keys, length) in layers)
+        return all(layer.places is places and layer.lengths[0] == length for layer, (places, length) in layers)
 
     def settle(self, seen: list[int], count: int) -> None:
         """Tell the layers of the tokens of the last `count` steps."""
         positions = torch.tensor([range(n - count, n) for n in map(int, seen)], dtype=torch.int32)
         for layer in self.store.values():
-            layer.count_appended(upload(positions, layer.ends.device))
+            layer.count_appended(upload(positions, layer.flat.token_positions.device))
         self._remember()
 
     def _remember(self) -> None:
-        self.known = [(layer.flat.keys, layer.lengths[0]) for layer in self.store.values()]
+        self.known = [(layer.places, layer.lengths[0]) for layer in self.store.values()]
 
 
-class EvictingRows(DecodeRows):
+class EvictingRows(EvictOneRows):
     """Rows of a cache, of which one token of every KV head is evicted for each new one, or not yet."""
 
     def __init__(self, cache: CacheState, room: int) -> None:
-        super().__init__(cache.model)
-        self.steps = cache.backend.steps
-        self.evict_one = self.steps.enter(cache.tracker.seen, query_heads(cache.model))
-        self.evict_one.reserve(max(self.steps.held) + room + 1)
-
-    def graph_capture_scratch(self) -> AbstractContextManager[None]:
-        return self.evict_one.no_row_in_use()
-
-    def begin_forward(self) -> None:
-        self.evict_one.begin()
-
-    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        return call.to_hf_output(self.evict_one.attend(index, call))
+        self.of_cache = cache.backend.steps
+        super().__init__(cache.model, self.of_cache.enter(cache.tracker.seen, query_heads(cache.model)))
+        self.steps.reserve(max(self.of_cache.held) + room + 1)
 
     @property
     def is_valid(self) -> bool:
-        return self.steps.rows is self.evict_one
+        return self.of_cache.rows is self.steps
 
     def settle(self, seen: list[int], count: int) -> None:
-        self.steps.count(count)
+        self.of_cache.count(count)
 
 
 class CapturedDecode:

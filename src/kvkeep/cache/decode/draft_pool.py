@@ -101,20 +101,19 @@ class Drafts:
 
     def free(self) -> None:
         self.size = DraftSize()
-        self.pool: DraftPool | None = None
         self.runner: Runner | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.pool.nbytes if self.pool else 0
+        return self.runner.pool.nbytes if self.runner else 0
 
     def reserve(self, size: DraftSize, most: int) -> Runner:
         """Make room, if there is not enough, in at most so many bytes, unless this size needs more."""
         if self.runner is None or size | self.size != self.size:
             size, model = self._rounded(size | self.size, most), self.model()
             self.free()
-            self.pool = DraftPool(model, size.rows, size.slots, size.longest, window=size.steps)
-            self.runner, self.size = Runner(self.pool, size.rows), size
+            pool = DraftPool(model, size.rows, size.slots, size.longest, window=size.steps)
+            self.runner, self.size = Runner(pool, size.rows), size
         return self.runner
 
     def _rounded(self, size: DraftSize, most: int) -> DraftSize:
@@ -214,7 +213,7 @@ def free_pool(model: Any) -> bool:
 
 def warmup(model: Any, rows: int, tokens: int, most: int) -> None:
     """After a first draft: room for so many rows that keep so many tokens, as far as memory goes, and their graphs."""
-    if (drafts := _drafts.get(model)) is None or drafts.pool is None:
+    if (drafts := _drafts.get(model)) is None or drafts.runner is None:
         return
     steps, most = drafts.size.steps, min(most, most_held(model))
     slots = key_shape(model)[0] * (tokens + steps)

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvkeep.cache.decode.runner import DecodeRows
 from kvkeep.compress.step_rule import StepRule
 from kvkeep.kernels.torch.rotation import Rotation
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.storage.ragged import GROWTH, LayerKind, RaggedLayer
+from kvkeep.storage.rows import restored
 from kvkeep.storage.step_block import StepBlock, StepShape, runs
-from kvkeep.types import NOTHING, Step, Tokens
+from kvkeep.types import NOTHING, Step
 
 BLOCK_LAYERS = {"cuda": 8, "cpu": 64}  # evicted from together: in few kernels, and their logits take little memory
 
@@ -88,12 +90,12 @@ class EvictOne:
         for block in self.blocks:
             block.put(row, [store[i] for i in block.shape.layers], length, source)
 
-    def take(self, row: int, held: int) -> dict[int, list[Tokens]]:
-        """Gather what a row holds, by layer, of each KV head. held: the tokens that it came with, and all since"""
-        kept: dict[int, list[Tokens]] = {}
+    def fill(self, store: Mapping[int, RaggedLayer], rows: Mapping[int, int]) -> None:
+        """Fill a cache's layers with what rows hold. rows: of each, the tokens that it came with, and all since"""
         for block in self.blocks:
-            kept |= dict(zip(block.shape.layers, block.take(row, min(held, self.full - 1)), strict=True))
-        return kept
+            kept = [block.take(row, min(held, self.full - 1)) for row, held in rows.items()]
+            for index, *heads in zip(block.shape.layers, *kept, strict=True):
+                store[index].fill(heads)
 
     def undo(self, rows: slice, blocks: Sequence[StepBlock]) -> None:
         """Take the last step of some rows back in these layers."""
@@ -104,10 +106,10 @@ class EvictOne:
 
     @contextmanager
     def no_row_in_use(self) -> Iterator[None]:
-        """Within, steps change nothing."""
-        with ExitStack() as stack:
+        """Within, steps write to free slots alone; what else they change is restored."""
+        with restored([part for block in self.blocks for part in block.changed]):
             for block in self.blocks:
-                stack.enter_context(block.no_row_in_use())
+                block.rows.active.zero_()
             yield
 
     # one step of the first rows
@@ -121,8 +123,8 @@ class EvictOne:
             self.undo(slice(None), self.changed)
         self.begin()
 
-    def attend(self, index: int, call: AttentionCall) -> Tensor:
-        """One token for each of the first rows. -> [rows, heads, 1, dim]"""
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """One token for each of the first rows; those not in use write to a slot of their own."""
         rows, (block, number) = len(call.query), self.block_of[index]
         key, value = call.key.detach(), call.value.detach()
         output = block.attend(number, rows, call.query, key, value, *call.how)
@@ -130,7 +132,7 @@ class EvictOne:
         if index == block.shape.layers[-1]:
             calls, self.calls = self.calls, []
             self._evict(block, calls, rows)
-        return output
+        return call.to_hf_output(output)
 
     @torch.no_grad()
     def _evict(self, block: StepBlock, calls: Sequence[AttentionCall], rows: int) -> None:
@@ -165,6 +167,23 @@ class EvictOne:
         evicted = (lengths > self.rule.tokens)[:, None]
         target = torch.where(evicted, self.rule.sink_positions(lengths), admitted)
         block.move_sinks(rows, target, [self.rotations[i] for i in block.shape.layers])
+
+
+class EvictOneRows(DecodeRows):
+    """What the model sees of such rows."""
+
+    def __init__(self, model: Any, steps: EvictOne) -> None:
+        super().__init__(model)
+        self.steps = steps
+
+    def graph_capture_scratch(self) -> AbstractContextManager[None]:
+        return self.steps.no_row_in_use()
+
+    def begin_forward(self) -> None:
+        self.steps.begin()
+
+    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        return self.steps.attend(index, call)
 
 
 def _sink_logits(calls: Sequence[AttentionCall], kv_heads: int, rows: int) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from kvkeep.cache.backend import CacheState
+from kvkeep.cache.cache_state import CacheState
 from kvkeep.cache.decode.retrieval_rows import RetrievalPlan
 from kvkeep.cache.eviction import EvictingBackend
 from kvkeep.cache.retrieval import RetrievalBackend

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.cache import Cache
 from kvkeep.cache.decode.policy import retrieval_plan
-from kvkeep.cache.decode.retrieval_rows import LayerRows, RowSizes, RowStep
+from kvkeep.cache.decode.retrieval_rows import RetrievalRows, RowSizes, RowStep
 from kvkeep.cache.decode.runner import DecodePool
 from kvkeep.cache.retrieval import RetrievalBackend
 from kvkeep.errors import CacheMisuse
@@ -24,6 +24,7 @@ from kvkeep.model.cuda_graph import CudaGraphRunner
 from kvkeep.model.hf_attention import AttentionCall
 from kvkeep.model.hf_cache import execution_device
 from kvkeep.storage.offload.layer_state import LayerState
+from kvkeep.storage.rows import restored
 from kvkeep.storage.upload import upload
 
 
@@ -54,7 +55,7 @@ class RetrievalPool(DecodePool):
         self.sizes, self.rows = RowSizes(1, 1, 1, 1), 0
         self.by_row: dict[int, Row] = {}
         self.step: RowStep | None = None  # the one under way
-        self.rows_of: dict[int, LayerRows] = {}  # by layer
+        self.rows_of: dict[int, RetrievalRows] = {}  # by layer
         self._allocate()
 
     def _allocate(self) -> None:
@@ -83,7 +84,7 @@ class RetrievalPool(DecodePool):
     def row_bytes(self, sizes: RowSizes) -> int:
         """On the device, in all layers."""
         meta = torch.device("meta")
-        layer = LayerRows(self.plan, self.plan.layers[0], 1, sizes, meta, self.densities[:1].to(meta))
+        layer = RetrievalRows(self.plan, self.plan.layers[0], 1, sizes, meta, self.densities[:1].to(meta))
         return layer.nbytes * len(self.plan.layers)
 
     def fits(self, cache: Cache, room: int) -> bool:
@@ -91,15 +92,15 @@ class RetrievalPool(DecodePool):
 
     def grow(self, rows: int, sizes: RowSizes) -> bool:
         """Make room for more rows and larger ones, layer by layer; slots may become fewer. -> whether it changed"""
-        larger = replace(self.sizes.max(sizes), slots=sizes.slots)
+        larger = self.sizes.max(sizes)._replace(slots=sizes.slots)
         if larger == self.sizes and rows <= self.rows:
             return False
         self.sizes, self.rows, densities = larger, max(rows, self.rows), self.densities
         self._allocate()
         self.densities[: len(densities)] = densities
         for i in self.plan.layers:
-            layer, before = LayerRows(self.plan, i, self.rows, larger, self.device, self.densities), self.rows_of.get(i)
-            if before:
+            layer = RetrievalRows(self.plan, i, self.rows, larger, self.device, self.densities)
+            if before := self.rows_of.get(i):
                 layer.copy_rows(before)
             self.rows_of[i] = layer
         return True
@@ -124,11 +125,9 @@ class RetrievalPool(DecodePool):
         here, states = self.by_row[row], backend_of(cache).states
         seen = here.base + here.end
         assert seen == cache.seen + count
-
-        def decoded(i: int) -> None:
-            states[i] = [self.rows_of[i].take(row, states[i][0], seen, here.begin, here.units)]
-
-        cache.append_decoded(count, decoded)
+        for i, layer in self.rows_of.items():
+            states[i] = [layer.take(row, states[i][0], seen, here.begin, here.units)]
+        cache.append_decoded(count)
 
     def release(self, row: int) -> None:
         self.by_row.pop(row, None)
@@ -140,13 +139,6 @@ class RetrievalPool(DecodePool):
     # decode
 
     def begin_step(self) -> bool:
-        """Offload what the new token pushes out of the near window."""
-        self.offload_ready()
-        for row in self.by_row.values():
-            row.end += 1
-        return False
-
-    def offload_ready(self) -> None:
         """In rows beyond the budget, every complete unit leaves the near window, and the new token has room there."""
         near, unit, rounds = self.plan.sizes.left_near, self.plan.shape.unit, 0
         for number, row in self.by_row.items():
@@ -159,6 +151,9 @@ class RetrievalPool(DecodePool):
         for _ in range(rounds):
             with torch.inference_mode():
                 self.capture_offloader()()
+        for row in self.by_row.values():
+            row.end += 1
+        return False
 
     def _begin_offloading(self, number: int, row: Row) -> None:
         row.begin = self.plan.shape.sinks
@@ -189,12 +184,9 @@ class RetrievalPool(DecodePool):
     @contextmanager
     def graph_capture_scratch(self) -> Iterator[None]:
         """Within, forward passes change nothing: no row is in use."""
-        before = self.active.clone()
-        self.active.zero_()
-        try:
+        with restored([self.active]):
+            self.active.zero_()
             yield
-        finally:
-            self.active.copy_(before)
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """One token for every row."""

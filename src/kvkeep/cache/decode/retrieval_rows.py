@@ -8,7 +8,8 @@ memory; `take` offloads them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,8 +86,7 @@ class RetrievalPlan:
         return what in self.config.index.needs
 
 
-@dataclass(frozen=True)
-class RowSizes:
+class RowSizes(NamedTuple):
     """The most of a row."""
 
     near: int  # tokens in the near buffer: near tokens, and all that are decoded
@@ -95,7 +95,7 @@ class RowSizes:
     slots: int  # units on the device
 
     def max(self, other: RowSizes) -> RowSizes:
-        return RowSizes(*(max(getattr(each, f.name) for each in (self, other)) for f in fields(self)))
+        return RowSizes(*map(max, self, other))
 
 
 @dataclass
@@ -116,7 +116,7 @@ class RowStep:
     left: Tensor  # units that later layers may still retrieve, where layers share
 
 
-class LayerRows:
+class RetrievalRows:
     """One layer's buffers. Row by row, `put` and `take` convert a `LayerState`."""
 
     def __init__(
@@ -183,7 +183,7 @@ class LayerRows:
         tail = self.near.map(lambda t: t[row, :, 0 if host.tokens else self.plan.shape.sinks :])
         return tail, self.entries[row] if self.plan.needs("keys") else None
 
-    def copy_rows(self, before: LayerRows) -> None:
+    def copy_rows(self, before: RetrievalRows) -> None:
         """All rows of a smaller pool."""
         for new, old in zip(self.tensors, before.tensors, strict=True):
             new[tuple(map(slice, old.shape))] = old

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache.decode.runner import DecodePool
+from kvkeep.cache.decode.runner import DecodePool, layer_kinds
 from kvkeep.compress.method import STORAGE
 from kvkeep.errors import CacheMisuse, UnsupportedModel
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import execution_device, key_shape, layer_devices, query_heads
+from kvkeep.model.hf_cache import key_shape, query_heads
+from kvkeep.storage.places import FreeList, Places
 from kvkeep.storage.ragged import LayerKind
-from kvkeep.storage.rows import FreeList, Places, QuantizedRows, Rows, new_rows
+from kvkeep.storage.rows import QuantizedRows, Rows, new_rows, restored, span_size
 from kvkeep.storage.upload import upload
 
 Segments = Sequence[tuple[int, int]]  # (first slot, length)
@@ -87,16 +88,14 @@ class RowPool(DecodePool):
         super().__init__(model)
         if len(self.compressed_layers) != len(self.layers):
             raise UnsupportedModel(f"{self.name} has sliding-window or linear layers, which a pool does not hold yet.")
-        (kv_heads, dim), devices = key_shape(model), layer_devices(model)
-        device_of = {i: devices.get(i, execution_device(model)) for i in self.compressed_layers}
-        kinds = {i: LayerKind(kv_heads, dim, dim, model.dtype, device) for i, device in device_of.items()}
-        bits = STORAGE[storage]
+        kinds, self.bits = layer_kinds(model, self.compressed_layers), STORAGE[storage]
+        self.kv_heads = key_shape(model)[0]
         self.rows, self.tokens, self.longest, self.window = rows, tokens, longest, window
-        self.slots = QuantizedRows.slots if bits else Rows.slots  # of one KV head
-        self.buffers = {i: new_rows(kind, rows, tokens, bits) for i, kind in kinds.items()}
+        self.buffers: Mapping[int, Rows | QuantizedRows]
+        self.buffers = {i: new_rows(kind, rows, tokens, self.bits) for i, kind in kinds.items()}
         self.layers_on: dict[torch.device, list[int]] = {}
-        for i, device in device_of.items():
-            self.layers_on.setdefault(device, []).append(i)
+        for i, kind in kinds.items():
+            self.layers_on.setdefault(kind.device, []).append(i)
         self.free = {i: FreeList(tokens) for i in self.compressed_layers}
         self.allocated: dict[int, list[tuple[int, int]]] = {}  # row -> (start, size) of its span in every layer
         self.room: dict[int, int] = {}  # row -> tokens it may decode
@@ -113,8 +112,7 @@ class RowPool(DecodePool):
         self.places: dict[int, Places] = {}
         self.tables: dict[torch.device, Tensor] = {}  # starts and lengths [2, layers, rows, kv_heads]
         for device, layers in self.layers_on.items():
-            kv_heads = self.buffers[layers[0]].kind.kv_heads
-            table = torch.zeros(2, len(layers), self.rows, kv_heads, dtype=torch.int64, device=device)
+            table = torch.zeros(2, len(layers), self.rows, self.kv_heads, dtype=torch.int64, device=device)
             active = torch.zeros(self.rows, 1, dtype=torch.int64, device=device)
             table[0] = self.tokens
             self.tables[device] = table
@@ -138,13 +136,9 @@ class RowPool(DecodePool):
         """The most slots that no row has and that lie one behind the other, in each layer."""
         return min(free.largest for free in self.free.values())
 
-    def room_for(self, cache: Any, answer: int) -> int:
-        """Tokens per KV head that a cache needs room for, beside its own, for an answer of so many."""
-        return answer
-
     def slots_of(self, tokens: int) -> int:
         """Slots of a row of so many tokens per KV head, where all KV heads have as many."""
-        return tokens * key_shape(self.model)[0]
+        return tokens * self.kv_heads
 
     def slots_needed(self, cache: Any, room: int) -> int:
         """Slots of the fullest layer for a cache of one row and `room` more tokens per KV head."""
@@ -152,7 +146,7 @@ class RowPool(DecodePool):
 
     def _sizes(self, lengths: Sequence[int], room: int) -> list[int]:
         """Slots each KV head needs for so many tokens and `room` more."""
-        return [self.slots(n + room) for n in lengths]
+        return [span_size(n + room, self.bits) for n in lengths]
 
     def grow(self, rows: int, tokens: int, longest: int) -> bool:
         """Make room for more, one layer after the other; admitted rows stay where they are. -> whether there is more"""
@@ -190,7 +184,7 @@ class RowPool(DecodePool):
 
         segments: first slot and length of every KV head of one row after the other
         """
-        count = len(segments[self.compressed_layers[0]]) // key_shape(self.model)[0]
+        count = len(segments[self.compressed_layers[0]]) // self.kv_heads
         rows = slice(row, row + count)
         starts = self._allocate(row, count, segments, room)
         for device, layers in self.layers_on.items():
@@ -226,15 +220,12 @@ class RowPool(DecodePool):
 
     def complete(self, row: int, cache: Any, count: int) -> None:
         """Append the first `count` tokens a row has decoded to the cache it was admitted from."""
-        spans = dict(zip(self.compressed_layers, self.allocated[row], strict=True))
-
-        def decoded(i: int) -> None:
-            layer = cache.backend.store[i]
-            positions = torch.arange(cache.seen, cache.seen + count, dtype=torch.int32, device=layer.ends.device)
-            *first, _ = accumulate(self._sizes(layer.row_lengths(0), self.room[row]), initial=spans[i][0])
-            self.buffers[i].copy_decoded(row, first, layer, positions)
-
-        cache.append_decoded(count, decoded)
+        for i, (start, _) in zip(self.compressed_layers, self.allocated[row], strict=True):
+            layer, buffer = cache.backend.store[i], self.buffers[i]
+            positions = torch.arange(cache.seen, cache.seen + count, dtype=torch.int32, device=buffer.kind.device)
+            *first, _ = accumulate(self._sizes(layer.row_lengths(0), self.room[row]), initial=start)
+            buffer.copy_decoded(row, first, layer, positions)
+        cache.append_decoded(count)
 
     def release(self, row: int) -> None:
         for i, (start, size) in zip(self.compressed_layers, self.allocated.pop(row), strict=False):  # or cut short
@@ -250,17 +241,14 @@ class RowPool(DecodePool):
     @contextmanager
     def graph_capture_scratch(self) -> Iterator[None]:
         """Within, forward passes change nothing: no row is in use."""
-        parts = [*self.tables.values(), *(self.places[layers[0]].active for layers in self.layers_on.values())]
-        saved = [part.clone() for part in parts]
-        for (starts, lengths), active in zip(self.tables.values(), parts[len(self.tables) :], strict=True):
-            starts.fill_(self.tokens)
-            lengths.zero_()
-            active.zero_()
-        try:
+        active = [self.places[layers[0]].active for layers in self.layers_on.values()]
+        with restored([*self.tables.values(), *active]):
+            for starts, lengths in self.tables.values():
+                starts.fill_(self.tokens)
+                lengths.zero_()
+            for part in active:
+                part.zero_()
             yield
-        finally:
-            for part, before in zip(parts, saved, strict=True):
-                part.copy_(before)
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """One token for every row; rows not in use write to an unused slot."""

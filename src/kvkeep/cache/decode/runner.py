@@ -7,7 +7,7 @@ how a step runs: captured in a CUDA graph for every number of rows that was need
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.model.cuda_graph import WARMUP_PASSES, CudaGraphRunner
-from kvkeep.model.hf_cache import HFCacheAdapter, execution_device
+from kvkeep.model.hf_cache import HFCacheAdapter, execution_device, key_shape, layer_devices
 from kvkeep.model.rope import last_position
+from kvkeep.storage.ragged import LayerKind
+from kvkeep.storage.rows import restored
 
 
 class DecodeRows(HFCacheAdapter):
@@ -40,6 +42,10 @@ class DecodePool(DecodeRows):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of its buffers."""
+
+    def room_for(self, cache: Any, answer: int) -> int:
+        """Tokens per KV head that a cache needs room for, beside its own, for an answer of so many."""
+        return answer
 
     @abstractmethod
     def admit(self, row: int, cache: Any, answer: int) -> None:
@@ -89,14 +95,17 @@ class Runner:
 
     def _capture(self, rows: int) -> CudaGraphRunner:
         """Capturing runs the step; tokens, positions and the pool stay as they are."""
-        before = self.tokens.clone(), self.positions.clone()
         passes = 1 if rows in self.sizes else WARMUP_PASSES
-        with self.pool.graph_capture_scratch():
+        with restored([self.tokens, self.positions]), self.pool.graph_capture_scratch():
             graph = CudaGraphRunner(self._step(rows), self.pool.model, passes)
         self.sizes.add(rows)
-        for part, saved in zip((self.tokens, self.positions), before, strict=True):
-            part.copy_(saved)
         return graph
+
+
+def layer_kinds(model: Any, layers: Sequence[int]) -> dict[int, LayerKind]:
+    """The shape of these layers' keys and values, and where they are computed."""
+    (kv_heads, dim), devices, home = key_shape(model), layer_devices(model), execution_device(model)
+    return {i: LayerKind(kv_heads, dim, dim, model.dtype, devices.get(i, home)) for i in layers}
 
 
 def decode_step(pool: Any, forward: Callable[..., Any], tokens: Tensor, positions: Tensor, last: int) -> Tensor:

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
-from torch import Tensor
-
-from kvkeep.cache.backend import CacheState
-from kvkeep.cache.decode.evict_one import EvictOne
+from kvkeep.cache.cache_state import CacheState
+from kvkeep.cache.decode.evict_one import EvictOne, EvictOneRows
 from kvkeep.cache.decode.policy import evict_one_rule
-from kvkeep.cache.decode.runner import DecodePool
+from kvkeep.cache.decode.runner import DecodePool, layer_kinds
 from kvkeep.errors import CacheMisuse
-from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.model.hf_cache import execution_device, key_shape, layer_devices, query_heads
-from kvkeep.storage.ragged import LayerKind
+from kvkeep.model.hf_cache import key_shape, query_heads
 
 
-class StepPool(DecodePool):
+class StepPool(EvictOneRows, DecodePool):
     """A cache of many rows of one size, decoded one token at a time."""
 
     def __init__(self, like: CacheState) -> None:
         """like: a cache such as those it is for"""
-        super().__init__(like.model)
-        rule, (kv_heads, dim), devices = evict_one_rule(like), key_shape(like.model), layer_devices(like.model)
+        rule, model, kinds = evict_one_rule(like), like.model, layer_kinds(like.model, like.compressed_layers)
         assert rule is not None
-        kinds = {
-            i: LayerKind(kv_heads, dim, dim, self.model.dtype, devices.get(i, execution_device(self.model)))
-            for i in self.compressed_layers
-        }
-        self.rows, self.slots = 0, kv_heads * (rule.tokens + 1)
-        self.steps = EvictOne(rule, kinds, query_heads(self.model), like.rotations, 0)
+        super().__init__(model, EvictOne(rule, kinds, query_heads(model), like.rotations, 0))
+        self.rows, self.slots = 0, key_shape(model)[0] * (rule.tokens + 1)
         self.longest, self.allocated = rule.tokens + 1, set[int]()
 
     @property
@@ -46,12 +35,7 @@ class StepPool(DecodePool):
     def unused(self) -> int:
         return (self.rows - len(self.allocated)) * self.slots
 
-    @property
-    def largest_free(self) -> int:
-        return self.unused
-
-    def room_for(self, cache: CacheState, answer: int) -> int:
-        return answer
+    largest_free = unused  # all rows are of one size
 
     def slots_of(self, tokens: int) -> int:
         """A row takes as many, however many tokens it will have."""
@@ -86,15 +70,6 @@ class StepPool(DecodePool):
         """Bring the cache of an admitted row to what it is after `count` decoded tokens: a step more is taken back."""
         if int(self.steps.blocks[0].rows.lengths[row]) > cache.seen + count:
             self.steps.undo(slice(row, row + 1), self.steps.blocks)
-        kept = self.steps.take(row, cache.backend.store[self.compressed_layers[0]].lengths[0] + count)
-        cache.append_decoded(count, lambda i: cache.backend.store[i].fill([kept[i]]))
-
-    def graph_capture_scratch(self) -> AbstractContextManager[None]:
-        return self.steps.no_row_in_use()
-
-    def begin_forward(self) -> None:
-        self.steps.begin()
-
-    def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """One token for every row; rows not in use write to a slot of their own."""
-        return call.to_hf_output(self.steps.attend(index, call))
+        store = cache.backend.store
+        self.steps.fill(store, {row: store[self.compressed_layers[0]].lengths[0] + count})
+        cache.append_decoded(count)

@@ -18,7 +18,6 @@ from kvkeep.cache.decode.buffered_pool import BufferedPool
 from kvkeep.cache.decode.policy import vote_rule
 from kvkeep.kernels.dispatch import copy_segments, evict_voted
 from kvkeep.model.hf_attention import AttentionCall
-from kvkeep.storage.rows import Rows
 from kvkeep.storage.upload import upload
 from kvkeep.types import PAD_POSITION, Tokens
 
@@ -105,16 +104,13 @@ class VotePool(BufferedPool):
         def held(index: int) -> tuple[Tokens, list[int]]:
             return self._in_order(row, index, lengths[index], cache.seen), lengths[index]
 
-        if more or max(map(sum, lengths.values())) <= self.kv_heads * self.rule.budget:
-            backend.fill_decoded(held, queries)
-        else:
-            backend.evict_decoded(held, queries, self.how, cache.seen)
+        evicts = not more and max(map(sum, lengths.values())) > self.kv_heads * self.rule.budget
+        backend.fill_decoded(held, queries, self.how, cache.seen, evicts)
         del self.used[row]
 
     def _in_order(self, row: int, index: int, lengths: list[int], seen: int) -> Tokens:
         """The first so many tokens of a row's KV heads, of so many of text so far. [kv_heads, longest, …]"""
         buffer = self.buffers[index]
-        assert isinstance(buffer, Rows)  # nothing is quantized
         device, starts = buffer.kind.device, self.places[index].starts[row]
         order, positions = self.indices[device][self.layers_on[device].index(index)]
         ends = upload(lengths, device)
@@ -143,7 +139,6 @@ class VotePool(BufferedPool):
             moved, totals = spans[..., :1] + sizes.cumsum(-1) - sizes, lengths.sum((1, 2)).tolist()
             for number, i in enumerate(layers):
                 buffer, (order, positions) = self.buffers[i], self.indices[device][number, ..., None]
-                assert isinstance(buffer, Rows)  # nothing is quantized
                 first, ends = starts[number].flatten(), (starts + lengths)[number].flatten()
                 for parts in ((buffer.keys, buffer.values), (order, positions)):
                     source = parts[0].clone(), parts[1].clone()
@@ -152,7 +147,6 @@ class VotePool(BufferedPool):
 
     def attend(self, index: int, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         buffer = self.buffers[index]
-        assert isinstance(buffer, Rows)  # nothing is quantized
         device = buffer.kind.device
         number, ring = self.layers_on[device].index(index), self.rings[device]
         starts, lengths, _ = self.places[index].first(len(call.query))
