@@ -11,7 +11,7 @@ import torch
 GPU = torch.cuda.is_available()
 CASES = [  # of three processes, as long as each other: starting one takes as long as most of these
     ["decode_cases.py", "host_gather_cases.py", "layer_ops_cases.py", "fp8_cases.py"],
-    ["scoring_cases.py", "quantized_decode_cases.py", "prefill_attention_cases.py"],
+    ["scoring_cases.py", "quantized_decode_cases.py", "prefill_attention_cases.py", "cache_cases.py"],
     ["selection_cases.py", "retrieval_attention_cases.py", "slotted_cases.py", "vote_cases.py"],
 ]
 
