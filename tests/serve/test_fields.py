@@ -242,13 +242,16 @@ def test_tokenizing_counts_as_an_answer_under_way(served, monkeypatch):
     async def hold():
         return served.admit(served.keys.owner("alice"), Job("tiny", ["x"]))
 
+    async def end(place):
+        place.close()
+
     monkeypatch.setattr(served, "limits", Limits(max_answers=1))
     place = asyncio.run(hold())
     try:
         assert post(served, "/tokenize", {"prompt": "a"})[0] == 429
         assert post(served, "/tokenize", {"prompt": "a"}, key="bob")[0] == 200
     finally:
-        place.close()
+        asyncio.run(end(place))
     assert post(served, "/tokenize", {"prompt": "a"})[0] == 200
 
 
