@@ -174,13 +174,10 @@ def test_rows_come_and_go_in_graphs(storage):
 STEPS = ["h2o", "tova", "ahakv", "streamingllm", "lm_infinite", "h2o+sinks"]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
-@pytest.mark.parametrize(
-    "spec, kind",
-    [*((spec, torch.float32) for spec in STEPS), ("h2o", torch.bfloat16), ("streamingllm", torch.bfloat16)],
-)
-def test_evicting_at_every_step_in_graphs_says_what_it_says_without(spec, kind, monkeypatch):
-    def without_graph(runner, *_):
+def without_graph(model):
+    """Make what goes in the place of `CudaGraphRunner._try`: steps then run as they are, with fused operations."""
+
+    def keep_uncaptured(runner, *_):
         def fused(run=runner.run):
             with fused_ops(model):
                 return run()
@@ -188,6 +185,15 @@ def test_evicting_at_every_step_in_graphs_says_what_it_says_without(spec, kind, 
         runner.run = fused
         return True
 
+    return keep_uncaptured
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # compiling imports what warns
+@pytest.mark.parametrize(
+    "spec, kind",
+    [*((spec, torch.float32) for spec in STEPS), ("h2o", torch.bfloat16), ("streamingllm", torch.bfloat16)],
+)
+def test_evicting_at_every_step_in_graphs_says_what_it_says_without(spec, kind, monkeypatch):
     model, words = tiny_chat.sharp()
     model = model.to("cuda", kind)
     prompts = ["".join(chr(97 + (i * i + n) % 23) for i in range(20 + 60 * n)) for n in range(3)]
@@ -201,7 +207,7 @@ def test_evicting_at_every_step_in_graphs_says_what_it_says_without(spec, kind, 
         (batch,) = engine._driver.scheduler.held.batches.values()
         assert {runner.graph is not None for runner in batch.runner.graphs.values()} == {graphs}
         assert type(batch.pool).__name__ == "StepPool"
-        monkeypatch.setattr(CudaGraphRunner, "_try", without_graph)
+        monkeypatch.setattr(CudaGraphRunner, "_try", without_graph(model))
     assert said[True] == said[False]
 
 
@@ -426,14 +432,6 @@ def test_weights_in_8_bit_floats_are_those_of_a_processor(kind, tokens, biased):
 @pytest.mark.skipif(not HAS_FP8, reason="needs a GPU that multiplies 8-bit floats")
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 def test_steps_in_8_bit_floats_in_a_graph_say_what_they_say_without(kind, monkeypatch):
-    def without_graph(runner, *_):
-        def fused(run=runner.run):
-            with fused_ops(model):
-                return run()
-
-        runner.run = fused
-        return True
-
     model, words = tiny_chat.sharp()
     model = model.to("cuda", kind)
     before = model.get_memory_footprint()
@@ -441,7 +439,7 @@ def test_steps_in_8_bit_floats_in_a_graph_say_what_they_say_without(kind, monkey
     said = {}
     for graphs in (True, False):
         if not graphs:
-            monkeypatch.setattr(CudaGraphRunner, "_try", without_graph)
+            monkeypatch.setattr(CudaGraphRunner, "_try", without_graph(model))
         engine = kvkeep.Engine(model, words, "snapkv", 48, max_rows=4, weights="fp8")
         engine.warmup(rows=2)
         said[graphs] = engine.generate(prompts, max_new_tokens=64)

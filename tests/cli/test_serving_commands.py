@@ -71,6 +71,14 @@ def test_weights_are_those_that_were_asked_for(tiny, monkeypatch, options):
     assert [str(engine.model).count("Fp8Linear") > 0 for engine in made] == [bool(options)]
 
 
+@pytest.mark.parametrize(("options", "seconds"), [([], None), (["--target-itl", 0.2], 0.2)])
+def test_answers_get_tokens_as_often_as_was_asked_for(tiny, monkeypatch, options, seconds):
+    made = []
+    monkeypatch.setattr("kvkeep.cli.serve._serve", lambda options, app, *_: made.append(app.state.server.engine))
+    assert kvkeep_("serve", "--port", 0, "--budget", 64, *options).exit_code == 0
+    assert [engine._driver.scheduler.pace.target for engine in made] == [seconds]  # on a CPU nothing is usual
+
+
 def test_clients_know_a_model_by_its_name(tmp_path):
     assert [model_name(each) for each in ("default", "Qwen/Qwen3-8B")] == ["smollm2-135m-instruct", "Qwen/Qwen3-8B"]
     (tmp_path / "mine").mkdir()

@@ -1,4 +1,4 @@
-"""What of a `kvkeep.Cache` the code knows that a cache itself is made of."""
+"""The parts of a `kvkeep.Cache` that code below it uses."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class ScorerTraits:
 
     @classmethod
     def one(cls, scorer: Any, name: str) -> Any:
-        """One trait of a scorer: asking for all of them takes longer than a layer should wait."""
+        """Return one trait of a scorer, where the others are not needed."""
         return getattr(scorer, name, getattr(cls, name))
 
 

@@ -17,8 +17,6 @@ from kvkeep.engine.exact import Exact
 from kvkeep.engine.held_memory import HeldMemory
 from kvkeep.engine.held_requests import HeldRequests
 from kvkeep.engine.request import Request, State
-from kvkeep.model.head_shards import head_shards
-from kvkeep.model.hf_cache import execution_device, uncompiled
 from kvkeep.storage.upload import upload
 
 MOST_PASSES = 4  # that a draft waits for others while somebody reads its answer
@@ -34,11 +32,8 @@ class FirstTokens:
     memory: HeldMemory
     decoding: Decoding
     exact: Exact
-
-    def __post_init__(self) -> None:
-        self.passes_waited = 0  # of the prompts whose drafts are due
-        on_gpu, is_split = execution_device(self.model).type == "cuda", head_shards(uncompiled(self.model)) is not None
-        self.looks_between_layers = on_gpu and not is_split  # several processes would look at different times
+    looks_between_layers: bool  # whether first tokens are looked for in the middle of the next pass
+    passes_waited: int = 0  # of the prompts whose drafts are due
 
     def begin(self, request: Request, logits: Tensor, at_once: bool = False) -> None:
         """Sample the first token of a prompt that is prefilled. logits [vocabulary]
@@ -58,7 +53,7 @@ class FirstTokens:
             self._end(request)
 
     def _may_wait_for_others(self, request: Request) -> bool:
-        """Whether the next prompts' pass is launched first: the device shall not wait for the host."""
+        """Whether the next prompts' pass is launched before this prefill ends, so that the device has work."""
         if not request.can_settle_later or request.how.exact:
             return False
         return not request.interactive or (self.looks_between_layers and len(self.held.waiting) > 0)
@@ -76,7 +71,7 @@ class FirstTokens:
             with torch.inference_mode(False), self.held.fails_alone(request):
                 if request.state is State.SAMPLED:
                     self._end(request)
-                elif not request.answer.ids:
+                else:
                     self._deliver(request)
 
     def end(self, sampled: list[Request], prefilled: list[Request], active: list[DecodeBatch]) -> None:
@@ -85,7 +80,7 @@ class FirstTokens:
         begins = bool(due) and not self._may_wait(due, prefilled)
         self.passes_waited = 0 if begins else self.passes_waited + bool(due)
         for request in list(self.held.first_tokens) if begins else sampled:
-            if request.state is State.DRAFTING and not request.answer.ids:
+            if request.state is State.DRAFTING:
                 with self.held.fails_alone(request):
                     self._deliver(request)
         if begins:
@@ -96,9 +91,11 @@ class FirstTokens:
 
     def _deliver(self, request: Request) -> None:
         """Deliver a token before what is kept is stored or selected: it does not depend on that. An end has to wait."""
+        if request.answer.ids:
+            return
         for _, token, logprobs in self.held.first_tokens[request].wait():
             request.sequence.cache.check()
-            if not request.answer.ids and request.goes_on_after(token):
+            if request.goes_on_after(token):
                 request.add(token, logprobs)
 
     def _may_wait(self, due: list[Request], prefilled: list[Request]) -> bool:

@@ -108,7 +108,8 @@ class Prefilling:
     def run(self, chunks: list[Chunk], active: list[DecodeBatch]) -> None:
         """Make one forward pass; between the layers of a long one, captured decode steps of the active batches pass."""
         if not chunks:
-            return self.pace.pause()
+            self.pace.pause()
+            return
         self.pace.begin_pass(self._pass_cost(chunks))
         self.pace.steps += bool(active)
         requests = [request for request, _ in chunks]

@@ -44,7 +44,8 @@ class Scheduler:
         self.pace = Pace.of(self.device, target_itl, learns=not is_split)  # several processes would learn other things
         self.decoding = Decoding(model, self.held, self.memory, max_tokens, self.pace)
         self.exact = Exact(self.held, self.decoding)
-        self.first_tokens = FirstTokens(model, eos_token_ids, self.held, self.memory, self.decoding, self.exact)
+        looks = self.device == "cuda" and not is_split  # several processes would look at different times
+        self.first_tokens = FirstTokens(model, eos_token_ids, self.held, self.memory, self.decoding, self.exact, looks)
         self.prefilling = Prefilling(
             model, self.held, self.memory, self.decoding, self.first_tokens, self.exact, self.pace
         )

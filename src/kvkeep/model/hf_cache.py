@@ -35,8 +35,7 @@ from kvkeep.model.hf_attention import (
 
 UNLIMITED = 2**31  # tokens: longer than any model's context
 MIXED = (LinearAttentionAndFullAttentionLayer,)  # full attention beside a linear state
-_supported: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models whose modules were looked at
-_modules: weakref.WeakKeyDictionary[PreTrainedModel, set[int]] = weakref.WeakKeyDictionary()  # their ids
+_modules: weakref.WeakKeyDictionary[PreTrainedModel, set[int]] = weakref.WeakKeyDictionary()  # ids, of supported models
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -197,8 +196,8 @@ class HFCacheAdapter(TransformersCache):
 
     def is_of_model(self, module: Any) -> bool:
         """Whether an attention module is one of this cache's model: two models may share a config."""
-        if id(module) not in _modules.get(self.model, ()):
-            _modules[self.model] = {id(part) for part in self.model.modules()}  # modules may have been added since
+        if id(module) not in _modules[self.model]:
+            _modules[self.model] = set(map(id, self.model.modules()))  # some may have been added since
         return id(module) in _modules[self.model] and getattr(module, "config", self.config) is self.config
 
     def check_ready(self) -> None:
@@ -260,7 +259,7 @@ def check_supported(model: PreTrainedModel) -> None:
     """Raise for models whose attention kvkeep cannot observe. The modules of one that passed are not asked again."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(f"a {type(model).__name__} is not a transformers model; load one with from_pretrained.")
-    is_known = model in _supported
+    is_known = model in _modules
     if not is_known and execution_device(model).type == "meta":
         raise UnsupportedModel(
             f"the weights of this {type(model).__name__} are on the meta device, where nothing has a value; load them, "
@@ -277,7 +276,8 @@ def check_supported(model: PreTrainedModel) -> None:
     for reason, present in reasons.items():
         if present:
             raise UnsupportedModel(f"{type(model).__name__} cannot be compressed: {reason}.")
-    _supported.add(model)
+    if not is_known:
+        _modules[model] = set(map(id, model.modules()))
 
 
 def _all_causal(model: PreTrainedModel, config: Any) -> bool:
